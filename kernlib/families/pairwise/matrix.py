@@ -15,7 +15,9 @@ from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.families.pairwise.plans import PairwisePlan
 from kernlib.families.pairwise.request import Request
+from kernlib.families.pairwise.units import LEAST_USUAL, MOST_USUAL, in_unit, unit_of
 from kernlib.runtime import operation
+from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import check_kind, host_value
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation
 from kernlib.runtime.precision import float32_precision
@@ -136,6 +138,14 @@ def _launch(
             torch.autograd.graph.increment_version(out)
     if plan.launch is None:
         return out
+    if plan.quotients:
+        bandwidth = values["bandwidth"]
+        if type(bandwidth) is not float or not LEAST_USUAL <= bandwidth < MOST_USUAL:
+            unit = unit_of(descriptor, values, accumulator(a.dtype))
+            if unit is not None:  # which leaves a bandwidth near 1, or a tensor on the device
+                a, b, values, _ = in_unit(unit, a.detach(), b, values)
+                offsets = row_offset, col_offset
+                return calls.execute(descriptor, a, b, out, accumulate, *offsets, values)
     if plan.swapped:
         pointers = pointers[1], pointers[0], pointers[2]
     plan.launch.launch(pointers, numbers)

@@ -11,6 +11,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
+from kernlib.families.pairwise.units import is_of_quotients
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
@@ -35,6 +36,7 @@ class PairwisePlan(NamedTuple):
     root: bool  # the outer exponent follows from the inner one
     positive: frozenset[str]  # hyperparameters that must be greater than zero
     swapped: bool  # its launch takes b ahead of a
+    quotients: bool  # of points by a bandwidth
     launch: Plan | Steps | None  # None for an output without elements
 
 
@@ -62,6 +64,7 @@ def loaded_plan(request: Request, call: checks.Call, lowered: Lowered | None) ->
         root=checks.follows_inner(descriptor, request.hyperparameters),
         positive=descriptor.positive,
         swapped=swapped,
+        quotients=is_of_quotients(descriptor, request.hyperparameters),
         launch=None if lowered is None else load_lowered(lowered, operands, request.a.device),
     )
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from kernlib import events
 from kernlib.descriptors.epilogues import Gaussian, Laplace
-from kernlib.families.pairwise import checks, reference, stages
+from kernlib.families.pairwise import checks, reference, stages, units
 from kernlib.families.pairwise.cpu import sums
 from kernlib.families.pairwise.request import Request
 from kernlib.runtime import expressions
@@ -35,6 +35,7 @@ class CpuPlan(NamedTuple):
     wide: torch.dtype  # of the arithmetic
     root: bool  # the outer exponent follows from the inner one
     straight: bool  # whether blocks are computed where the result is wanted
+    quotients: bool  # of points by a bandwidth
 
     def run(
         self, descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters: dict
@@ -79,6 +80,7 @@ def plan(call: checks.Call, descriptor, a, b, out, accumulate, *rest) -> CpuPlan
         wide=wide,
         root=checks.follows_inner(descriptor, values),
         straight=straight and (out is None or out.is_contiguous()),
+        quotients=units.is_of_quotients(descriptor, values),
     )
 
 
@@ -111,6 +113,9 @@ def _by_formula(plan: CpuPlan, descriptor, a, b, out, accumulate, diagonal: int,
     first, second = (
         (x if x.dim() == 3 else x[None]).expand(call.batch, -1, -1).to(plan.wide) for x in (a, b)
     )
+    unit = units.unit_of(descriptor, values, plan.wide) if plan.quotients else None
+    if unit is not None:
+        first, second, values, _ = units.in_unit(unit, first, second, values)
     inner = values.pop("p", values.pop("inner_p", None))
     names = ("epsilon", "regularization", "inner_scale", "outer_p")
     given = {name: values.pop(name) for name in names if name in values}
@@ -143,8 +148,23 @@ def _fill(plan: CpuPlan, descriptor, a, b, out, accumulate, diagonal: int, value
         target = out[l] if out.dim() == 3 else out
         first, second = _of(a, l), _of(b, l)
         numbers = {name: reference.entry(value, l) for name, value in values.items()}
+        if plan.quotients and not _is_usual(numbers["bandwidth"]):
+            first, second, numbers = _in_unit(plan, descriptor, first, second, same, numbers)
         entry = _Entry(plan, descriptor, first, second, diagonal, numbers, same)
         entry.fill(target, accumulate)
+
+
+def _is_usual(bandwidth: float) -> bool:
+    return units.LEAST_USUAL <= bandwidth < units.MOST_USUAL
+
+
+def _in_unit(plan: CpuPlan, descriptor, a, b, same: bool, numbers: dict) -> tuple:
+    """Points and numbers of an entry, in a unit near a bandwidth far from 1."""
+    unit = units.unit_of(descriptor, numbers, plan.wide)
+    if unit is None:
+        return a, b, numbers
+    left, right, numbers, _ = units.in_unit(unit, a, None if same else b, numbers)
+    return left, left if same else right, numbers | {"bandwidth": float(numbers["bandwidth"])}
 
 
 def _are_same(a: torch.Tensor, b: torch.Tensor) -> bool:

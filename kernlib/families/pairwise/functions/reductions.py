@@ -232,19 +232,17 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
     bandwidth = _far_bandwidth(values.get("bandwidth"))
     if bandwidth is None:
         return a, b, values
-    from kernlib.families.pairwise.gradients import weights
+    from kernlib.families.pairwise import units
 
     values = values | {"bandwidth": bandwidth}
     points = (a,) if b is None else (a, b)
     known = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
     if not known or not isinstance(descriptor, Pairwise):  # which checks will say
         return a, b, values
-    if descriptor.categories:  # whose tables have no unit
+    if not units.is_of_squares(descriptor, values):
         return a, b, values
-    if not weights.is_of_squares(descriptor, values):
-        return a, b, values
-    unit = weights.unit_of(descriptor, values, accumulator(a.dtype))
-    return (a, b, values) if unit is None else weights.in_unit(unit, a, b, values)[:3]
+    unit = units.unit_of(descriptor, values, accumulator(a.dtype))
+    return (a, b, values) if unit is None else units.in_unit(unit, a, b, values)[:3]
 
 
 def _far_bandwidth(bandwidth: object) -> float | None:

@@ -28,6 +28,7 @@ from kernlib.families.pairwise.gradients.point_products import FEWEST
 from kernlib.families.pairwise.gradients.routes import INNER, Route, exponent_sums
 from kernlib.families.pairwise.matrix import MATRIX, calls, matrix
 from kernlib.families.pairwise.stages_reference import linear
+from kernlib.families.pairwise.units import LEAST_USUAL, MOST_USUAL, in_unit, unit_of
 from kernlib.runtime.numbers import host_value, on_device
 from kernlib.runtime.operation import by_operator, operators_of
 from kernlib.runtime.tensors import (
@@ -42,6 +43,7 @@ from kernlib.runtime.tensors import (
 BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much where it is packed
 FEWEST_ROWS = 128  # of a block, unless there are fewer: a kernel's tile has as many
 _INFINITE = float("inf")
+_WITH_UNIT = frozenset(("a", "b", "bandwidth"))
 NOT_BATCHED = (
     "is_grads_batched=True, which jacobian(vectorize=True) sets, is not supported by this kernel "
     "matrix; ask for one gradient after the other"
@@ -249,18 +251,26 @@ def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> lis
         pairs = zip(call.names, tensors, strict=True)
         values = values | {name: on_device(name, t, a.device, wide) for name, t in pairs}
     unit = None
-    if route.quotients and not weights.USUAL[0] <= values["bandwidth"] < weights.USUAL[1]:
-        unit = weights.unit_of(call.descriptor, values, wide)
+    if route.quotients:
+        bandwidth = values["bandwidth"]
+        if type(bandwidth) is not float or not LEAST_USUAL <= bandwidth < MOST_USUAL:
+            unit = unit_of(call.descriptor, call.values(tensors), wide)
     if unit is not None:
-        x, z, values, unit = weights.in_unit(unit, x, z, values)
+        x, z, values, unit = in_unit(unit, x, z, values)
     by = _at_once if route.light or grad.numel() * route.parts <= BLOCK_ENTRIES else _by_blocks
     found = by(Backward(route, values), x, z, grad)
     if unit is not None:
-        found = {n: v / unit if n in ("a", "b") else v for n, v in found.items()}
+        found = {n: _in_unit(v, unit) if n in _WITH_UNIT else v for n, v in found.items()}
     if "regularization" in route.wanted:
         found["regularization"] = grad.diagonal(call.diagonal, -2, -1).sum(-1, dtype=wide)
     made = zip(("a", "b", *call.names), saved, needs, strict=True)
     return [_fitted(found.get(name), leaf) if need else None for name, leaf, need in made]
+
+
+def _in_unit(found: torch.Tensor, unit: float | torch.Tensor) -> torch.Tensor:
+    """The gradient by points or by a bandwidth that were divided by a unit."""
+    several = isinstance(unit, torch.Tensor) and unit.dim() > found.dim()
+    return found / (unit.reshape(-1) if several else unit)
 
 
 def _ready(x: torch.Tensor, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:

@@ -16,9 +16,10 @@ from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager, formula, norms, routes, weights
+from kernlib.families.pairwise.gradients import eager, formula, norms, routes
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import matrix
+from kernlib.families.pairwise.units import in_unit, unit_of
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
 
@@ -34,9 +35,9 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     placed = {
         k: v.to(a.device, wide) if isinstance(v, torch.Tensor) else v for k, v in values.items()
     }
-    unit = weights.unit_of(descriptor, placed, wide)
+    unit = unit_of(descriptor, values, wide)
     if unit is not None:
-        x, z, placed, _ = weights.in_unit(unit, x, z, placed)
+        x, z, placed, _ = in_unit(unit, x, z, placed)
     of_norms, made = norms.are_values(descriptor, placed), routes.sums_of(descriptor, placed)
     s = (_norms if of_norms else _sums)(x, z, *_written(made))
     root = checks.follows_inner(descriptor, placed)

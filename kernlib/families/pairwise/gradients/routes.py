@@ -16,6 +16,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import norms, weights
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.weights import Finish, Slope
+from kernlib.families.pairwise.units import is_of_quotients
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.plan import PlanCache
 
@@ -35,7 +36,7 @@ class Route(NamedTuple):
     points: tuple[bool, bool]  # whether those of a and b are asked for
     wanted: tuple[str, ...]  # hyperparameters whose gradients are
     inner: tuple[str, ...]  # those of them that the sums are given
-    quotients: bool  # of points by a bandwidth, which is a number
+    quotients: bool  # of points by a bandwidth
     sums: Pairwise
     given: tuple[tuple[str, str], ...]  # what they take, and the hyperparameters that are it
     plain: bool  # the values are the sums
@@ -88,7 +89,6 @@ def _made(
     made, plain = sums_of(descriptor, values), is_plain(descriptor, values)
     of_norms = scaled and norms.are_values(descriptor, values)
     inner = tuple(name for name in wanted if name in INNER)
-    number = not isinstance(values.get("bandwidth"), torch.Tensor)
     finish = None if plain else weights.finish_of(descriptor, values, of_norms)
     if finish is not None and not weights.has_kernels(finish):
         finish = None
@@ -102,7 +102,7 @@ def _made(
             weight = weights.slope_of(made.descriptor, finish, VALUE, wide)
     return Route(
         descriptor, wide, points, wanted, inner,
-        quotients=number and weights.is_of_quotients(descriptor, values),
+        quotients=is_of_quotients(descriptor, values),
         sums=made.descriptor,
         given=tuple((name, name if name in values else "inner_p") for name in made.given),
         plain=plain,

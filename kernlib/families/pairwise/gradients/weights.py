@@ -5,22 +5,13 @@ sums, under epilogues that :mod:`kernlib.descriptors.derivative` makes. So one k
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from kernlib.descriptors.derivative import ZERO, Derivative, fits, free_names
-from kernlib.descriptors.epilogues import (
-    Cauchy,
-    Epilogue,
-    Gaussian,
-    Laplace,
-    Matern,
-    PowerExponential,
-    RationalQuadratic,
-)
+from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages as norms
@@ -30,15 +21,11 @@ from kernlib.families.pairwise.gradients import formula
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import calls, matrix
 from kernlib.runtime import expressions
-from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.shapes import broadcast_shapes
 
 _INFINITE = float("inf")
 _SMALLEST = {torch.float32: 1e-38, torch.float64: 1e-300}
 _STAGES = {1.0: "Identity", 0.5: "Sqrt", 2.0: "Square"}  # of exponents
-_USUAL_EXPONENT = 30  # of two, of a bandwidth
-USUAL = 2.0 ** (-_USUAL_EXPONENT - 1), 2.0**_USUAL_EXPONENT  # between which all have such
-_LARGEST_EXPONENTS = {torch.float32: 120, torch.float64: 1000}  # whose negatives are normal too
 _LARGEST_PRODUCT = 2**31  # elements of a dot product by cuBLAS, less one
 
 
@@ -106,69 +93,6 @@ def root_of(p: float | torch.Tensor) -> float | torch.Tensor:
         return 1.0 if p in (0, _INFINITE) else 1 / p
     whole = (p == 0) | p.isinf()
     return torch.where(whole, 1.0, 1 / torch.where(whole, 1.0, p))
-
-
-def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | None:
-    """A power of two near a bandwidth whose square is far from 1, by which points of a dtype and
-    bandwidth may be divided: the kernel is one of their quotients. None if there is no need, or it
-    is another. Of a bandwidth that is a tensor nothing is known here."""
-    bandwidth = values.get("bandwidth")
-    if not isinstance(bandwidth, (int, float)):
-        return None
-    exponent = math.frexp(bandwidth)[1]
-    if abs(exponent) <= _USUAL_EXPONENT or not is_of_quotients(descriptor, values):
-        return None
-    most = _LARGEST_EXPONENTS[dtype]
-    return 2.0 ** max(-most, min(most, exponent))
-
-
-def in_unit(unit: float, x: torch.Tensor, z: torch.Tensor | None, values: dict) -> tuple:
-    """Points, of which the second may be the first or None, and bandwidth divided by a unit, and
-    that unit: a tensor of 1, and nothing is divided, where a coordinate would overflow. Unit and
-    bandwidth have the arithmetic's dtype then."""
-    shared, limits, wide = z is None or z is x, torch.finfo(x.dtype), accumulator(x.dtype)
-    if unit < 1.0:
-        most = limits.max * unit
-        for size in [_largest(each) for each in ((x,) if shared else (x, z)) if each.numel()]:
-            unit = torch.where(size < most, unit * torch.ones_like(size, dtype=wide), 1.0)
-    left = x / unit
-    right = z if z is None else left if shared else z / unit
-    bandwidth = values["bandwidth"] / unit
-    if isinstance(bandwidth, torch.Tensor):  # a reciprocal of less would be infinite
-        bandwidth = bandwidth.clamp(min=limits.tiny)
-    return left, right, values | {"bandwidth": bandwidth}, unit
-
-
-def _largest(x: torch.Tensor) -> torch.Tensor:
-    """The largest of the finite coordinates' sizes."""
-    x = x.detach()
-    return torch.where(x.isfinite(), x.abs(), 0.0).amax()
-
-
-def is_of_squares(descriptor: Pairwise, values: dict) -> bool:
-    """Whether a kernel is one of squared distances beside a squared bandwidth."""
-    stages = type(descriptor.inner), type(descriptor.outer)
-    return stages == (norms.Square, norms.Identity) and is_of_quotients(descriptor, values)
-
-
-def is_of_quotients(descriptor: Pairwise, values: dict) -> bool:
-    """Whether a kernel is one of points divided by a bandwidth."""
-    snaps = isinstance(values.get("epsilon"), torch.Tensor) or values.get("epsilon")
-    if snaps or descriptor.operator != "difference" or len(descriptor.epilogue) != 1:
-        return False
-    stages = type(descriptor.inner), type(descriptor.outer)
-    if stages == (norms.Square, norms.Identity):
-        return isinstance(descriptor.epilogue[0], (Gaussian, RationalQuadratic, Cauchy))
-    known = stages in ((norms.Abs, norms.Identity), (norms.Square, norms.Sqrt))
-    if not known and not _is_norm(descriptor, values):
-        return False
-    return isinstance(descriptor.epilogue[0], (Laplace, Matern, PowerExponential))
-
-
-def _is_norm(descriptor: Pairwise, values: dict) -> bool:
-    """Whether sums and root are a norm, which a count of differences (p = 0) is not."""
-    p = values.get("p", values.get("inner_p"))
-    return checks.follows_inner(descriptor, values) and not isinstance(p, torch.Tensor) and p != 0
 
 
 def derivative(

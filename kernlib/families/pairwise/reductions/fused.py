@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.descriptors.expression import VALUE
-from kernlib.families.pairwise import checks, stages
+from kernlib.families.pairwise import checks, stages, units
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager, routes, weights
 from kernlib.families.pairwise.gradients.arguments import Kind
@@ -128,12 +128,12 @@ def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
     bandwidth = values.get("bandwidth")
     if bandwidth is None or isinstance(bandwidth, torch.Tensor):
         return request, None
-    if weights.USUAL[0] <= bandwidth < weights.USUAL[1]:
+    if units.LEAST_USUAL <= bandwidth < units.MOST_USUAL:
         return request, None
-    unit = weights.unit_of(descriptor, values, a.dtype)
+    unit = units.unit_of(descriptor, values, a.dtype)
     if unit is None:
         return request, None
-    a, b, values, unit = weights.in_unit(unit, a, b, values)
+    a, b, values, unit = units.in_unit(unit, a, b, values)
     return request._replace(a=a, b=b, hyperparameters=values), unit
 
 
@@ -276,7 +276,7 @@ def derivatives_of(
         return None
     by_sum = None if weight is None else weight.kernel.epilogue[0]
     others = {name: slope.kernel.epilogue[0] for name, slope in route.slopes}
-    if "bandwidth" in others and by_sum and weights.is_of_quotients(request.descriptor, values):
+    if "bandwidth" in others and by_sum and units.is_of_quotients(request.descriptor, values):
         others["bandwidth"] = _degree(route.sums)
     return tuple(others), Derivatives(by_sum, tuple(others.values()))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from tests.families.pairwise import norms
+from tests.families.pairwise import bandwidths, norms
 
 
 @pytest.mark.few(6)
@@ -37,3 +37,12 @@ def test_gradients_of_slopes_and_of_a_learned_exponent_at_any_magnitude(p, learn
     wanted = derivatives(norms.norms, torch.float64)
     for one, other in zip(derivatives(kl.cdist, torch.float32), wanted, strict=True):
         assert (one.double() - other).abs().max() <= 1e-5 * max(1, p) * other.abs().max()
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("second", (False, True), ids=("first", "second"))
+@pytest.mark.parametrize("how", ("number", "tensor", "several"))
+@pytest.mark.parametrize("exponent", bandwidths.EXPONENTS)
+@pytest.mark.parametrize("name", bandwidths.KERNELS)
+def test_kernels_and_gradients_of_a_bandwidth_of_any_magnitude(name, exponent, how, second):
+    bandwidths.check(name, how, exponent, second=second)

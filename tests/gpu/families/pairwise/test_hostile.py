@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from tests.families.pairwise import magnitudes
+from tests.families.pairwise import bandwidths, magnitudes
 from tests.families.pairwise.forwards import FORWARDS, bandwidth, norm
 from tests.support import hostile
 
@@ -205,3 +205,9 @@ def test_sums_of_exponentials_for_any_lengthscale(p, length):
         out = kl.cdist_expadd(a, b, p=p, lengthscale=given)
         hostile.check(out, exact, terms, where=f"{length}")
     assert math.isfinite(out.sum().item())
+
+
+@pytest.mark.parametrize("exponent", (-120, -83, -31, 30, 83, 120))
+@pytest.mark.parametrize("name", bandwidths.KERNELS)
+def test_kernels_and_gradients_of_a_bandwidth_of_any_magnitude(name, exponent):
+    bandwidths.check(name, "number", exponent, "cuda", bound=1e-5)
