@@ -178,3 +178,50 @@ def test_where_several_gradients_are_not_supported_that_is_said(case, seed):
     out = REDUCED[case](x)
     with pytest.raises(RuntimeError, match=r"is_grads_batched=True, .* one gradient after"):
         torch.autograd.grad(out, x, torch.randn(4, *out.shape), is_grads_batched=True)
+
+
+AT_ZERO = {  # descriptors, and the names of their numbers, the exponent first
+    "outer exponent": (kl.Pairwise("dot", kl.Identity(), kl.Power()), "outer_p"),
+    "power exponential": (kl.dot_product(epilogue=kl.PowerExponential()), "q bandwidth"),
+    "custom": (kl.dot_product(epilogue=kl.Custom("scale * v ** q", ("q", "scale"))), "q scale"),
+    "laplace": (kl.dot_product(epilogue=kl.Laplace()), "bandwidth"),
+    "gaussian": (kl.dot_product(epilogue=kl.Gaussian()), "bandwidth"),
+    "cauchy": (kl.dot_product(epilogue=kl.Cauchy()), "bandwidth"),
+    "rational": (kl.dot_product(epilogue=kl.RationalQuadratic()), "alpha bandwidth"),
+    "power sum": (kl.power_sum(), "p"),
+    "power and logarithm": (kl.Pairwise(inner=kl.PowerLog()), "p"),
+    "norm": (kl.p_distance(), "p"),
+    "sum of exponentials": (kl.exp_power_sum(), "p inner_scale"),
+    "laplace_pq": (kl.laplace_pq(), "q p bandwidth"),
+    "matern": (kl.matern52(), "bandwidth"),
+}
+
+
+def derivatives_at(descriptor, names, exponent, place):
+    """The gradient and the Hessian of one value by its sum, of dot products, and by its numbers."""
+    numbers = dict(zip(names, (exponent, 1.3, 0.7), strict=False))
+    leaves = [torch.tensor(x, dtype=torch.float64) for x in (place, *numbers.values())]
+    is_dot = descriptor.operator == "dot"
+
+    def value(x, *given):
+        a, b = (x.view(1, 1), torch.ones_like(x).view(1, 1))
+        b = b if is_dot else torch.zeros_like(b)
+        return kl.run_kernel(descriptor, a, b, **dict(zip(numbers, given, strict=True))).sum()
+
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    first = torch.autograd.grad(value(*leaves), leaves, create_graph=True)
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    begin = 0 if is_dot else 1  # by points there is a corner, whose slope is 0
+    second = [torch.autograd.grad(g, leaves, **options) for g in first[begin:]]
+    return torch.stack([torch.stack(row)[begin:] for row in (first, *second)])
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("exponent", (0.5, 1.0, 1.5, 2.0, 2.5, 3.0))
+@pytest.mark.parametrize("name", AT_ZERO)
+def test_derivatives_at_0_are_their_limits_and_0_where_these_are_infinite(name, exponent):
+    descriptor, names = AT_ZERO[name]
+    given = descriptor, names.split(), exponent
+    found, near, nearer = (derivatives_at(*given, place) for place in (0.0, 1e-60, 1e-90))
+    wanted = torch.where((near - nearer).abs() < 1e-6, nearer, 0.0)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
