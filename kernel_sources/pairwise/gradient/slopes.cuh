@@ -149,8 +149,8 @@ struct ExpPowerSlope : Value {
     template <class T>
     static __device__ __forceinline__ T at(T v, const Exponents& e) {
         T size = absolute(v);
-        T slope = DeviceSlope::at(size, e);
-        return flip(slope * fast_exp2(e.rate * size_power(size, e.p)), v);
+        T slope = DeviceSlope::at(size, e), share = fast_exp2(e.rate * size_power(size, e.p));
+        return share == T(0) ? share : flip(slope * share, v);  // of a power that may be infinite
     }
 };
 

@@ -238,7 +238,7 @@ def test_transforms_of_numbers_are_refused_by_name(name):
         torch.vmap(lambda x: cdist_expadd(a, b, **{"lengthscale": 1.0, name: x}))(torch.ones(3))
 
 
-LENGTHS = (1e-30, 1e-16, 1e-5, 1e5, 1e20, 1e29)
+LENGTHS = (1e-36, 1e-30, 1e-16, 1e-5, 1e5, 1e20, 1e29, 1e37, 5e37)
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor", "batch"])
@@ -257,6 +257,13 @@ def test_no_lengthscale_leaves_the_range_of_float32(length, p, kind):
     torch.testing.assert_close(
         found.double(), torch.exp(-(v**p)).sum(-1), rtol=0, atol=6e-6, check_dtype=True
     )
+
+
+def test_slopes_of_points_far_beyond_a_lengthscale_are_0():
+    points = draw(3, 5, dtype=torch.float32)
+    others = {"c": torch.ones(1, 5), "d": points, "p": 3.0, "lengthscale": 1e-30}
+    slopes = kl.cdist_grad_expadd(torch.ones(5, 5), points, **others)
+    assert (slopes == 0).all()
 
 
 def test_gradients_pass_the_unit_of_a_lengthscale():

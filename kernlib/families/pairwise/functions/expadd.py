@@ -42,10 +42,8 @@ _LOWEST = {torch.float32: -1e30, torch.float64: -1e300}
 # Binary exponents of a lengthscale, and of its power, up to which the points stay as they are: the
 # error of |v|^p grows with log2 |v|, 6e-7 at 16.
 _NEAR, _NEAR_POWER = 16, 64
-# Those of a lengthscale beyond which the points stay too: of sums, and of gradients, in which
-# powers of the points times the scale stand beside exponentials that are 0.
-_SUMS_END = {torch.float32: 126, torch.float64: 1022}
-_GRADIENTS_END = {torch.float32: 100, torch.float64: 900}
+_ENDS = {torch.float32: 126, torch.float64: 1022}  # those of units, which are normal numbers
+_FAR = -64  # that of a lengthscale from which down a unit may take points out of range
 
 
 def cdist_expadd(
@@ -146,10 +144,15 @@ def cdist_grad_expadd(
         wide = {name: t if t is None or t.dim() == 3 else t[None] for name, t in tensors.items()}
         queries, points, first = wide["d"].mT, wide["b"].mT, wide["a"]
         clamped = isinstance(p, torch.Tensor) or p < 1  # else no slope grows towards 0
-        unit = None if lengthscale is None else _unit(p, lengthscale, d, _GRADIENTS_END)
+        unit, sets = None, wide["c"]
+        if lengthscale is not None:
+            unit = _unit(p, lengthscale, d, (queries, points))
         if unit is not None and not (clamped and isinstance(unit, torch.Tensor)):
             scale = scale_of(p, _length(lengthscale, d) * unit, None, d)
-            queries, points, first = (_times(x, unit) for x in (queries, points, first))
+            queries, points = _times(queries, unit), _times(points, unit)
+            # Which the result is multiplied by: in two steps, neither of which is near the ends.
+            halves = _halves(unit)
+            first, sets = _times(first, halves[0]), _times(sets, halves[1])
             eps = eps * unit if clamped else eps
         weights = _weights(first, queries, points, wide["s_km"], p, q, c0, scale)
         out = d.new_empty(shape) if out is None else out
@@ -159,7 +162,7 @@ def cdist_grad_expadd(
         if clamped:
             values["eps"] = eps
         stages = (_SUMS.operator, _SUMS.inner)
-        pair_gradient(*stages, queries, points, weights.mT, wide["c"], **values)
+        pair_gradient(*stages, queries, points, weights.mT, sets, **values)
     return out
 
 
@@ -316,7 +319,7 @@ def scale_of(
 
 def _in_units(p, lengthscale, scale, a, b, out) -> tuple:
     """Both operands and the scale, in a unit near the lengthscale where that is needed."""
-    unit = None if lengthscale is None else _unit(p, lengthscale, a, _SUMS_END)
+    unit = None if lengthscale is None else _unit(p, lengthscale, a, (a, b))
     if unit is None:
         return a, b, scale
     check_dense(("a", "b"), a=a, b=b, out=out)
@@ -327,21 +330,49 @@ def _in_units(p, lengthscale, scale, a, b, out) -> tuple:
     return _times(a, unit), _times(b, unit), scale
 
 
-def _unit(p, lengthscale, like: torch.Tensor, ends: dict) -> float | torch.Tensor | None:
-    """A power of two that brings a lengthscale to 0.5 to 1; None, or 1 in a tensor, where points
-    and lengthscale do as they are, or multiplying would take points out of the range of their type,
-    as it would those of float16."""
+def _unit(p, lengthscale, like: torch.Tensor, points: tuple) -> float | torch.Tensor | None:
+    """A power of two that brings a lengthscale to 0.5 to 1, or at the end of the range to 4; None,
+    or 1 in a tensor, where points and lengthscale do as they are, or multiplying would take points
+    out of the range of their type, as it would those of float16."""
     if like.dtype == torch.float16:
         return None
-    most = ends[accumulator(like.dtype)]
+    most = _ENDS[accumulator(like.dtype)]
     length, exponent = host_value("lengthscale", lengthscale), host_value("p", p)
     if length is None:
         found = _length(lengthscale, like).detach()
-        inside = (found >= 2.0**-most) & (found <= 2.0**most)
-        return torch.where(inside, torch.frexp(found).mantissa / found, 1.0)
-    shift = math.frexp(length)[1] if math.isfinite(length) else most + 1
+        inside = (found >= 2.0**-most) & found.isfinite()
+        shifts = torch.where(inside, -torch.frexp(found).exponent, 0).clamp(-most, most)
+        unit = torch.ldexp(torch.ones_like(found), shifts)
+        # On a device that would be several kernels more, of all calls.
+        return _within(unit, points) if like.device.type == "cpu" else unit
+    if not math.isfinite(length):
+        return None
+    shift = math.frexp(length)[1]
     near = abs(shift) <= _NEAR and abs(shift * (exponent or 0.0)) <= _NEAR_POWER
-    return None if near or abs(shift) > most else 2.0**-shift
+    if near or shift < -most:
+        return None
+    unit = 2.0 ** -min(shift, most)
+    return unit if shift > _FAR else _within(unit, points)
+
+
+def _within(unit: float | torch.Tensor, points: tuple) -> torch.Tensor:
+    """A unit, or 1 where it would take a point out of the range of its type."""
+    for x in points:
+        if x.numel():
+            wide = accumulator(x.dtype)
+            size = torch.where(x.isfinite(), x.detach().abs(), 0.0).amax().to(wide)
+            one = torch.ones_like(size)
+            unit = torch.where(size * unit < torch.finfo(x.dtype).max, unit * one, one)
+    return unit
+
+
+def _halves(unit: float | torch.Tensor) -> tuple:
+    """Two powers of two whose product is a third one."""
+    if not isinstance(unit, torch.Tensor):
+        half = 2.0 ** (math.frexp(unit)[1] // 2)
+        return half, unit / half
+    half = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent // 2)
+    return half, unit / half
 
 
 def _length(lengthscale, like: torch.Tensor):

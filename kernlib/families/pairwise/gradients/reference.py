@@ -97,7 +97,9 @@ class Slope:
         slope = self._power(v)
         if isinstance(stage, stages.Power):
             return slope if self.plain else self.p * slope
-        return self.p * self.scale * slope * torch.exp(self.scale * v.abs() ** self.p)
+        share = torch.exp(self.scale * v.abs() ** self.p)
+        # Powers may be infinite where exponentials are 0.
+        return torch.where(share == 0, 0.0, self.p * self.scale * slope * share)
 
     def _power(self, v: torch.Tensor) -> torch.Tensor:
         """``sign(v) |v|^(p - 1)``."""
