@@ -39,7 +39,7 @@ def solve_kernel(
     x: torch.Tensor,
     y: torch.Tensor,
     *,
-    regularization: float,
+    regularization: float | torch.Tensor,
     rank: int | None = None,
     tol: float = 1e-6,
     max_iter: int = 1000,
@@ -47,7 +47,8 @@ def solve_kernel(
     generator: torch.Generator | None = None,
     **hyperparameters: float | torch.Tensor,
 ) -> CGResult:
-    """Solve ``(K(x, x) + regularization I) w = y`` by :func:`conjugate_gradient`.
+    """Solve ``(K(x, x) + regularization I) w = y`` by :func:`conjugate_gradient`; with a
+    ``regularization`` (N,), a value greater than 0 for each point, its diagonal for that of I.
 
     ``x`` (N, D) and ``y`` (N,) or (N, C), float32 or float64; ``descriptor`` a positive
     semidefinite kernel and ``hyperparameters`` its arguments. K is never stored: products are
@@ -66,10 +67,14 @@ def solve_kernel(
     """
     import kernlib
 
-    mu = check_points(descriptor, x, regularization)
+    diagonal = _diagonal(regularization, x)
+    number = regularization if diagonal is None else float(diagonal.double().mean())
+    mean = check_points(descriptor, x, number)
+    mu = mean if diagonal is None else diagonal
     refuse_own_names("solve_kernel", descriptor, _OWN)
     _check_targets(x, y)
-    check_rest("solve_kernel", generator, {"x": x, "y": y}, hyperparameters)
+    given = {"x": x, "y": y, "regularization": regularization}
+    check_rest("solve_kernel", generator, given, hyperparameters)
     check_limits(tol, max_iter, check_every)
     refuse_not_finite("y", y)
     if x.is_cuda:
@@ -86,11 +91,11 @@ def solve_kernel(
     check_rank(rank, count, least=0)
     if rank:
         preconditioner = nystrom(
-            plain, x, rank, regularization=mu, generator=generator, **hyperparameters
+            plain, x, rank, regularization=mean, generator=generator, **hyperparameters
         )
 
     def product(v: torch.Tensor) -> torch.Tensor:
-        return kernlib.kernel_matmul(plain, x, x, v, **hyperparameters).add_(v, alpha=mu)
+        return _shifted(kernlib.kernel_matmul(plain, x, x, v, **hyperparameters), v, mu)
 
     limits = tol, max_iter, check_every
     found = solve(product, columns, preconditioner, None, *limits, capture=True)
@@ -120,7 +125,7 @@ def _answer(found: CGResult, y: torch.Tensor, tol: float) -> CGResult:
     return found
 
 
-def _stored(descriptor: Pairwise, x, y, mu: float, tol: float, values: dict) -> CGResult | None:
+def _stored(descriptor: Pairwise, x, y, mu, tol: float, values: dict) -> CGResult | None:
     """The solution by the matrix and its Cholesky factor, in float64; None where that has none, of
     which the preconditioner has more to say."""
     with torch.no_grad(), without_autocast(x.device):
@@ -154,16 +159,46 @@ def _widened(values: dict) -> dict:
     return values | {name: value.double() for name, value in mapped.items()}
 
 
-def _residual(descriptor: Pairwise, x, y, w, mu: float, values: dict) -> torch.Tensor:
+def _residual(descriptor: Pairwise, x, y, w, mu, values: dict) -> torch.Tensor:
     """``||y - (K + mu I) w|| / ||y||`` of each column, in float64."""
     import kernlib
 
     values = _widened(values)
     with torch.no_grad():
         x, y, w = x.double(), y.double(), w.double()
-        left = y - kernlib.kernel_matmul(descriptor, x, x, w, **values).add_(w, alpha=mu)
+        left = y - _shifted(kernlib.kernel_matmul(descriptor, x, x, w, **values), w, mu)
         norm = torch.linalg.vector_norm(y, dim=0)
         return torch.linalg.vector_norm(left, dim=0) / torch.where(norm > 0, norm, 1)
+
+
+def _diagonal(regularization, x) -> torch.Tensor | None:
+    """A regularization of each point, None for a number. Raises ValueError and TypeError that name
+    the argument."""
+    if not isinstance(regularization, torch.Tensor) or not regularization.dim():
+        return None
+    check_dense(("x",), x=x, regularization=regularization)
+    shape = tuple(regularization.shape)
+    if len(shape) != 1 or x.dim() != 2 or shape != (x.shape[0],):
+        raise ValueError(
+            f"regularization must be a number, or (N,) for x (N, D), got shape {shape} for x of "
+            f"shape {tuple(x.shape)}"
+        )
+    if (regularization.dtype, regularization.device) != (x.dtype, x.device):
+        raise TypeError(
+            f"regularization must be {x.dtype} on {x.device} as x is, got {regularization.dtype} "
+            f"on {regularization.device}"
+        )
+    refuse_not_finite("regularization", regularization)
+    if not bool((regularization > 0).all()):
+        raise ValueError("regularization must be greater than 0 for every point")
+    return regularization.detach()
+
+
+def _shifted(product: torch.Tensor, v: torch.Tensor, mu: float | torch.Tensor) -> torch.Tensor:
+    """A product with K, and what the regularization adds to it."""
+    if isinstance(mu, torch.Tensor):
+        return product.addcmul_(mu.to(v.dtype)[:, None], v)
+    return product.add_(v, alpha=mu)
 
 
 def _check_targets(x: torch.Tensor, y: torch.Tensor) -> None:

@@ -65,4 +65,7 @@ def spread(size: int, points: list, numbers: list, dims: list | None) -> tuple:
     given += [Given(t, axis, NUMBER) for t, axis in zip(numbers, axes, strict=True)]
     batch = Batch.of(size, [one for one in given if one is not None])
     made = [None if one is None else batch.placed(one) for one in given]
-    return batch, made[: len(points)], made[len(points) :]
+    placed, values = made[: len(points)], made[len(points) :]
+    if all(t is None or t.dim() == MATRIX for t in placed):  # beside which (L,) may be of points
+        placed[0] = placed[0][None]
+    return batch, placed, values

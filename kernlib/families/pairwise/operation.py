@@ -10,7 +10,7 @@ import torch
 from kernlib.errors import KernlibError
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.matrix import calls
+from kernlib.families.pairwise.matrix import calls, key_of
 from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_dense, check_flag, check_out_shape, refuse_any_overlap
@@ -21,7 +21,45 @@ if TYPE_CHECKING:
 
     _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
 
-_execute = calls.execute
+_plans, _launch, _first = calls.plans, calls.launch, calls.first
+
+
+def _execute(*request) -> torch.Tensor:
+    """:func:`calls.execute` of a request as the caller has it, whose hyperparameters may mean
+    something else than kernels take. That is seen before there is a plan."""
+    key = key_of(*request)
+    try:
+        plan = _plans.plans.get(key)
+    except TypeError:  # an argument cannot be hashed, which is said there
+        return calls.execute(*request)
+    return _respelled(key, *request) if plan is None else _launch(plan, *request)
+
+
+def _respelled(key, descriptor, a, b, out, accumulate, rows, columns, values) -> torch.Tensor:
+    made = respelled(descriptor, a, b, out, accumulate, rows, columns, values)
+    if made is not None:
+        return made
+    return _first(key, descriptor, a, b, out, accumulate, rows, columns, values)
+
+
+def respelled(
+    descriptor: Pairwise, a, b, out, accumulate, row_offset, col_offset, values: dict, call=None
+) -> torch.Tensor | None:
+    """The result of a call whose hyperparameters are (L, 1, 1), or a diagonal of K(x, x), by
+    ``call``, which is :func:`run` by default; None of all other calls."""
+    if not any(isinstance(value, torch.Tensor) and value.dim() for value in values.values()):
+        return None
+    from kernlib.families.pairwise import per_point  # which most calls do without
+
+    made = per_point.respelled(a, b, values, out, (row_offset, col_offset))
+    if made is None:
+        return None
+
+    def again(a, b, out, accumulate, values):
+        offsets = {"row_offset": row_offset, "col_offset": col_offset}
+        return (call or run)(descriptor, a, b, out=out, accumulate=accumulate, **offsets, **values)
+
+    return per_point.matrix(again, made, out, accumulate)
 
 
 def run(
@@ -48,10 +86,11 @@ def run(
     - Batches of size 1 broadcast, of hyperparameters too.
     - ``p``, or ``inner_p`` and ``outer_p``, for Power stages: 0 counts nonzero terms, inf takes
       the largest; and one argument for each parameter of the epilogue (``bandwidth`` ...). Real
-      numbers, or tensors of shape () or (L,) that stay on the device: L values give a result
-      (L, M, N), even where there are as many features; one that has a value for each feature is
-      a ``lengthscale``. Device tensors are not looked at: a negative p gives whatever its formula
-      gives.
+      numbers, or tensors of shape (), (L,) or (L, 1, 1) that stay on the device: L values give a
+      result (L, M, N), even where there are as many features; one that has a value for each feature
+      is a ``lengthscale``. Beside points without a batch (L,) is refused where L is M or N, since a
+      value for each point may be meant. Device tensors are not looked at: a negative p gives
+      whatever its formula gives.
     - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
       multiplied first (:func:`kernlib.families.pairwise.functions.feature_map.apply`).
     - ``lengthscale``: a value for each feature, (K,), or (L, 1, K), greater than 0, by which the
@@ -61,7 +100,8 @@ def run(
       :func:`kernlib.families.pairwise.categories.operation.run`.
     - ``epsilon`` (default 0): with an epilogue, values smaller than it in magnitude count as 0.
     - ``regularization``: with an epilogue, added where ``m + row_offset == n + col_offset``, so
-      that a block of a larger K(X, X) finds its diagonal.
+      that a block of a larger K(X, X) finds its diagonal. Of a square matrix without a batch it
+      may be (N,), a value for each point, where ``row_offset == col_offset``.
 
     Gradients of all tensors are recorded, and those of the gradients: see
     ``docs/concepts/gradients.md``.
@@ -91,7 +131,8 @@ def run(
             operation as categories,  # which most calls do without
         )
 
-        return categories.run(*request)
+        made = respelled(*request)
+        return categories.run(*request) if made is None else made
     # any() over a generator would double the time
     if torch.is_grad_enabled() and True in [
         getattr(value, "requires_grad", False) for value in (a, b, out, *hyperparameters.values())

@@ -10,6 +10,7 @@ program imports it before ``torch.export.load``.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -69,6 +70,12 @@ def run(
     check_flag("accumulate", accumulate)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
+    offsets = row_offset, col_offset
+    made = operation.respelled(
+        descriptor, a, b, out, accumulate, *offsets, hyperparameters, partial(run, debug=debug)
+    )
+    if made is not None:
+        return made
     codes = None
     if descriptor.categories:
         codes, hyperparameters = category_arguments.separate(descriptor, hyperparameters)

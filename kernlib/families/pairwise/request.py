@@ -52,6 +52,13 @@ class Request(NamedTuple):
         options = (arguments.get(name, default) for name, default in OPTIONS.items())
         known = (*OPTIONS, "feature_map", "lengthscale")
         rest = {name: arguments[name] for name in arguments if name not in known}
+        if any(isinstance(value, torch.Tensor) and value.dim() for value in rest.values()):
+            from kernlib.families.pairwise import per_point  # which most calls do without
+
+            offsets = tuple(arguments.get(name, 0) for name in ("row_offset", "col_offset"))
+            made = per_point.respelled(a, b, rest, arguments.get("out"), offsets)
+            if made is not None:  # the diagonal is added behind the kernel
+                a, b, rest, _ = made
         return cls(descriptor, a, b, *options, rest)
 
     def readable(self) -> Request:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
 from kernlib.errors import KernlibError
-from kernlib.families.pairwise import checks
+from kernlib.families.pairwise import checks, per_point
 from kernlib.families.pairwise.descriptor import exp_power_sum
 from kernlib.run import run_kernel
 from kernlib.runtime import numbers as hyperparameters
@@ -60,10 +60,11 @@ def cdist_expadd(
 
     ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), ``out`` (M, N) or (L, M, N): layouts,
     dtypes, batches and ``out`` as in :func:`kernlib.families.pairwise.operation.run`. ``p``,
-    ``lengthscale`` and ``scale`` are real numbers or tensors of shape () or (L,). ``lengthscale``
-    stands for ``scale = -1 / lengthscale^p``; where that may leave the arithmetic's range, as it
-    may for a tensor or a number far from 1, the points are first multiplied by a power of two near
-    its reciprocal. A scale below -1e30 (-1e300 for float64) counts as that, unless it is a tensor.
+    ``lengthscale`` and ``scale`` are real numbers or tensors of shape (), (L,) or (L, 1, 1).
+    ``lengthscale`` stands for ``scale = -1 / lengthscale^p``; where that may leave the arithmetic's
+    range, as it may for a tensor or a number far from 1, the points are first multiplied by a power
+    of two near its reciprocal. A scale below -1e30 (-1e300 for float64) counts as that, unless it
+    is a tensor.
     Gradients of all tensors are recorded. Semantics of the kermac project, whose ``lengthscale``
     has the other sign.
 
@@ -71,6 +72,12 @@ def cdist_expadd(
     lengthscale that is not positive, a host p that is negative or infinite, and what
     :func:`kernlib.run_kernel` raises.
     """
+    given = {"p": p, "lengthscale": lengthscale, "scale": scale}
+    for value in given.values():
+        if isinstance(value, torch.Tensor) and value.dim():
+            again = per_point.respelled(a, b, given, out)
+            if again is not None:
+                return cdist_expadd(again.a, again.b, out=out, debug=debug, **again.values)
     made = scale_of(p, lengthscale, scale, a)
     refuse_any_overlap(out, lengthscale=lengthscale, scale=scale)
     try:

@@ -29,8 +29,8 @@ def apply(
     - (K,): each feature times its weight, such as 1 / lengthscale (automatic relevance
       determination); (L, 1, K), or (L, K) where L is not K, has weights of its own for each entry
       of the batch.
-    - (K, K2) or (L, K, K2): ``x @ feature_map``, so that a squared distance becomes Mahalanobis's
-      of the metric ``feature_map @ feature_map.T``. float32 products are as accurate as
+    - (K, K2) or (L, K, K2), (K, K) too: ``x @ feature_map``, so that a squared distance becomes
+      Mahalanobis's of the metric ``feature_map @ feature_map.T``. float32 products are as accurate as
       ``torch.get_float32_matmul_precision`` says.
 
     Batches of 1 broadcast. The results have the inputs' dtype; the map has that too, or the one of

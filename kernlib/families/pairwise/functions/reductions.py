@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from math import inf
 from numbers import Real
+from typing import NoReturn
 
 import torch
 
@@ -16,7 +17,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
-from kernlib.runtime.tensors import check_flag
+from kernlib.runtime.tensors import check_flag, check_memory, refuse_any_overlap
 
 _USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32
 _WIDE_RANGE = (torch.float32, torch.float64, torch.bfloat16)  # float16 has no such points
@@ -123,6 +124,11 @@ def kernel_min(
     differentiable, each by its own pair. After the Min_ArgMin reduction of the KeOps project.
     """
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
+    made = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
+    if made is not None:
+        a, b, hyperparameters, diagonal = made
+        if diagonal is not None:
+            _refuse_diagonal("kernel_min")
     offsets = row_offset, col_offset
     if isinstance(descriptor, Pairwise) and descriptor.categories:
         return _with_categories("min", descriptor, a, b, None, None, *offsets, hyperparameters)
@@ -181,6 +187,11 @@ def kernel_topk(
     arguments.refuse_own_names("kernel_topk", descriptor, ("k", "largest"))
     check_flag("largest", largest)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
+    made = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
+    if made is not None:
+        a, b, hyperparameters, diagonal = made
+        if diagonal is not None:
+            _refuse_diagonal("kernel_topk")
     offsets = row_offset, col_offset
     if isinstance(descriptor, Pairwise) and descriptor.categories:
         nearest = arguments.Nearest(k, largest)
@@ -193,6 +204,9 @@ def _run(
 ) -> torch.Tensor:
     """A reduction that has one tensor for its result."""
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
+    made = _respelled(a, b, v, (row_offset, col_offset), values)
+    if made is not None:
+        return _again(made, reduction, descriptor, v, out, row_offset, col_offset)
     request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
     if isinstance(descriptor, Pairwise) and descriptor.categories:
         return _with_categories(*request)
@@ -205,6 +219,46 @@ def _run(
 
         return gradients.run(*request)
     return operation.run(*request)
+
+
+def _respelled(a, b, v, offsets: tuple, values: dict):
+    """The call as kernels take it where hyperparameters are spelt otherwise, else None."""
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and value.dim():
+            from kernlib.families.pairwise import per_point  # which most calls do without
+
+            return per_point.respelled(a, b, values, v, offsets)
+    return None
+
+
+def _again(made, reduction: str, descriptor, v, out, row_offset: int, col_offset: int):
+    """A reduction that is called again as kernels take it."""
+    from kernlib.families.pairwise import per_point
+
+    def call(a, b, v, values):
+        return _run(reduction, descriptor, a, b, v, None, row_offset, col_offset, None, values)
+
+    a, b, values, diagonal = made
+    if diagonal is None:
+        return _run(reduction, descriptor, a, b, v, out, row_offset, col_offset, None, values)
+    if reduction == "logsumexp":
+        _refuse_diagonal("kernel_logsumexp")
+    found = per_point.products(call, made, v)
+    if out is None:
+        return found
+    if found.requires_grad:
+        raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
+    arguments.check_result(out, tuple(found.shape), a)
+    check_memory(out)
+    refuse_any_overlap(out, a=a, b=b, v=v)
+    return out.copy_(found)
+
+
+def _refuse_diagonal(name: str) -> NoReturn:
+    raise ValueError(
+        f"regularization of {name} must be one value for all points; kernel_matmul, kernel_sum and "
+        "run_kernel take one for each"
+    )
 
 
 def _with_categories(reduction, *request):

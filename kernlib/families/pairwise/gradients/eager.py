@@ -61,12 +61,19 @@ def run(
     if accumulate is not False:
         check_flag("accumulate", accumulate)
         raise ValueError("accumulate=True adds to out, and no out is given")
-    tensors, numbers = {}, {}
+    tensors, numbers, several = {}, {}, False
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             tensors[name] = value
+            several = several or value.dim() > 0
         else:
             numbers[name] = host_value(name, value)
+    if several:
+        from kernlib.families.pairwise import operation  # which imports this module
+
+        made = operation.respelled(descriptor, a, b, None, False, row_offset, col_offset, values)
+        if made is not None:
+            return made
     watched = stand_ins(a, b)
     if _are_functorch_transforms_active():
         if not is_mapped(a, b, *tensors.values()):
