@@ -16,6 +16,7 @@ from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
 from kernlib.nn.activations import as_activation
+from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed
 from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
@@ -28,7 +29,7 @@ SWEEPS = 2000
 
 
 @hinted
-class KroneckerLinear(nn.Module):
+class KroneckerLinear(ComputesWeight, nn.Module):
     """``activation(x (F1 ⊗ ... ⊗ FN) + bias)``, in place of ``nn.Linear``.
 
     ``F_i`` is a trainable matrix (in_sizes[i], out_sizes[i]), so that N of them hold
@@ -137,8 +138,10 @@ class KroneckerLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The matrix (out_features, in_features) of the factors as they are, differentiable, for
-        code that asks an ``nn.Linear`` for its weight: no parameter."""
-        return reduce(_kron, [factor.mT for factor in weights_of(self, self._names)])
+        code that asks an ``nn.Linear`` for its weight: no parameter, and RuntimeError for a write
+        to it, which the layer would not see."""
+        factors = [factor.mT for factor in weights_of(self, self._names)]
+        return computed(reduce(_kron, factors), KroneckerWeight)
 
     def reset_parameters(self) -> None:
         """Draw factors and bias anew."""

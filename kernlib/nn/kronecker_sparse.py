@@ -19,6 +19,7 @@ from kernlib.errors import CompileError, UnsupportedError
 from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse, KroneckerSparseChain
 from kernlib.nn.activations import activate, as_activation, as_steps
+from kernlib.nn.computed_weight import ChainWeight, ComputesWeight, computed
 from kernlib.nn.derived import Kept, derived
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts
 from kernlib.run import run_kernel
@@ -31,7 +32,7 @@ REFUSALS = 1024  # that "auto" remembers; past that it asks for the kernel again
 
 
 @hinted
-class KSLinear(nn.Module):
+class KSLinear(ComputesWeight, nn.Module):
     """``activation(x K^T + bias)`` with ``K = K_last @ ... @ K_0``, in place of ``nn.Linear``.
 
     Factor ``K_t`` has the pattern (a, b, c, d) and the support ``I_a ⊗ 1_{b×c} ⊗ I_d``, a part
@@ -156,8 +157,9 @@ class KSLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter."""
-        return self.to_dense()
+        """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter, and
+        RuntimeError for a write to it, which the layer would not see."""
+        return computed(self.to_dense(), ChainWeight)
 
     def freeze(self) -> KSLinear:
         """Promise that nobody writes the factors, and return the layer. What dense, sparse, bsr and

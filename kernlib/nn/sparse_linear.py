@@ -18,6 +18,7 @@ from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.layout import format_of, parse_layout
 from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.nn.activations import as_activation
+from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, computed
 from kernlib.nn.sparse_weights import (
     check_bias,
     checked_dtype,
@@ -34,7 +35,7 @@ MOST_FEATURES = 2**61 - 1  # of which torch can count the bytes
 
 
 @hinted
-class SparseLinear(nn.Module):
+class SparseLinear(ComputesWeight, nn.Module):
     """``activation(x W^T + bias)`` with a compressed, constant ``W`` (out_features, in_features),
     in place of ``nn.Linear``.
 
@@ -152,8 +153,9 @@ class SparseLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter."""
-        return self.to_dense()
+        """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter, and
+        RuntimeError for a write to it, which the layer would not see."""
+        return computed(self.to_dense(), CompressedWeight)
 
     def to_dense(self) -> torch.Tensor:
         """W (out_features, in_features), a new tensor; activation and bias are not in it."""
