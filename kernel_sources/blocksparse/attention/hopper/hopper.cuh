@@ -231,6 +231,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, in
         store_rows(sums, progress.stats, p, head, batch, task.rows, of_all);
         __syncwarp();
         if (progress.met) mend_rows(sums, progress.stats, p, task, scale, head, batch, of_all);
+        store_logarithms(progress.stats, p, head, batch, task.rows);
     }
 }
 

@@ -70,14 +70,10 @@ struct Rows {
     __device__ __forceinline__ float share(int h) const {
         return sum[h] == 0.0f ? 0.0f : 1.0f / sum[h];
     }
-    __device__ __forceinline__ float logarithm(int h) const {
+    __device__ __forceinline__ float logarithm(int h, float log2_sum) const {
         if (sum[h] == 0.0f) return minus_infinity();
-        if (HAS_SCORE) return most[h] + LN_2 * log2f(sum[h]);
-        return LN_2 * fmaf(most[h], factor, log2f(sum[h]));
-    }
-    // What a float leaves of that, of a score's logits.
-    __device__ __forceinline__ float rest(int h) const {
-        return rest_of(logarithm(h), most[h], LN_2 * log2f(sum[h]));
+        if (HAS_SCORE) return most[h] + LN_2 * log2_sum;
+        return LN_2 * fmaf(most[h], factor, log2_sum);
     }
 };
 
