@@ -40,10 +40,10 @@ __device__ __forceinline__ bool is_left(const Score& score, bool is_cut, const S
     return true;
 }
 
-// The logit in the place of s of an element that counts, in units of 1 / UNIT: in natural ones where
-// there is a score, which may give what is no float any more times log2 e, such as the least float
-// that masks add. `scale` is that of logits, or where a score has nothing to say with a factor of
-// log2 e.
+// The logit in the place of s of an element that counts, in units of UNIT * ln 2: in natural ones
+// where there is a score, which may give what is no float any more times log2 e, such as the least
+// float that masks add. `scale` is that of logits, or where a score has nothing to say with a
+// factor of log2 e.
 constexpr float UNIT = HAS_SCORE ? LOG2_E : 1.0f;
 template <class Score>
 __device__ __forceinline__ float logit(float s, float scale, const Score& score, int row, int col) {

@@ -24,8 +24,8 @@
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // What a float leaves of a log-sum-exp, which is the sum of the largest logit and of the logarithm
-// of the sum of the others' exponentials relative to it: times log2 e. Of a row that a mask adds the
-// least float to it is the whole of the latter; kernels of gradients find weights by both numbers.
+// of a sum of exponentials relative to it: times log2 e. Of a row that a mask adds the least float
+// to it is the whole of the latter. Kernels of gradients find weights by both numbers.
 __device__ __forceinline__ float rest_of(float lse, float most, float of_sum) {
     const float rest = (of_sum - (lse - most)) * LOG2_E;
     return fabsf(rest) <= 3.402823466e38f ? rest : 0.0f;  // of what is not finite there is none

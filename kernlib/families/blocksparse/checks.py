@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from kernlib.errors import warn
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
@@ -18,8 +17,6 @@ from kernlib.runtime.tensors import check_dense, check_memory
 TYPES = (*KERNEL_TYPES, torch.float64)
 # What errors call a and b: of S they are its values, as functions of one mode call them too.
 OPERANDS = {"sdd": ("a", "b"), "dsd": ("values", "b"), "dds": ("a", "values")}
-# The condition of a layout whose blocks hold more that is left out than columns behind the row.
-BEYOND_CAUSAL = "what its mask_mod says as mask=, more than causal=True leaves out,"
 
 
 def check_kinds(descriptor: BlockSparseMatmul, operands: tuple) -> None:
@@ -42,15 +39,6 @@ def check_layout(layout) -> None:
         raise TypeError(
             f"layout must be a kernlib.blocksparse.Layout, got {kind}; {maker} makes one"
         )
-
-
-def warn_of_whole_blocks(condition: str) -> None:
-    """To an attention over a layout with such a ``condition`` that was told nothing, or of
-    BEYOND_CAUSAL nothing but that it is causal."""
-    warn(
-        "blocks of the layout are seen whole, so rows see columns that its rule leaves out: "
-        f"pass {condition} too, or copy.copy(layout) where whole blocks are meant"
-    )
 
 
 def check_call(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) -> Call:

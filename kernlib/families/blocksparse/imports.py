@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.families.blocksparse.checks import BEYOND_CAUSAL
+from kernlib.families.blocksparse.conditions import BEYOND_CAUSAL, CONDITION
 from kernlib.families.blocksparse.contents.sizes import checked_block
 from kernlib.families.blocksparse.contents.writing import refuse_capture
 from kernlib.lowering.arithmetic import ceil_div
@@ -22,7 +22,6 @@ FIELDS = (
     "seq_lengths",
 )
 ADVICE = "no layout can be made of; make it outside"
-CONDITION = "what its mask_mod says as mask= or causal="
 
 
 class Bsr(NamedTuple):

@@ -15,7 +15,8 @@ from torch.compiler import is_dynamo_compiling
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse.attention.arguments import checked_dropout
-from kernlib.families.blocksparse.checks import BEYOND_CAUSAL, check_layout, warn_of_whole_blocks
+from kernlib.families.blocksparse.checks import check_layout
+from kernlib.families.blocksparse.conditions import BEYOND_CAUSAL, warn_of_whole_blocks
 from kernlib.families.blocksparse.contents.given import Mask, checked_device
 from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul

@@ -25,9 +25,9 @@ struct Sixteen {
     __device__ __forceinline__ int of(int h) const { return first + threadIdx.x % 32 / 4 + 8 * h; }
 };
 
-// Of q's rows: the logarithm of their sums of exponentials, delta, and HAS_SCORE what a float leaves
-// of that logarithm. Those of a thread's own rows stay in registers; of a tile's columns they come
-// with the stage.
+// Of q's rows: the logarithm of their sums of exponentials, delta, and HAS_SCORE what a float
+// leaves of that logarithm. Those of a thread's own rows stay in registers; of a tile's columns
+// they come with the stage.
 struct RowNumbers {
     float sum[2], delta[2], rest[2];
 

@@ -267,5 +267,6 @@ blocksparse_attention(const __grid_constant__ Parameters p) {
     const i64 line = (i64(place.batch) * sizes.heads + place.head) * sizes.queries;
     store(state, shared + threadIdx.x / 32 * WARP_ROWS * pitch_of(VALUES),
           p.out_strides.of(p.out, place.batch, place.head), p.out_strides.row,
-          p.lse ? p.lse + line : nullptr, p.rest ? p.rest + line : nullptr, DROPOUT ? dropout.scale : 1.0f, first_row, sizes);
+          p.lse ? p.lse + line : nullptr, p.rest ? p.rest + line : nullptr,
+          DROPOUT ? dropout.scale : 1.0f, first_row, sizes);
 }

@@ -20,7 +20,7 @@ from kernlib.families.blocksparse.attention.descriptor import (
     BlockSparseAttention,
     Captured,
 )
-from kernlib.families.blocksparse.checks import BEYOND_CAUSAL, warn_of_whole_blocks
+from kernlib.families.blocksparse.conditions import BEYOND_CAUSAL, warn_of_whole_blocks
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.run import run_kernel
 

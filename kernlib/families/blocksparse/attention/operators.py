@@ -76,24 +76,15 @@ def _compute(*given):
     descriptor, operands, options, captured = _request(*request)
     with events.on_stderr() if debug else nullcontext():
         out, lse, rest = calls.execute(descriptor, operands, None, options, captured)
-    if rest is None:  # of no score, or where gradients do not read it
-        rest = lse.new_zeros(_rest_shape(descriptor, lse.shape))
-    return out, lse, rest
-
-
-def _rest_shape(descriptor: BlockSparseAttention, shape):
-    """Of what floats leave of log-sum-exps of this shape."""
-    return shape if descriptor.score is not None else (0,)
+    # Gradients by torch read no rest.
+    return out, lse, torch.zeros_like(lse) if rest is None else rest
 
 
 def _fake(*given):
     descriptor, operands, options, captured = _request(*given[:-1])
     sizes = arguments.check_operands(descriptor, operands, options, captured)
-    q, shape = operands[1], sizes.out[:3]
-    lse, rest = (
-        q.new_empty(each, dtype=accumulator(q.dtype))
-        for each in (shape, _rest_shape(descriptor, shape))
-    )
+    q = operands[1]
+    lse, rest = (q.new_empty(sizes.out[:3], dtype=accumulator(q.dtype)) for _ in range(2))
     return q.new_empty(sizes.out), lse, rest
 
 
@@ -103,10 +94,11 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     tensors = [n if isinstance(n, torch.Tensor) else None for n in request]
     captured = request[CAPTURED] or []
-    ctx.save_for_backward(*output, *tensors, *request[3], *captured)
+    rest = output[2] if len(output) > 2 else None
+    ctx.save_for_backward(*output[:2], rest, *tensors, *request[3], *captured)
 
 
-def _backward(ctx, grad, grad_lse, _):
+def _backward(ctx, grad, grad_lse, _=None):
     out, lse, rest, *saved = ctx.saved_tensors
     tensors, lists = saved[:COUNT], saved[COUNT:]
     request = [n if t is None else t for n, t in zip(ctx.constants, tensors, strict=True)]
@@ -127,15 +119,24 @@ def _backward(ctx, grad, grad_lse, _):
 
 def _gradients(request: list, saved, grads, needs: tuple, debug: bool) -> list:
     """By q, k, v and captured tensors, by their operator, None where there is no need."""
-    found = iter(gradient(*grads, *saved, *request, [*needs], debug) if any(needs) else ())
+    out, lse, rest = saved
+    given = *grads, out, lse, *request, [*needs], debug, rest
+    found = iter(gradient(*given) if any(needs) else ())
     return [next(found) if need else None for need in needs]
 
 
 # The gradient.
 
 
-def _compute_gradient(grad, grad_lse, out, lse, rest, *given):
-    *request, needs, debug = given
+def _split(given: tuple) -> tuple:
+    """Of what a gradient is given behind its tensors: the request, needs, debug, and the rest, which
+    torch leaves out where it is None."""
+    needs, debug, *rest = given[COUNT:]
+    return given[:COUNT], needs, debug, rest[0] if rest else None
+
+
+def _compute_gradient(grad, grad_lse, out, lse, *given):
+    request, needs, debug, rest = _split(given)
     descriptor, operands, options, captured = _request(*request)
     # The reference records its pieces, by which the dispatcher passes inside of an operator.
     keys, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
@@ -152,14 +153,14 @@ def _compute_gradient(grad, grad_lse, out, lse, rest, *given):
     return [t for t in found if t is not None]
 
 
-def _fake_gradient(grad, grad_lse, out, lse, rest, *given):
-    *request, needs, _ = given
+def _fake_gradient(grad, grad_lse, out, lse, *given):
+    request, needs, *_ = _split(given)
     tensors = (*request[:3], *(request[CAPTURED] or ()))
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 
 
-def _gradient_recorded(grad, grad_lse, out, lse, rest, *given):
-    *request, needs, _ = given
+def _gradient_recorded(grad, grad_lse, out, lse, *given):
+    request, needs, *_ = _split(given)
     descriptor, operands, options, captured = _request(*request)
     tensors = (grad, grad_lse, *operands[1:], *captured.values())
     if not any(t is not None and t.requires_grad for t in tensors):
@@ -200,21 +201,31 @@ def _one(value, dim, index: int):
 
 whole = register(
     ATTENTION.name,
+    f"({_REQUEST}, bool debug) -> (Tensor, Tensor)",
+    lambda *given: _compute(*given)[:2],
+    lambda *given: _fake(*given)[:2],
+    save=_save,
+    backward=_backward,
+    vmap=lambda info, dims, *given: _mapped(whole, info, dims, given, 3),
+)
+# With what floats leave of the log-sum-exps of a score's logits, which gradients want.
+scored = register(
+    f"{ATTENTION.name}_scored",
     f"({_REQUEST}, bool debug) -> (Tensor, Tensor, Tensor)",
     _compute,
     _fake,
     save=_save,
     backward=_backward,
-    vmap=lambda info, dims, *given: _mapped(whole, info, dims, given, 3),
+    vmap=lambda info, dims, *given: _mapped(scored, info, dims, given, 3),
 )
 gradient = register(
     GRADIENT.name,
-    f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor? rest, {_REQUEST}, "
-    "bool[] needs, bool debug) -> Tensor[]",
+    f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_REQUEST}, bool[] needs, "
+    "bool debug, Tensor? rest=None) -> Tensor[]",
     _compute_gradient,
     _fake_gradient,
     recorded=_gradient_recorded,
-    vmap=lambda info, dims, *given: _mapped(gradient, info, dims, given, 8),
+    vmap=lambda info, dims, *given: _mapped(gradient, info, dims, given, 7),
 )
 
 
@@ -250,7 +261,7 @@ def attend(
     refuse_recorded_out(out, q, k, v, scale, *captured.values())
     numbers = scale, window, q_lengths, kv_lengths, dropout_p, seed, return_lse
     tensors = q, k, v, *layout.tensors, *captured.values()
-    y, lse, _ = _traced(text, " ".join(captured), layout.text, debug, *numbers, *tensors)
+    y, lse, *_ = _traced(text, " ".join(captured), layout.text, debug, *numbers, *tensors)
     y = written(out, y, q if out is None or q.dtype == y.dtype else y)
     return (y, lse) if return_lse else y
 
@@ -267,14 +278,20 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, *given):
     arguments.check_operands(descriptor, operands, options, captured)
     arguments.check_scale(options.scale, q, False)
     captured = {name: captured[name] for name in descriptor.names}
-    return whole(*_given(text, operands, options, captured), debug)
+    return _run(descriptor, operands, options, captured, debug)
+
+
+def _run(descriptor, operands: tuple, options: Options, captured: dict, debug: bool) -> tuple:
+    """A request by the operator that it is for."""
+    call = whole if descriptor.score is None else scored
+    return call(*_given(descriptor.text, operands, options, captured), debug)
 
 
 def _call(descriptor, operands: tuple, out, options: Options, captured: dict) -> tuple:
     """A request of tensors that stand for others, whose operands autocast has seen."""
     arguments.check_call(descriptor, operands, out, options, captured)
-    y, lse, rest = whole(*_given(descriptor.text, operands, options, captured), False)
-    return written(out, y, operands[1]), lse if options.lse else None, rest
+    y, lse, *rest = _run(descriptor, operands, options, captured, False)
+    return written(out, y, operands[1]), lse if options.lse else None, *(rest or [None])
 
 
 BY_NAME = {ATTENTION.name: _call, GRADIENT.name: gradients_of}
