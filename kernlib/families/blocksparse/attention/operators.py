@@ -129,8 +129,8 @@ def _gradients(request: list, saved, grads, needs: tuple, debug: bool) -> list:
 
 
 def _split(given: tuple) -> tuple:
-    """Of what a gradient is given behind its tensors: the request, needs, debug, and the rest, which
-    torch leaves out where it is None."""
+    """Of what a gradient is given behind its tensors: the request, needs, debug, and the rest,
+    which torch leaves out where it is None."""
     needs, debug, *rest = given[COUNT:]
     return given[:COUNT], needs, debug, rest[0] if rest else None
 
