@@ -60,9 +60,9 @@ class KSLinear(ComputesWeight, nn.Module):
       project does, by which each factor divides the variance by 3. One factor is the same by both.
 
     ``factors`` holds one parameter (a, b, c, d) a factor, ``bias`` is (out_features,): one
-    ``state_dict`` for every algorithm and layout. What dense, sparse, bsr and bmm derive of factors
-    that require no gradient is kept on a CPU, where each call compares the factors with a copy;
-    elsewhere :meth:`freeze` asks for it.
+    ``state_dict`` for every algorithm and layout. What dense, sparse and bsr derive of factors that
+    require no gradient is kept on a CPU, where each call compares the factors with a copy;
+    elsewhere :meth:`freeze` asks for it, and for what bmm derives.
 
     Raises ValueError for factors that do not fit together, naming them, for weights of another
     shape and an unknown ``algo``, ``init`` or activation; TypeError for what is no pattern, weight,
@@ -299,7 +299,8 @@ class KSLinear(ComputesWeight, nn.Module):
         for index, (pattern, weight) in enumerate(zip(self.patterns, weights, strict=True)):
             if algo == "kernel":
                 x = run_kernel(_factor(pattern, batch_last, self.precision), x, weight)
-            elif algo == "einsum":
+            elif algo == "einsum" or (algo == "bmm" and not self._frozen):
+                # What bmm stores is one copy, made as fast as it would be compared.
                 x = ALGORITHMS[algo](x, weight, pattern, batch_last)
             else:
                 stored = derived(self._kept, index, algo, STORAGE[algo], weight, self._frozen)

@@ -151,8 +151,9 @@ def test_strides_do_not_matter(algo, bs_last):
 # What is kept.
 
 
-@pytest.mark.parametrize("promised", [False, True])
-@pytest.mark.parametrize("algo", DERIVING)
+@pytest.mark.parametrize(
+    "algo, promised", [*((a, True) for a in DERIVING), *((a, False) for a in DERIVING[1:])]
+)
 def test_storage_is_kept_while_a_frozen_weight_is_what_it_was(algo, promised, monkeypatch):
     made, stored = layer(CHAIN, algo).requires_grad_(False), noted_storage(monkeypatch)
     made = made.freeze() if promised else made.freeze().thaw()
@@ -309,6 +310,7 @@ def test_an_optimizer_step_shows(algo, fused):
 @pytest.mark.parametrize("algo", DERIVING)
 def test_nothing_is_kept_of_weights_that_train(algo, monkeypatch):
     made, stored = layer(CHAIN, algo), noted_storage(monkeypatch)
+    made.freeze()
     made(inputs(made, 3)).sum().backward()
     with torch.no_grad():
         made(inputs(made, 3))
