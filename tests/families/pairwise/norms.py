@@ -72,3 +72,12 @@ def check_gradients(
         out = kl.cdist(a, b, p=p)
     found = torch.autograd.grad(out, (a, b), g)
     check_slopes(a.detach(), b.detach(), p, weights, found, bound)
+
+
+def check_sums(p: float, scale: float, device: str = "cpu", bound: float = BOUND) -> None:
+    """Gradients of sums of rows."""
+    a, b = (t.requires_grad_() for t in points("equal", scale, device))
+    g = torch.randn(len(a), generator=torch.Generator().manual_seed(5)).to(device)
+    found = torch.autograd.grad(kl.kernel_sum(kl.p_distance(), a, b, p=p), (a, b), g)
+    weights = g[:, None].expand(len(a), len(b))
+    check_slopes(a.detach(), b.detach(), p, weights, found, bound)

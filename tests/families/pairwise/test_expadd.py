@@ -238,7 +238,7 @@ def test_transforms_of_numbers_are_refused_by_name(name):
         torch.vmap(lambda x: cdist_expadd(a, b, **{"lengthscale": 1.0, name: x}))(torch.ones(3))
 
 
-LENGTHS = (1e-36, 1e-30, 1e-16, 1e-5, 1e5, 1e20, 1e29, 1e37, 5e37)
+LENGTHS = (1e-36, 1e-30, 1e-16, 1e-5, 1e5, 1e20, 1e29, 1e37, 9e37)
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor", "batch"])
@@ -257,6 +257,16 @@ def test_no_lengthscale_leaves_the_range_of_float32(length, p, kind):
     torch.testing.assert_close(
         found.double(), torch.exp(-(v**p)).sum(-1), rtol=0, atol=6e-6, check_dtype=True
     )
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_the_longest_lengthscale_is_one_like_others(kind):
+    a = draw(6, 4, dtype=torch.float32)
+    given = 1e38 if kind == "number" else torch.tensor(1e38)
+    found = kl.cdist_expadd(1e38 * a.tanh(), 0.5e38 * a.tanh(), p=2.0, lengthscale=given)
+    near = kl.cdist_expadd(a.tanh(), 0.5 * a.tanh(), p=2.0, lengthscale=1.0)
+    torch.testing.assert_close(found, near, rtol=0, atol=6e-6)
 
 
 def test_slopes_of_points_far_beyond_a_lengthscale_are_0():

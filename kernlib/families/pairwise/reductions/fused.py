@@ -12,7 +12,7 @@ import torch
 from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import checks, stages, units
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager, routes, weights
+from kernlib.families.pairwise.gradients import eager, norms, routes, weights
 from kernlib.families.pairwise.gradients.arguments import Kind
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.plans import constant_of
@@ -47,6 +47,9 @@ from kernlib.runtime.tensors import is_lazy, materialised, signature
 # Columns of v up to which computing the matrix once for every few of them is faster than storing
 # blocks of it.
 MOST_COLUMNS = 16
+# Of norms whose slopes are taken from sums of powers, which are right from 1e-9 to 1e9 then; others
+# from norms, by blocks.
+LARGEST_EXPONENT = 4
 _DECIDING = frozenset(("p", "inner_p", "outer_p", "epsilon"))  # numbers that choose code
 
 
@@ -253,7 +256,11 @@ def _lowered(
 
 def route_of(request: Request, wanted: tuple) -> Route | None:
     """The way to derivatives of what follows the sums; None where the kernel does not know one of
-    them or a slope of the sums."""
+    them or a slope of the sums, or the sums are powers that leave float32 too soon."""
+    p = request.hyperparameters.get("p", request.hyperparameters.get("inner_p"))
+    large = p is not None and not isinstance(p, torch.Tensor) and p > LARGEST_EXPONENT
+    if large and norms.are_values(request.descriptor, request.hyperparameters):
+        return None
     tensors = {k: t for k, t in request.tensors().items() if k not in ("a", "b", "v")}
     numbers = {k: t for k, t in request.hyperparameters.items() if k not in tensors}
     call = eager.Call(request.descriptor, 0, 0, numbers, tuple(tensors))

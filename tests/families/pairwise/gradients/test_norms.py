@@ -46,3 +46,17 @@ def test_gradients_of_slopes_and_of_a_learned_exponent_at_any_magnitude(p, learn
 @pytest.mark.parametrize("name", bandwidths.KERNELS)
 def test_kernels_and_gradients_of_a_bandwidth_of_any_magnitude(name, exponent, how, second):
     bandwidths.check(name, how, exponent, second=second)
+
+
+@pytest.mark.parametrize("scale", (1e-30, 1e-3, 1e4, 1e30))
+@pytest.mark.parametrize("p", (1.5, 7.3))
+def test_so_are_reductions_and_averages_of_outer_products(p, scale):
+    norms.check_sums(p, scale)
+    a, b = norms.points("near", scale)
+    c = torch.randn(3, len(b), generator=torch.Generator().manual_seed(2))
+    v, n = a.double()[:, None] - b.double(), norms.norms(a, b, p)
+    slopes = v.sign() * torch.where(v == 0, 1.0, v.abs() / n[..., None]) ** (p - 1)
+    slopes = torch.einsum("ot,qtk->oqk", c.double(), slopes).flatten(0, 1)
+    wanted = slopes.mT @ slopes / len(slopes)
+    found = kl.agop(kl.p_distance(), a, b, c, p=p)
+    assert (found - wanted).abs().max() <= 3e-6 * wanted.abs().max()

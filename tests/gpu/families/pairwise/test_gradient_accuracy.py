@@ -113,3 +113,9 @@ def test_slopes_of_norms_at_any_magnitude(p, scale, kind, kernel):
     sizes = (200, 333, 70) if kind == "equal" else (40, 33, 5)
     bound = 3e-6 + 4e-7 * p  # a logarithm of 22 bits counts p - 1 times
     norms.check_gradients(kind, p, scale, kernel, "cuda", sizes, bound)
+
+
+@pytest.mark.parametrize("scale", (1e-30, 1e-3, 1e4, 1e30))
+@pytest.mark.parametrize("p", (7.3, 20.0))
+def test_so_are_those_of_reductions_of_large_exponents(p, scale):
+    norms.check_sums(p, scale, "cuda", 3e-6 + 4e-7 * p)
