@@ -35,31 +35,12 @@ def _execute(*request) -> torch.Tensor:
     return _respelled(key, *request) if plan is None else _launch(plan, *request)
 
 
-def _respelled(key, descriptor, a, b, out, accumulate, rows, columns, values) -> torch.Tensor:
-    made = respelled(descriptor, a, b, out, accumulate, rows, columns, values)
-    if made is not None:
-        return made
-    return _first(key, descriptor, a, b, out, accumulate, rows, columns, values)
+def _respelled(key, *request) -> torch.Tensor:
+    """The result of a request for whose key there is no plan."""
+    from kernlib.families.pairwise import per_point  # which calls with a plan do without
 
-
-def respelled(
-    descriptor: Pairwise, a, b, out, accumulate, row_offset, col_offset, values: dict, call=None
-) -> torch.Tensor | None:
-    """The result of a call whose hyperparameters are (L, 1, 1), or a diagonal of K(x, x), by
-    ``call``, which is :func:`run` by default; None of all other calls."""
-    if not any(isinstance(value, torch.Tensor) and value.dim() for value in values.values()):
-        return None
-    from kernlib.families.pairwise import per_point  # which most calls do without
-
-    made = per_point.respelled(a, b, values, out, (row_offset, col_offset))
-    if made is None:
-        return None
-
-    def again(a, b, out, accumulate, values):
-        offsets = {"row_offset": row_offset, "col_offset": col_offset}
-        return (call or run)(descriptor, a, b, out=out, accumulate=accumulate, **offsets, **values)
-
-    return per_point.matrix(again, made, out, accumulate)
+    made = per_point.computed(run, *request)
+    return _first(key, *request) if made is None else made
 
 
 def run(
@@ -127,11 +108,12 @@ def run(
         a, b = pairwise_features.apply(feature_map, a, b, out)
     request = descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters
     if descriptor.categories:
+        from kernlib.families.pairwise import per_point
         from kernlib.families.pairwise.categories import (
             operation as categories,  # which most calls do without
         )
 
-        made = respelled(*request)
+        made = per_point.computed(run, *request)
         return categories.run(*request) if made is None else made
     # any() over a generator would double the time
     if torch.is_grad_enabled() and True in [

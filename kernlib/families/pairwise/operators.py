@@ -16,7 +16,7 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.pairwise import checks, mapped, matrix, operation, rehearsal
+from kernlib.families.pairwise import checks, mapped, matrix, operation, per_point, rehearsal
 from kernlib.families.pairwise.categories import arguments as category_arguments
 from kernlib.families.pairwise.categories import operators as categories
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -71,9 +71,8 @@ def run(
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     offsets = row_offset, col_offset
-    made = operation.respelled(
-        descriptor, a, b, out, accumulate, *offsets, hyperparameters, partial(run, debug=debug)
-    )
+    again = partial(run, debug=debug)
+    made = per_point.computed(again, descriptor, a, b, out, accumulate, *offsets, hyperparameters)
     if made is not None:
         return made
     codes = None

@@ -35,12 +35,13 @@ def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respe
     batch, or None, and ``offsets`` are those of rows and columns. Raises ValueError for a value of
     which nobody can tell whether it belongs to points or to a batch."""
     entries, diagonal = [], None
+    others = (beside, *(values.get(name) for name in ("a_codes", "b_codes")))
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or name in CODES:
             continue
         if value.dim() == 3 and value.shape[1] == 1 and value.shape[2] == 1:
             entries.append(name)
-        elif value.dim() == 1 and _is_of_points(value.shape[0], a, b, beside):
+        elif value.dim() == 1 and _is_of_points(value.shape[0], a, b, others):
             _check_diagonal(name, value.shape[0], a, b, offsets)
             diagonal = value
     if not entries and diagonal is None:
@@ -56,13 +57,13 @@ def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respe
     return Respelled(a, b, values, diagonal)
 
 
-def _is_of_points(count: int, a, b, beside) -> bool:
+def _is_of_points(count: int, a, b, others: tuple) -> bool:
     """Whether so many values may belong to points, of which there is one set without a batch."""
     second = a if b is None else b
     for t in (a, second):
         if not isinstance(t, torch.Tensor) or t.dim() != 2:
             return False
-    if count == 1 or (isinstance(beside, torch.Tensor) and beside.dim() == 3):
+    if count == 1 or any(isinstance(t, torch.Tensor) and t.dim() == 3 for t in others):
         return False
     return bool(count == a.shape[0] or count == second.shape[0])
 
@@ -89,7 +90,25 @@ def _placed(diagonal: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return on_device(DIAGONAL, diagonal, like.device, wide)
 
 
-def matrix(call, made: Respelled, out, accumulate) -> torch.Tensor:
+def computed(
+    run, descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict
+) -> torch.Tensor | None:
+    """The matrix of a call that is respelled, by ``run``, which is called as
+    :func:`kernlib.run_kernel` is; None of all other calls. Raises what :func:`respelled` does."""
+    if not any(isinstance(value, torch.Tensor) and value.dim() for value in values.values()):
+        return None
+    made = respelled(a, b, values, out, (row_offset, col_offset))
+    if made is None:
+        return None
+
+    def call(a, b, out, accumulate, values):
+        offsets = {"row_offset": row_offset, "col_offset": col_offset}
+        return run(descriptor, a, b, out=out, accumulate=accumulate, **offsets, **values)
+
+    return _matrix(call, made, out, accumulate)
+
+
+def _matrix(call, made: Respelled, out, accumulate) -> torch.Tensor:
     """The kernel matrix of ``call(a, b, out, accumulate, values)`` and the diagonal."""
     a, b, values, diagonal = made
     if diagonal is None:

@@ -101,8 +101,8 @@ def test_a_diagonal_is_that_of_a_whole_square_matrix():
         kl.run_kernel(GAUSSIAN, A, A, bandwidth=1.3, regularization=W, row_offset=5)
     with pytest.raises(ValueError, match="kernel_logsumexp must be one value"):
         kl.kernel_logsumexp(GAUSSIAN, A, A, bandwidth=1.3, regularization=W)
-    batch = kl.run_kernel(GAUSSIAN, A, A, bandwidth=W[:3], regularization=W)
-    matrices = kl.run_kernel(GAUSSIAN, A, A, bandwidth=W[:3])
+    batch = kl.run_kernel(GAUSSIAN, A, A, bandwidth=W[:2], regularization=W)
+    matrices = kl.run_kernel(GAUSSIAN, A, A, bandwidth=W[:2])
     torch.testing.assert_close(batch, matrices + torch.diag(W))
     entries = kl.run_kernel(GAUSSIAN, A[None], A, bandwidth=1.3, regularization=W)
     torch.testing.assert_close(entries, MATRIX + W[:, None, None] * torch.eye(5, dtype=DOUBLE))

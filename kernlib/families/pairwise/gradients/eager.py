@@ -29,6 +29,7 @@ from kernlib.families.pairwise.gradients.routes import INNER, Route, exponent_su
 from kernlib.families.pairwise.matrix import MATRIX, calls, matrix
 from kernlib.families.pairwise.stages_reference import linear
 from kernlib.families.pairwise.units import LEAST_USUAL, MOST_USUAL, in_unit, unit_of
+from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value, on_device
 from kernlib.runtime.operation import by_operator, operators_of
 from kernlib.runtime.tensors import (
@@ -69,9 +70,10 @@ def run(
         else:
             numbers[name] = host_value(name, value)
     if several:
-        from kernlib.families.pairwise import operation  # which imports this module
+        from kernlib.families.pairwise import per_point  # which most calls do without
 
-        made = operation.respelled(descriptor, a, b, None, False, row_offset, col_offset, values)
+        request = descriptor, a, b, None, False, row_offset, col_offset, values
+        made = per_point.computed(run_kernel, *request)
         if made is not None:
             return made
     watched = stand_ins(a, b)

@@ -109,7 +109,8 @@ def test_batches(name, entries):
 def test_gradients_of_batches(name):
     cases, each = batch(4, 3, 2)
     v = torch.stack([V[:3], 2 * V[:3], -V[:3]]) if name == "v" else V[:3]
-    bandwidth = torch.tensor([1.0, 2.0, 3.0]).double() if name == "bandwidth" else 2.0
+    widths = torch.tensor([1.0, 2.0, 3.0]).double()
+    bandwidth = widths.view(3, 1, 1) if name == "bandwidth" else 2.0
     whole = cases[0]._replace(**{name: each[name]}) if name in each else cases[0]
     descriptor = kl.gaussian(categories=2)
 
