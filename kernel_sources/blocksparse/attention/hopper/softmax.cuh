@@ -9,6 +9,7 @@
 // these are lowered: so that sums of values are multiplied once or twice a row and not at each
 // tile. A weight is 2^8 then at most, which storage and sums hold as exactly as 1.
 constexpr float SLACK = 8.0f;
+constexpr float LARGE = 16777216.0f;  // beyond which a float is no whole number plus or minus 1/2
 
 constexpr int STEPS = TILE_COLS / STEP;
 using Weights = u32[STEPS][4];              // as wgmma takes a left operand from registers
@@ -44,6 +45,12 @@ struct Rows {
             // A logit of a score may be no float any more times the factor: there it is taken times
             // what is left of it.
             shift[h] = most[h] == minus_infinity() ? 0.0f : -most[h] * (HAS_SCORE ? 1.0f : factor);
+            // So it is of others whose products with the factor are rounded by several powers of 2.
+            if (!HAS_SCORE && fabsf(shift[h]) > LARGE) {
+#pragma unroll
+                for (int i = 2 * h; i < SCORES; i += i % 2 ? 3 : 1) scores[i] -= most[h];
+                shift[h] = 0.0f;
+            }
         }
 #pragma unroll
         for (int i = 0; i < SCORES; ++i) {

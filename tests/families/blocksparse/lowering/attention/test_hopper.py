@@ -133,6 +133,18 @@ def test_rows_of_the_least_float_have_weights_of_one_size(rows, emulator, seed):
     assert made.lse[:, :, :10].gt(-torch.inf).any()
 
 
+@pytest.mark.few(1)
+@pytest.mark.emulated
+@pytest.mark.parametrize("size", [1e9, 1e12])
+def test_large_logits_are_told_apart(size, emulator, seed):
+    """Whose products with log2 e are rounded by more than a weight is."""
+    made = Made(Case("bfloat16", (32, 64), 75, 141, heads=1, kv_heads=1, density=0.8))
+    for t in (made.q, made.k):
+        t.mul_(size**0.5)
+    run(emulator, made)
+    made.check()
+
+
 @pytest.mark.emulated
 def test_a_row_does_not_depend_on_the_gpu(emulator, seed):
     """Which takes tiles from a counter if it has few multiprocessors."""
