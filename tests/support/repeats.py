@@ -2,7 +2,7 @@
 
 Each family has a ``repeats.py`` with its calls: names, and functions of operands that a ``Maker``
 made. ``same_bits`` makes the operands once, calls twice, and twice more under
-``torch.use_deterministic_algorithms``.
+``torch.use_deterministic_algorithms``; ``unchanged`` calls twice under each of other settings.
 """
 
 from __future__ import annotations
@@ -60,3 +60,14 @@ def same_bits(calls: Callable, device: str, rows: int) -> None:
         for again in found:
             for x, y in zip(first, again, strict=True):
                 assert x.dtype == y.dtype and torch.equal(x, y), name
+
+
+def unchanged(calls: Callable, device: str, rows: int, settings: dict[str, Callable]) -> None:
+    """Fails where a call of ``calls(make)`` has other bits under one of ``settings``, contexts."""
+    for name, call in calls(Maker(device, rows)):
+        first = call()
+        for setting, entered in settings.items():
+            with entered():
+                again = call()
+            for x, y in zip(first, again, strict=True):
+                assert x.dtype == y.dtype and torch.equal(x, y), f"{name}, {setting}"

@@ -1,4 +1,5 @@
-"""What torch's settings for products of float32 permit, the older ones, the newer and mixes."""
+"""Torch's settings: what those for products of float32 permit, the older ones, the newer and mixes,
+and those that change no call of kernlib."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # torch before 2.9 has the older settings alone.
 HAS_NEWER = hasattr(torch.backends, "fp32_precision")
@@ -62,3 +64,30 @@ def torch_permits(name: str) -> Iterator[bool]:
             module.fp32_precision = "none"
         if HAS_NEWER:
             torch.backends.cudnn.allow_tf32 = True  # as torch begins
+
+
+@contextmanager
+def attributes(owner, **values) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+_MATMUL = torch.backends.cuda.matmul
+# Of torch's own products, attention and convolutions on GPUs: nothing to kernels.
+OF_TORCH_ALONE = {
+    "float16 sums": lambda: attributes(_MATMUL, allow_fp16_accumulation=True),
+    "split float16 sums": lambda: attributes(_MATMUL, allow_fp16_reduced_precision_reduction=False),
+    "split bfloat16 sums": lambda: attributes(
+        _MATMUL, allow_bf16_reduced_precision_reduction=False
+    ),
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "cudnn": lambda: torch.backends.cudnn.flags(
+        enabled=False, benchmark=True, deterministic=True, allow_tf32=False
+    ),
+}

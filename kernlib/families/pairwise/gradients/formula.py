@@ -14,6 +14,7 @@ import torch
 from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.runtime.precision import rounds, without_autocast
 
 BLOCK_ELEMENTS = 1 << 24  # of (L, rows, T, K) at once: 64 MB in float32, several times
 
@@ -70,21 +71,30 @@ def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
     x, z, W, p and the inner scale, None where there is no need."""
     create = torch.is_grad_enabled()
     if made.linear and made.descriptor.operator == "difference":
-        return _second_of_squares(x, z, weights, along, needs)
+        with without_autocast(x.device):
+            return _second_of_squares(made.descriptor.precision, x, z, weights, along, needs)
 
     def value(x, z, weights, p, scale):
         if made.linear:
-            return weights @ z
+            return _times(made.descriptor.precision, weights, z)
         x = x.expand(weights.shape[0], -1, -1)
         s = made.having(p, scale).of(x, z, first)
         (found,) = torch.autograd.grad(s, x, weights, create_graph=True)
         return found
 
     tensors = x, z, weights, made.p, made.scale
-    return by_rows(value, tensors, needs, along, create, whole=made.linear)
+    with without_autocast(x.device):
+        return by_rows(value, tensors, needs, along, create, whole=made.linear)
 
 
-def _second_of_squares(x, z, weights, along, needs: tuple) -> list:
+def _times(precision: str | None, left, right) -> torch.Tensor:
+    """``left @ right``, which is not in TF32 where ``precision`` forbids it."""
+    if precision == "fp32" and rounds(left):
+        return (left.double() @ right.double()).to(left.dtype)
+    return left @ right
+
+
+def _second_of_squares(precision: str | None, x, z, weights, along, needs: tuple) -> list:
     """:func:`second` of squared differences, whose gradient is ``2 sum_t W (x - z)``. What W
     receives is made of differences: of products ``along x - along z`` nothing is left where points
     lie close together."""
@@ -93,7 +103,7 @@ def _second_of_squares(x, z, weights, along, needs: tuple) -> list:
     if needs[0]:
         to_x = (2 * weights.sum(-1, keepdim=True) * along).sum_to_size(x.shape)
     if needs[1]:
-        to_z = (-2 * (weights.mT @ along)).sum_to_size(z.shape)
+        to_z = (-2 * _times(precision, weights.mT, along)).sum_to_size(z.shape)
     if needs[2]:
         rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
         parts = zip(x.split(rows, 1), along.split(rows, 1), strict=True)

@@ -11,7 +11,7 @@ from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise.cpu.products import product
 from kernlib.families.pairwise.descriptor import dot_product
 from kernlib.run import run_kernel
-from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.precision import float32_precision, without_autocast
 
 KERNEL_COLUMNS = 128  # of a product, from which the kernel of dot products beats SGEMM
 KERNEL_TILE = (128, 192)  # its rows and columns
@@ -57,10 +57,10 @@ def multiplied(precision: str | None, left: torch.Tensor, right: torch.Tensor) -
     """``left @ right`` of (L, M, N) or (1, M, N) and (L, N, C) or (1, N, C), or without batches, as
     accurate as a descriptor of this precision asks: by torch's setting for None."""
     if is_torchs(precision, left, min(right.shape[-2:])):
-        if not left.is_meta and torch.is_autocast_enabled(left.device.type):
-            with torch.autocast(left.device.type, enabled=False):
-                return product(left, right)
-        return product(left, right)
+        if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+            return _Product.apply(left, right)
+        with without_autocast(left.device):
+            return product(left, right)
     if not left.is_meta:
         return _in_parts(precision, left, right, parts_of(left, right))
     # A rehearsal, perhaps of several GPUs.
@@ -68,6 +68,35 @@ def multiplied(precision: str | None, left: torch.Tensor, right: torch.Tensor) -
     for parts in {parts_on(left, right, count) for count in counts}:
         found = _in_parts(precision, left, right, parts)
     return found
+
+
+class _Product(torch.autograd.Function):
+    """torch's product, whose derivatives autocast does not round either where they are taken."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(left, right):
+        with without_autocast(left.device):
+            return product(left, right)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        left, right = ctx.saved_tensors
+        needs_left, needs_right = ctx.needs_input_grad
+        of_left = _Product.apply(grad, right.mT).sum_to_size(left.shape) if needs_left else None
+        of_right = _Product.apply(left.mT, grad).sum_to_size(right.shape) if needs_right else None
+        return of_left, of_right
+
+    @staticmethod
+    def jvp(ctx, of_left, of_right):
+        left, right = ctx.saved_tensors
+        return _Product.apply(of_left, right) + _Product.apply(left, of_right)
 
 
 def _in_parts(precision: str | None, left: torch.Tensor, right: torch.Tensor, parts: int):
