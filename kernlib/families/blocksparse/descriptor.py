@@ -31,8 +31,8 @@ class BlockSparseMatmul(Product):
     :class:`kernlib.Bias` has a value for each row of the result of "dsd", for each column of that
     of "dds"; "sdd" takes none. :class:`kernlib.Add` adds a tensor of the result's shape.
     ``precision`` permits less accuracy of float32: ``"tf32"`` and ``"bf16"`` let the products be
-    taken in TF32, ``"fp32"`` does not, None does if ``torch.get_float32_matmul_precision()``
-    permits it at the call.
+    taken in TF32, ``"fp32"`` does not, None does if torch's settings permit it to torch's
+    products at the call.
 
     Raises ValueError for another mode and a bias of "sdd", TypeError for parts of another kind. The
     operation is that of the Torch-Blocksparse project; the modes are those of "GPU Kernels for

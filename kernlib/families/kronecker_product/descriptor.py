@@ -36,7 +36,7 @@ class KroneckerProduct(Product):
     :mod:`kernlib.descriptors.epilogues`, of which :class:`kernlib.Bias` adds one value for each
     output feature. ``precision`` permits less accuracy of float32: ``"tf32"`` and ``"bf16"`` let
     the products be taken in TF32, ``"fp32"`` does not, None does if
-    ``torch.get_float32_matmul_precision()`` permits it at the call.
+    torch's settings permit it to torch's products at the call.
 
     Raises TypeError for shapes that are no ints and parts of another kind, ValueError for no
     factors, sizes below 1, and for more features than a tensor may hold. The operation is that of

@@ -39,7 +39,7 @@ class KroneckerSparse(Product):
     ``epilogue`` is none, one or several of :mod:`kernlib.descriptors.epilogues`, of which
     :class:`kernlib.Bias` adds one value for each output feature. ``precision`` permits less
     accuracy of float32: ``"tf32"`` and ``"bf16"`` let the products be taken in TF32, ``"fp32"``
-    does not, None does if ``torch.get_float32_matmul_precision()`` permits it at the call.
+    does not, None does if torch's settings permit it to torch's products at the call.
 
     Raises TypeError for sizes that are no ints and parts of another kind, ValueError for sizes
     below 1 and for more numbers than a tensor may hold. Patterns, names and layouts are those of

@@ -68,8 +68,8 @@ class Pairwise(Descriptor):
 
     ``precision`` is the accuracy asked for: ``"fp32"`` that of fp32 arithmetic, whichever unit
     computes it; ``"tf32"`` and ``"bf16"`` permit the smaller one of tensor cores' single products,
-    for squared differences and dot products of float32. None follows torch's own setting,
-    ``torch.get_float32_matmul_precision()``, at the time of the call. ``direct`` takes differences
+    for squared differences and dot products of float32. None follows what torch's
+    settings permit to its own products at the time of the call. ``direct`` takes differences
     of coordinates even where tensor cores would do, which is exact near duplicates and slower.
 
     ``categories`` is the number of categorical features, each of which adds an entry of a table to

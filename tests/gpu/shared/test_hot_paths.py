@@ -190,6 +190,7 @@ PRODUCTS: dict[str, tuple[Callable, tuple[tuple[int, ...], ...]]] = {
 @pytest.mark.parametrize("case", torch_settings.CASES)
 def test_products_are_as_exact_as_torch_s_own_are_set_to_be(case, device, seed):
     """By each of torch's settings, the older, the newer and both."""
+    forget_plans()
     for name, (run, shapes) in PRODUCTS.items():
         tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
         wanted = compared(run, tensors, torch.float64, "cpu")
@@ -199,3 +200,15 @@ def test_products_are_as_exact_as_torch_s_own_are_set_to_be(case, device, seed):
         if name in ("torch", "factor"):
             error = (ours[0] - wanted[0]).norm() / wanted[0].norm()
             assert bool(error > 2e-5) == rounded, name
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_torch_may_do_in_calls_of_its_own_changes_no_kernel(dtype, device, seed):
+    calls = {name: call for name, call in PRODUCTS.items() if name != "torch"}
+    for name, (run, shapes) in (calls | {"attention": CALLS["attention"]}).items():
+        tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+        wanted = run(*tensors)
+        for setting, entered in torch_settings.OF_TORCH_ALONE.items():
+            with entered():
+                assert torch.equal(run(*tensors), wanted), (name, setting)

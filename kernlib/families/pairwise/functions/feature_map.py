@@ -31,7 +31,7 @@ def apply(
       of the batch.
     - (K, K2) or (L, K, K2), (K, K) too: ``x @ feature_map``, so that a squared distance becomes
       Mahalanobis's of the metric ``feature_map @ feature_map.T``. float32 products are as accurate
-      as ``torch.get_float32_matmul_precision`` says.
+      as torch's settings say.
 
     Batches of 1 broadcast. The results have the inputs' dtype; the map has that too, or the one of
     the arithmetic (float32 for float16 and bfloat16). Autocast changes nothing. Differentiable by
