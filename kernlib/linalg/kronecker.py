@@ -28,7 +28,7 @@ from kernlib.linalg.kronecker_gradients import (
 )
 from kernlib.runtime.arguments import check_same_kind
 from kernlib.runtime.numbers import extremes, host_value, on_device
-from kernlib.runtime.precision import rounds, without_autocast
+from kernlib.runtime.precision import rounds_gradients, without_autocast
 from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, check_layout, refuse_transforms, stand_ins
 
@@ -153,8 +153,9 @@ def kron_solve(
     if noise is None:
         batch = broadcast_batches(factors)
         columns, vector = as_columns(b, "b", factors, batch, features(factors))
+        exact = _exact(columns)
         with without_autocast(b.device):
-            x = _solve_modes(factors, columns, cholesky, check_errors)
+            x = _solve_modes(factors, exact, cholesky, check_errors).to(b.dtype)
         return x.squeeze(-1) if vector else x
     if cholesky:
         raise ValueError("cholesky=True solves without noise; with noise eigenvalues do, omit it")
@@ -302,9 +303,9 @@ def _cholesky(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _exact(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of which torch's linear algebra and its gradients multiply nothing in TF32, which
-    has too few digits for them: in float64 where that is permitted to torch."""
-    return t.double() if rounds(t) else t
+    """A tensor of which torch's linear algebra and its gradients multiply nothing in TF32, nor in
+    autocast's dtype, which have too few digits for them: in float64 where torch might."""
+    return t.double() if rounds_gradients(t) else t
 
 
 def _nan_where(failed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -316,7 +317,7 @@ def _solve_modes(factors, b: torch.Tensor, cholesky: bool, check_errors: bool) -
     """A dimension of b at a time: b (..., n, C)."""
     rank = max(b.dim(), *(factor.dim() for factor in factors)) - 2
     size, columns, left = b.shape[-2], b.shape[-1], 1
-    x = _exact(b).reshape((1,) * (rank + 2 - b.dim()) + tuple(b.shape))
+    x = b.reshape((1,) * (rank + 2 - b.dim()) + tuple(b.shape))
     failed = None
     for index, factor in enumerate(factors):
         own = factor.shape[-1]
@@ -329,7 +330,7 @@ def _solve_modes(factors, b: torch.Tensor, cholesky: bool, check_errors: bool) -
             infos.raise_for_info(each, where, failure, order=own)
         failed = info != 0 if failed is None else failed | (info != 0)
         left *= own
-    x = x.reshape(*x.shape[:rank], size, columns).to(b.dtype)
+    x = x.reshape(*x.shape[:rank], size, columns)
     return x * _nan_where(failed, x)[..., None, None]
 
 

@@ -25,6 +25,15 @@ def rounds(t: torch.Tensor) -> bool:
     return t.dtype is torch.float32 and t.is_cuda and float32_precision() == "tf32"
 
 
+def rounds_gradients(t: torch.Tensor) -> bool:
+    """Whether torch may round what its own gradients multiply of a tensor: in TF32, or, where they
+    are taken inside of autocast as this is, in half types. float64 is left alone by both."""
+    if t.dtype is not torch.float32 or t.is_meta:
+        return False
+    casts = torch.is_grad_enabled() and torch.is_autocast_enabled(t.device.type)
+    return casts or rounds(t)
+
+
 def is_rounded_on_cpu() -> bool:
     """Whether torch's products of float32 on a CPU may be in bfloat16 or TF32, of oneDNN."""
     if _setting is None:

@@ -208,7 +208,7 @@ def test_ill_conditioned_factors_in_float64(seed):
 
 def test_where_torch_may_round_float32_is_factored_in_float64_gradients_too(seed, monkeypatch):
     """TF32 has too few digits. Only results and gradients are rounded, once."""
-    monkeypatch.setattr(kronecker, "rounds", lambda t: t.dtype is torch.float32)
+    monkeypatch.setattr(kronecker, "rounds_gradients", lambda t: t.dtype is torch.float32)
     b = torch.randn(2, 120, 2)
     for call in (
         lambda f: [kron_solve(f, b.to(f[0]))],
