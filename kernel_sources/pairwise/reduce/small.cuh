@@ -15,8 +15,9 @@ constexpr int THREADS = 256;
 #include "pairwise/reduce/stage.cuh"
 
 constexpr int RUN = 64 * PARTNERS;  // of a stage's points, between which reducers settle
-// Points of a thread whose sums are there before the values of any, where some may be computed anew:
-// so they do not wait for each other behind the question. Many columns leave no registers for that.
+// Points of a thread whose sums are there before the values of any, where some may be computed
+// anew: so they do not wait for each other behind the question. Many columns leave no registers for
+// that.
 constexpr int TOGETHER = MENDED && Reducer::COLUMNS <= 4 ? UNROLL : 1;
 
 __shared__ Stage stage;

@@ -71,8 +71,8 @@ struct Stage {
     }
 };
 
-// What is odd among the sums of the points n, n + step, ... and the thread's rows, anew. Points past
-// the last one are read as that one.
+// What is odd among the sums of the points n, n + step, ... and the thread's rows, anew. Points
+// past the last one are read as that one.
 template <int COUNT, class T>
 __device__ __forceinline__ void mend_sums(T (&sums)[COUNT][ROWS], const Parameters& parameters,
                                           i64 l, i64 m0, i64 n, int step, const Range& range,

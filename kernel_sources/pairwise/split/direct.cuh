@@ -1,6 +1,6 @@
 // The sum of one pair as the direct kernels take it, by a warp: for pairs that lose too much as
-// |x|^2 + |y|^2 - 2 <x, y>. With BY_NORM, which needs Inner and Term, a norm where that sum has left
-// its range (mend.cuh).
+// |x|^2 + |y|^2 - 2 <x, y>. With BY_NORM, which needs Inner and Term, a norm where that sum has
+// left its range (mend.cuh).
 #pragma once
 
 #include "common/math.cuh"

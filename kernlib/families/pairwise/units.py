@@ -40,7 +40,7 @@ def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | t
             return None
         if bandwidth.numel() != 1:
             return _units_of(descriptor, values, bandwidth.detach(), most)
-        bandwidth = float(bandwidth)
+        bandwidth = float(bandwidth.detach())
     elif bandwidth is not None:
         bandwidth = host_value("bandwidth", bandwidth)
     if bandwidth is None or not 0 < bandwidth < math.inf:
