@@ -88,11 +88,9 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_of(tensor: torch.Tensor, kind: str) -> bool:
-    """Whether a tensor is of a class of this name that torch has, which need not be imported."""
-    return any(
-        each.__name__ == kind and each.__module__.startswith("torch.")
-        for each in type(tensor).__mro__
-    )
+    """Whether a tensor is of torch's class of this name, which need not be imported."""
+    own = type(tensor)
+    return own.__name__ == kind and own.__module__.startswith("torch.")
 
 
 def stand_ins(*tensors) -> bool:

@@ -76,6 +76,18 @@ def test_a_causal_bias_is_what_it_stands_for(bias, queries, seed):
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.nn.Buffer])
+def test_parameters_and_buffers_compile(kind, seed):
+    made, tensors = SHAPE.dense(), SHAPE.tensors(F32)
+    given = [kind(t) for t in (*tensors, torch.randn(50, 70))]
+
+    def call(*given):
+        return scaled_dot_product_attention(*given, layout=made)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given), call(*given))
+
+
 def test_dropout(seed):
     made, tensors = SHAPE.dense(), SHAPE.tensors(F32)
     one, other = (scaled_dot_product_attention(*tensors, dropout_p=0.5, layout=made)
