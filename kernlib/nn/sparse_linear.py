@@ -15,27 +15,41 @@ from kernlib.calls import hinted
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import warn
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.families.sparse.layout import format_of, parse_layout
-from kernlib.families.sparse.matrix import SparseMatrix, compressed
+from kernlib.families.sparse.layout import untransformed
+from kernlib.families.sparse.matrix import SparseMatrix
+from kernlib.families.sparse.moved import check_written, refuse_capture
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, computed
+from kernlib.nn.indexed import (
+    DIGITS,
+    MARK,
+    IndexedModule,
+    fingerprint,
+    is_captured,
+    is_close,
+    plain,
+    versions_of,
+)
 from kernlib.nn.sparse_weights import (
     check_bias,
     checked_dtype,
     counted,
     is_silently_dense,
     matrix_of,
+    of_others,
+    restored,
+    rounded,
 )
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_dense, check_flag, stand_ins
+from kernlib.runtime.tensors import check_flag, stand_ins
 
-_PREFIX = "weight_"  # of the buffers, which are named as the format's tensors
+_PREFIX = "weight_"  # of the tensors' names, which else are those of the format
 _EXTRA = "_extra_state"
 MOST_FEATURES = 2**61 - 1  # of which torch can count the bytes
 
 
 @hinted
-class SparseLinear(ComputesWeight, nn.Module):
+class SparseLinear(ComputesWeight, IndexedModule):
     """``activation(x W^T + bias)`` with a compressed, constant ``W`` (out_features, in_features),
     in place of ``nn.Linear``.
 
@@ -49,9 +63,10 @@ class SparseLinear(ComputesWeight, nn.Module):
       kernel.
 
     x is (..., in_features). Gradients reach x and the bias, a parameter; the weight has none. Its
-    tensors are buffers: ``.to(device)`` moves them, ``.half()``, ``.bfloat16()`` and ``.float()``
-    round the values and compress them anew. ``state_dict`` holds tensors alone, a versioned header
-    among them, and loads into a layer of another format and number of entries.
+    tensors are neither parameters nor buffers, so that nothing averages or broadcasts them:
+    ``.to(device)`` moves them, ``.half()``, ``.bfloat16()`` and ``.float()`` round the values and
+    compress them anew. ``state_dict`` holds tensors alone, a versioned header among them, and loads
+    into a layer of another format and number of entries.
 
     Raises TypeError for another dtype, a ``bias`` that is no bool and what is no activation,
     ValueError for other sizes, what is no device and an activation that takes arguments. The
@@ -82,8 +97,10 @@ class SparseLinear(ComputesWeight, nn.Module):
         self.register_buffer("_like", like, persistent=False)
         zeros = torch.zeros(self._sizes[0], dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
-        self._names: tuple[str, ...] = ()
         self._matrix: SparseMatrix | None = None
+        self._digits = torch.zeros(DIGITS, dtype=torch.float32, device=like.device)  # of the mark
+        self._written: int | None = None  # how often torch has counted a write to the matrix
+        self._set_mark(self._digits.clone())
 
     @classmethod
     def from_linear(
@@ -145,11 +162,9 @@ class SparseLinear(ComputesWeight, nn.Module):
 
     @property
     def matrix(self) -> SparseMatrix:
-        """The weight. Raises RuntimeError for a layer that is still empty."""
-        held = self._matrix
-        if held is None:
-            raise RuntimeError("this SparseLinear is empty: load a state_dict into it")
-        return held
+        """The weight. Raises RuntimeError for a layer that is still empty, and for one whose
+        tensors or buffers were written with what is no weight of it."""
+        return self._weight()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -200,31 +215,89 @@ class SparseLinear(ComputesWeight, nn.Module):
             parts += [f"bytes={held.nbytes}"]
         return ", ".join([*parts, *(f"activation={epilogue}" for epilogue in self.activation)])
 
-    # The matrix, and the buffers that are its tensors.
+    # The matrix, whose tensors are the indices of the module.
 
     def _let_go(self) -> None:
         """Become empty."""
-        for name in self._names:
-            del self._buffers[name]
-        self._names, self._matrix = (), None
+        self._drop_indices()
+        self._matrix = self._written = None
 
-    def _hold(self, matrix: SparseMatrix) -> None:
-        """Take a matrix, and make its tensors the buffers."""
-        self._let_go()
-        for name, tensor in matrix.tensors.items():
-            self.register_buffer(_PREFIX + name, tensor)
-        self._names = tuple(_PREFIX + name for name in matrix.tensors)
+    def _hold(self, matrix: SparseMatrix, digits: torch.Tensor | None = None) -> None:
+        """Take a matrix, whose fingerprint is computed unless it is known."""
         self._matrix = matrix
+        self._put_indices([_PREFIX + name for name in matrix.tensors], matrix.operands)
+        self._written = versions_of(matrix.operands)
+        with torch.inference_mode(False), torch.no_grad(), untransformed():
+            self._digits = fingerprint(matrix.operands) if digits is None else digits
+            self._set_mark(self._digits.clone())
 
     def _weight(self) -> SparseMatrix:
-        """The matrix of the buffers as they are now: functional_call, among others, puts other
-        tensors there. Raises ValueError, TypeError where they are none of the kind held."""
-        held, buffers = self.matrix, self._buffers
-        operands = held.operands
-        for name, operand in zip(self._names, operands, strict=True):
-            if buffers[name] is not operand:
-                return _of_others(held, {name: buffers[name] for name in self._names})
-        return held
+        """The matrix of the tensors that are there now: functional_call, among others, puts others
+        there. Raises ValueError, TypeError where they are none of the kind held, RuntimeError where
+        the buffers are those of another matrix."""
+        held = self._matrix
+        if held is None:
+            raise RuntimeError("this SparseLinear is empty: load a state_dict into it")
+        compiling, writes = is_dynamo_compiling(), 0
+        counted = self._written is not None and not compiling
+        for name, operand in zip(self._indices, held.operands, strict=True):
+            if getattr(self, name) is not operand:
+                return of_others(held, {name: getattr(self, name) for name in self._indices})
+            if counted:
+                writes += operand._version
+        if compiling:
+            return held
+        if counted and writes != self._written:
+            self._look_at_writes(held, writes)
+        return held if self._is_unwritten() else self._of_mark(held)
+
+    def _look_at_writes(self, held: SparseMatrix, writes: int) -> None:
+        """Look at tensors that torch has counted a write to. Raises ValueError for what is no
+        matrix any more."""
+        if held.device.type == "meta" or stand_ins(*held.operands):
+            return
+        refuse_capture(held.operands)
+        with torch.inference_mode(False), torch.no_grad(), untransformed():
+            digits = fingerprint(held.operands)
+            if not torch.equal(digits, self._digits):
+                check_written(held)
+                self._digits = digits
+                self._set_mark(digits.clone())
+        self._written = writes
+
+    def _of_mark(self, held: SparseMatrix) -> SparseMatrix:
+        """The matrix, where the mark was written, moved, or is another layer's."""
+        given = self._buffers[MARK]
+        mark, _ = plain(given)
+        if mark.is_meta or stand_ins(mark, *held.operands) or is_captured(mark):
+            return held
+        own = given is self._seen[0]
+        known = None if own else self._known_other((given,))
+        if known is not None and known.device == mark.device:
+            return known
+        with torch.inference_mode(False), torch.no_grad(), untransformed():
+            found = held
+            if held.device.type != "meta":
+                digits = self._digits.to(mark.device)
+                # Of layers that torch.vmap maps over, all must have this matrix.
+                if not is_close(mark, digits.expand_as(mark) if mark.dim() == 2 else digits):
+                    raise RuntimeError(
+                        "the buffers of this SparseLinear were written, averaged with those of a "
+                        "layer of another weight, or broadcast from one. Its own weight is "
+                        "constant: load a state_dict into each layer that is to have the other"
+                    )
+                found = held.to(mark.device)
+                if own and found is not held:  # its mark is there already
+                    self._matrix, self._digits = found, digits
+                    names = [_PREFIX + name for name in found.tensors]
+                    self._put_indices(names, found.operands)
+                    self._written = versions_of(found.operands)
+        if own:
+            self._note_mark()
+            self._settled = True
+        else:
+            self._note_other((given,), found)
+        return found
 
     def _apply(self, fn: Callable, recurse: bool = True):
         held = self._matrix
@@ -234,13 +307,18 @@ class SparseLinear(ComputesWeight, nn.Module):
         if held is not None:
             dtype = fn(self._like).dtype
             if dtype != held.dtype:
-                self._hold(_rounded(held, dtype))
-        super()._apply(fn, recurse)
-        if held is not None:
-            pairs = zip(self._names, self._matrix.operands, strict=True)
-            # Module.type casts whole numbers too, which are none to round.
-            tensors = [_of_dtype(self._buffers[name], own) for name, own in pairs]
-            self._hold(_with_tensors(self._matrix, tensors))
+                held = rounded(held, dtype)
+                self._hold(held)
+        self._apply_apart(fn, recurse)
+        place, mark = self._like.device, self._buffers[MARK]
+        if held is None:
+            self._digits = torch.zeros(DIGITS, dtype=torch.float32, device=place)
+            self._set_mark(self._digits.clone())
+        elif place != held.device:
+            with torch.inference_mode(False), torch.no_grad():
+                self._hold(held.to(place), self._digits.to(place))
+                if not mark.is_meta:  # which may have been written since it was looked at
+                    self._take_mark(mark.to(place))
         return self
 
     # Saving, and what is saved.
@@ -248,9 +326,16 @@ class SparseLinear(ComputesWeight, nn.Module):
     def get_extra_state(self) -> torch.Tensor:
         """Everything but the tensors, as the bytes of a JSON text in a tensor: formats of files
         that hold tensors alone, such as safetensors, take it."""
-        header = None if self._matrix is None else self._matrix.state()[0]
+        header = None if self._matrix is None else self._weight().state()[0]
         text = json.dumps(header, sort_keys=True).encode()
         return torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+
+    def _saved_indices(self) -> dict[str, torch.Tensor]:
+        held = self._matrix
+        if held is None or held.device.type == "meta":  # where they are buffers
+            return {}
+        tensors = (t.detach() for t in self._weight().operands)
+        return dict(zip(self._indices, tensors, strict=True))
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Nothing: the matrix was made of it together with its tensors."""
@@ -270,13 +355,10 @@ class SparseLinear(ComputesWeight, nn.Module):
                 return
             self._like = torch.empty(0, dtype=loaded.dtype, device=loaded.device)
             self._hold(loaded)
-        # Which are loaded already, or cannot be, as nothing says what they are.
-        kept = {name: self._buffers.pop(name) for name in self._names}
-        super()._load_from_state_dict(
+        self._load_apart(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._buffers.update(kept)
-        known = [prefix + name for name in kept]
+        known = [prefix + name for name in self._indices]
         if headed:
             unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
         else:
@@ -298,24 +380,37 @@ class SparseLinear(ComputesWeight, nn.Module):
         if assigned:
             return found
         if found.dtype != self._like.dtype:
-            found = _rounded(found, self._like.dtype)
+            found = rounded(found, self._like.dtype)
         return _with_tensors(found, [t.to(self._like.device, copy=True) for t in found.operands])
 
     def __getstate__(self) -> dict:
-        """Without the matrix, whose tensors the buffers are."""
+        """Without the matrix, whose tensors are attributes or, on meta, buffers."""
         held = self._matrix
         kept = None if held is None else (held.layout, held.known_nnz())
-        return {**self.__dict__, "_matrix": kept}
+        return {**self.__dict__, "_matrix": kept, "_seen": None, "_other": None}
 
     def __setstate__(self, state: dict) -> None:
-        kept = state["_matrix"]
+        """Raises ValueError for tensors that are no matrix."""
+        kept, digits = state["_matrix"], state.get("_digits")
         # Buffers in a dictionary of its own: copy.copy() of a module shares its, which stay there.
-        own = {"_matrix": None, "_buffers": dict(state["_buffers"])}
-        super().__setstate__({**state, **own})
-        if kept is not None:
+        buffers = dict(state["_buffers"])
+        # Pickles of version 0.1 hold the tensors as buffers, and no mark.
+        names = state.get("_indices", state.get("_names", ()))
+        tensors = {n: buffers.pop(n) for n in names if n in buffers}
+        state = {**state, "_indices": (), "_written": None, "_settled": False, "_buffers": buffers}
+        tensors.update((n, state.pop(n)) for n in names if n in state)
+        state.pop("_names", None)
+        mark = buffers.pop(MARK, None)
+        nn.Module.__setstate__(self, {**state, "_matrix": None})
+        if kept is None:
+            self._digits = torch.zeros(DIGITS, dtype=torch.float32, device=self._like.device)
+            self._set_mark(self._digits.clone())
+        else:
             layout, nnz = kept
-            tensors = {n.removeprefix(_PREFIX): self._buffers[n] for n in self._names}
-            self._hold(counted(_restored(layout, tensors), nnz))
+            named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+            self._hold(counted(restored(layout, named), nnz), digits)
+        if mark is not None:
+            self._take_mark(mark)
 
 
 class _DenseKey(str):
@@ -349,11 +444,6 @@ def _checked_device(device) -> torch.device | None:
         ) from None
 
 
-def _of_dtype(made: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """What a function made of a matrix's own tensor, in its dtype."""
-    return made if made.dtype == own.dtype else own.to(made.device)
-
-
 def _makes_anew(fn: Callable, like: torch.Tensor) -> bool:
     """Whether a function for ``Module._apply`` answers tensors without the values of those given,
     as ``to_empty`` does: no matrix to multiply with."""
@@ -371,52 +461,6 @@ def _header(state) -> dict:
     if not isinstance(header, dict):
         raise ValueError("what is loaded was saved of an empty SparseLinear")
     return header
-
-
-def _restored(layout: str, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
-    """The matrix of a pickled layer, whose tensors are looked at as those of a state are, but where
-    they have no values. Raises ValueError."""
-    from kernlib.families.sparse.state import loaded  # which only loading needs
-
-    format, *kind, facts = parse_layout(layout)
-    if not stand_ins(*tensors.values()) and not any(t.is_meta for t in tensors.values()):
-        tensors = loaded(format, *kind, facts, tensors)
-    return SparseMatrix.from_layout(layout, tuple(tensors[n] for n in format_of(format).TENSORS))
-
-
-def _rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
-    """The matrix in another dtype: in its format, or in the best one where that cannot hold it."""
-    dtype = checked_dtype(dtype)
-    if matrix.device.type == "meta":
-        raise TypeError(
-            f"a SparseLinear on meta has no values to turn from {matrix.dtype} into {dtype}"
-        )
-    dense = matrix.to_dense().to(dtype)
-    fits = format_of(matrix.format).nbytes(dense) is not None
-    return compressed(dense, matrix.format if fits else "auto")
-
-
-def _of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
-    """The matrix of other tensors than those held, by the names of the buffers."""
-    if not is_dynamo_compiling():  # there the operator checks them when it runs
-        check_dense(tuple(tensors), **tensors)
-        tensors = {name: _untracked(name, tensor) for name, tensor in tensors.items()}
-        if not stand_ins(*tensors.values()):
-            from kernlib.families.sparse.fitted import fitted
-
-            return fitted(held.layout, tuple(tensors.values()))
-    return SparseMatrix.from_layout(held.layout, tuple(tensors.values()))
-
-
-def _untracked(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor inside transforms of torch.func without those that compute gradients, to which the
-    matrix is a constant. Raises RuntimeError for one that is mapped over."""
-    functorch = torch._C._functorch
-    while functorch.is_gradtrackingtensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    if functorch.is_batchedtensor(tensor):
-        raise RuntimeError(f"torch.vmap maps the input of a SparseLinear, not its {name}")
-    return tensor
 
 
 def _with_tensors(matrix: SparseMatrix, tensors: list[torch.Tensor]) -> SparseMatrix:

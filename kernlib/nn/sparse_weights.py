@@ -1,12 +1,14 @@
-"""The weights that :class:`kernlib.nn.SparseLinear` is made of, compressed."""
+"""The weights that :class:`kernlib.nn.SparseLinear` is made of, compressed; and the matrices of
+tensors that were put in their place."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.families.sparse.formats.registry import check_format
-from kernlib.families.sparse.layout import DTYPES
+from kernlib.families.sparse.layout import DTYPES, format_of, parse_layout
 from kernlib.families.sparse.lowering.rates import check_columns
 from kernlib.families.sparse.matrix import (
     SPARSE_LAYOUTS,
@@ -97,3 +99,49 @@ def counted(matrix: SparseMatrix, nnz: int | None) -> SparseMatrix:
     return SparseMatrix(
         matrix.format, matrix.shape, matrix.dtype, matrix.tensors, matrix.facts, nnz
     )
+
+
+def restored(layout: str, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
+    """The matrix of a pickled layer, whose tensors are looked at as those of a state are, but where
+    they have no values. Raises ValueError."""
+    from kernlib.families.sparse.state import loaded  # which only loading needs
+
+    format, *kind, facts = parse_layout(layout)
+    if not stand_ins(*tensors.values()) and not any(t.is_meta for t in tensors.values()):
+        tensors = loaded(format, *kind, facts, tensors)
+    return SparseMatrix.from_layout(layout, tuple(tensors[n] for n in format_of(format).TENSORS))
+
+
+def rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
+    """The matrix in another dtype: in its format, or in the best one where that cannot hold it."""
+    dtype = checked_dtype(dtype)
+    if matrix.device.type == "meta":
+        raise TypeError(
+            f"a SparseLinear on meta has no values to turn from {matrix.dtype} into {dtype}"
+        )
+    dense = matrix.to_dense().to(dtype)
+    fits = format_of(matrix.format).nbytes(dense) is not None
+    return compressed(dense, matrix.format if fits else "auto")
+
+
+def of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
+    """The matrix of other tensors than those held, by the names of the buffers."""
+    if not is_dynamo_compiling():  # there the operator checks them when it runs
+        check_dense(tuple(tensors), **tensors)
+        tensors = {name: _untracked(name, tensor) for name, tensor in tensors.items()}
+        if not stand_ins(*tensors.values()):
+            from kernlib.families.sparse.fitted import fitted
+
+            return fitted(held.layout, tuple(tensors.values()))
+    return SparseMatrix.from_layout(held.layout, tuple(tensors.values()))
+
+
+def _untracked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor inside transforms of torch.func without those that compute gradients, to which the
+    matrix is a constant. Raises RuntimeError for one that is mapped over."""
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    if functorch.is_batchedtensor(tensor):
+        raise RuntimeError(f"torch.vmap maps the input of a SparseLinear, not its {name}")
+    return tensor

@@ -53,6 +53,10 @@ class Torch:
     def zeros(self, *shape, **options):
         return self.empty(*shape, **options).zero_()
 
+    def arange(self, *ends, dtype, device):
+        made = torch.arange(*ends, dtype=dtype)
+        return self.empty(len(made), dtype=dtype, device=device).copy_(made)
+
 
 def at(address, strides, sizes, dtype):
     """A view of memory by its address, as a kernel has it."""

@@ -33,16 +33,22 @@ def check_place(w: SparseMatrix, addresses: list[int]) -> None:
                 f"{place}.data = {place}.clone()"
             )
     if w._addresses is not None:
-        refuse_capture(w.operands)
-        with said_of(w.layout):
-            found = {**w.facts, **measured(w.format, w.tensors)}
-            format_of(w.format).check(w.tensors, found, w.shape, w.dtype)
-        if found != w.facts:
-            raise ValueError(
-                f"the tensors of w lie elsewhere now and are those of another matrix: {found} for "
-                f"{dict(w.facts)}; make it anew, by SparseMatrix.from_state"
-            )
+        check_written(w)
     object.__setattr__(w, "_addresses", addresses)
+
+
+def check_written(w: SparseMatrix) -> None:
+    """Check tensors that were written or have moved. Raises ValueError for what is no matrix of the
+    layout, CaptureError while a CUDA graph is captured."""
+    refuse_capture(w.operands)
+    with said_of(w.layout):
+        found = {**w.facts, **measured(w.format, w.tensors)}
+        format_of(w.format).check(w.tensors, found, w.shape, w.dtype)
+    if found != w.facts:
+        raise ValueError(
+            f"the tensors of w were written or lie elsewhere now, and are those of another matrix: "
+            f"{found} for {dict(w.facts)}; make it anew, by SparseMatrix.from_state"
+        )
 
 
 @contextmanager

@@ -92,7 +92,8 @@ class BlockSparseConv2d(BlockSparseModule):
         pads = _pads(padding, kernel, strides, dilations)
         shape = out_channels, kernel[0] * kernel[1] * in_channels
         names = "out_channels", "kernel rows * kernel columns * in_channels"
-        super().__init__(layout_for(layout, shape, density, capacity, device, names), dtype)
+        found = layout_for(layout, shape, density, capacity, device, names)
+        super().__init__(found, dtype, density)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.dilation = kernel, strides, dilations
         self.padding = padding if isinstance(padding, str) else (pads[2], pads[0])
@@ -114,9 +115,10 @@ class BlockSparseConv2d(BlockSparseModule):
     precision = property(lambda self: self._precision, doc="Of float32 in the kernel.")
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias anew."""
+        """Draw weight and bias anew, as :class:`kernlib.nn.BlockSparseLinear` does."""
         with torch.no_grad():
-            self.weight.uniform_(-1.0, 1.0).mul_(growth.bounds(self._layout))
+            bounds = growth.bounds(self._drawn())
+            self.weight.uniform_(-1.0, 1.0).mul_(bounds)
             if self.bias is not None:
                 bound = 1 / math.sqrt(self._layout.shape[1])
                 self.bias.uniform_(-bound, bound)

@@ -54,8 +54,9 @@ class BlockSparseLinear(BlockSparseModule):
 
     ``state_dict`` holds the layout as tensors, which are looked at when it is loaded, into a layer
     of the same sizes, blocks and capacity. On "meta" a layer has no contents: what comes from there
-    by ``to_empty`` stores no block until a state is loaded. :meth:`drop_`, :meth:`regrow_` and
-    :meth:`update_` change in place which blocks are stored.
+    by ``to_empty`` raises RuntimeError until a state is loaded, :meth:`update_` is called or, with
+    ``density``, :meth:`reset_parameters`. :meth:`drop_`, :meth:`regrow_` and :meth:`update_` change
+    in place which blocks are stored. The layout's tensors are neither parameters nor buffers.
 
     Raises TypeError and ValueError for arguments that are none of these, such as sizes that are no
     multiple of a block's. The layer is Torch-Blocksparse's ``Linear``.
@@ -79,7 +80,7 @@ class BlockSparseLinear(BlockSparseModule):
     ):
         self._check(in_features, out_features, bias, dtype)
         found = layout_for(layout, (out_features, in_features), density, capacity, device)
-        self._begin(found, bias, dtype, activation, precision)
+        self._begin(found, bias, dtype, activation, precision, density)
         self.reset_parameters()
 
     @staticmethod
@@ -89,9 +90,11 @@ class BlockSparseLinear(BlockSparseModule):
         check_flag("bias", bias)
         checked_dtype(dtype)
 
-    def _begin(self, layout: Layout, bias: bool, dtype, activation, precision) -> None:
+    def _begin(
+        self, layout: Layout, bias: bool, dtype, activation, precision, density=None
+    ) -> None:
         """Everything but values."""
-        super().__init__(layout, dtype)
+        super().__init__(layout, dtype, density)
         self._activation, self._precision = as_activation(activation), precision
         steps = as_steps(self._activation)
         self._steps = steps
@@ -153,9 +156,11 @@ class BlockSparseLinear(BlockSparseModule):
     precision = property(lambda self: self._precision, doc="Of float32 in the kernel.")
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias anew."""
+        """Draw weight and bias anew; of a layer that comes from meta, and was made with a density,
+        also which blocks are stored."""
         with torch.no_grad():
-            self.weight.uniform_(-1.0, 1.0).mul_(growth.bounds(self._layout))
+            bounds = growth.bounds(self._drawn())
+            self.weight.uniform_(-1.0, 1.0).mul_(bounds)
             if self.bias is not None:
                 bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
                 self.bias.uniform_(-bound, bound)

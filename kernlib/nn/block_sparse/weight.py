@@ -1,12 +1,10 @@
-"""What layers with a trainable block-sparse weight share: they hold its layout, save it, move it,
-and change it in place."""
+"""What layers with a trainable block-sparse weight share: they change in place which blocks are
+stored. :mod:`kernlib.nn.block_sparse.holding` has what holds, moves and saves the layout."""
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,11 +12,12 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import shown
 from kernlib.families.blocksparse import builders
-from kernlib.families.blocksparse.contents.given import Mask, has_values, place_of
-from kernlib.families.blocksparse.contents.sizes import NAMES, checked_block, checked_count
+from kernlib.families.blocksparse.contents.given import Mask, place_of
+from kernlib.families.blocksparse.contents.sizes import checked_block, checked_count
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.sparse.prune import check_density, check_per
 from kernlib.nn.block_sparse import growth
+from kernlib.nn.block_sparse.holding import LayoutModule
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
 from kernlib.runtime.tensors import check_dense, check_flag
@@ -27,32 +26,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DTYPES = (*KERNEL_TYPES, torch.float64)
-_EXTRA = "_extra_state"
 FEATURES = ("out_features", "in_features")  # rows and columns of a weight
-BUFFERS = tuple(f"layout_{name}" for name in NAMES)
 
 
-class BlockSparseModule(nn.Module):
+class BlockSparseModule(LayoutModule):
     """A layer whose ``weight`` (capacity, block rows, block columns) holds the stored blocks of a
     matrix, in the order of its :attr:`layout`."""
 
-    persistent: ClassVar[bool] = True  # whether a state_dict holds the layout
-
-    def __init__(self, layout: Layout, dtype: torch.dtype | None):
-        super().__init__()
+    def __init__(self, layout: Layout, dtype: torch.dtype | None, density: float | None = None):
         dtype = checked_dtype(dtype)
+        super().__init__(layout)
         shape = layout.capacity, *layout.block
         self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype, device=layout.device))
-        self._hold(layout)
-        self._source: torch.Tensor | None = None  # of the last change, by slots
+        self._density = density  # of blocks to draw; None if they are not to be drawn
         self._candidates: Layout | None = None  # that are watched
-        self._growth: torch.Tensor | None = None  # their gradient
 
     @property
     def layout(self) -> Layout:
         """Which blocks are stored. To change them call :meth:`update_`, :meth:`drop_` or
         :meth:`regrow_` of the layer, which take the values along; its own is refused."""
-        return self._layout
+        return self._layout if self._blank else self._here()
 
     @property
     def block(self) -> tuple[int, int]:
@@ -74,8 +67,8 @@ class BlockSparseModule(nn.Module):
         other parameters, RuntimeError for a weight that is parametrized or pruned.
         """
         self._check_change(optimizer)
-        before = growth.places(self._layout)
-        self._layout.write_(mask)
+        before = growth.places(self._own())
+        self._rewrite(mask)
         self._source = growth.sources(before, self._layout)
         held = [self.weight, self.weight.grad]
         if optimizer is not None:
@@ -128,9 +121,9 @@ class BlockSparseModule(nn.Module):
             check_density(density)
             kept = round(density * growth.total(self._layout))
         else:
-            kept = self._layout.tensors[5][0] - checked_count("count", count, 0)
+            kept = self._own().tensors[5][0] - checked_count("count", count, 0)
         norms = growth.squares(self.weight)
-        return self.update_(growth.without_smallest(self._layout, norms, kept), optimizer)
+        return self.update_(growth.without_smallest(self._own(), norms, kept), optimizer)
 
     def watch_growth(self, watch: bool = True, candidates: Layout | None = None) -> Self:
         """From now on let each backward pass also compute the gradient by all blocks of
@@ -148,7 +141,7 @@ class BlockSparseModule(nn.Module):
         if not watch:
             self._candidates = None
             return self
-        mine = self._layout
+        mine = self._own()
         if candidates is None:
             every = torch.ones(mine.grid, dtype=torch.bool, device=mine.device)
             candidates = Layout(every, mine.block, growth.total(mine))
@@ -182,7 +175,7 @@ class BlockSparseModule(nn.Module):
         the Lottery: Making All Tickets Winners" (2020). Raises RuntimeError if no gradient was
         computed since :meth:`watch_growth`, TypeError and ValueError for other counts.
         """
-        layout = self._layout
+        layout = self._own()
         count = layout.capacity if count is None else checked_count("count", count, 0)
         if self._growth is None:
             raise RuntimeError(
@@ -234,109 +227,20 @@ class BlockSparseModule(nn.Module):
     def _candidate_gradient(self, grad, x, candidates: Layout) -> torch.Tensor:
         raise NotImplementedError
 
-    # The layout, and the buffers that are its tensors.
+    # Which blocks there are at all.
 
-    def _hold(self, layout: Layout) -> None:
-        """Take a layout, and make its tensors the buffers."""
-        self._layout = layout
-        layout.keep_for(type(self).__name__)
-        for name, tensor in zip(BUFFERS, layout.tensors, strict=True):
-            self.register_buffer(name, tensor, persistent=self.persistent)
+    def _move(self, layout: Layout, place: torch.device) -> None:
+        super()._move(layout, place)
+        if self._candidates is not None:
+            self.watch_growth(True, placed(self._candidates, place))
 
-    def _here(self) -> Layout:
-        """The layout of the buffers as they are now: functional_call, among others, puts other
-        tensors there. Raises ValueError and TypeError where they are none of its kind."""
-        held, buffers = self._layout, self._buffers
-        for name, tensor in zip(BUFFERS, held.tensors, strict=True):
-            if buffers[name] is not tensor:
-                return _of_others(held, {name: buffers[name] for name in BUFFERS})
-        return held
-
-    def _apply(self, fn: Callable, recurse: bool = True):
-        layout = self._layout
-        # What fn answers for contents, such as to_empty's, may be none. Where it puts them counts.
-        probe = torch.empty(0, dtype=torch.int32, device=layout.device)
-        held = {name: self._buffers.pop(name) for name in BUFFERS}
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers.update(held)
-        place = fn(probe).device
-        if place != layout.device:
-            self._hold(placed(layout, place))
-            self._source = None if self._source is None else self._source.to(place)
-            if self._candidates is not None:
-                self.watch_growth(True, placed(self._candidates, place))
-        return self
-
-    # Saving, and what is saved.
-
-    def get_extra_state(self) -> torch.Tensor:
-        """Everything of the layout but its tensors, as the bytes of a JSON text in a tensor:
-        formats of files that hold tensors alone, such as safetensors, take it."""
-        held = self._layout
-        header = held.state()[0] if has_values(*held.tensors) else None
-        text = json.dumps(header, sort_keys=True).encode()
-        return torch.tensor(list(text), dtype=torch.uint8, device="cpu")
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        """Nothing: the layout was made of it together with its tensors."""
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        headed = self.persistent and prefix + _EXTRA in state_dict
-        if headed:
-            assigned = local_metadata.get("assign_to_params_buffers", False)
-            try:
-                self._load_layout(state_dict, prefix, assigned)
-            except (TypeError, ValueError) as error:
-                error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
-                return
-        # Which are loaded already, or cannot be, as nothing says what they are.
-        kept = {name: self._buffers.pop(name) for name in BUFFERS}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self._buffers.update(kept)
-        known = [prefix + name for name in BUFFERS]
-        if headed:
-            unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
-        elif self.persistent and strict:
-            missing_keys += [key for key in known if key not in state_dict]
-
-    def _load_layout(self, state_dict: dict, prefix: str, assigned: bool) -> None:
-        """Take the layout in a state_dict, in place unless it is to be assigned or the layer is on
-        meta. Raises TypeError and ValueError."""
-        weight = state_dict.get(prefix + "weight")
-        if weight is None and "weight" in self._parameters:
-            raise ValueError("it has a layout and no weight, whose blocks would be those of before")
-        header = _header(state_dict[prefix + _EXTRA])
-        names = {prefix + buffer: name for name, buffer in zip(NAMES, BUFFERS, strict=True)}
-        tensors = {name: state_dict[key] for key, name in names.items() if key in state_dict}
-        found = Layout.from_state(header, tensors)
-        held = self._layout
-        if found.text != held.text:
-            raise ValueError(
-                f"the layout loaded has {found.text}, that of the layer {held.text}: make a layer "
-                "of the density and capacity that were saved"
-            )
-        self._source = self._growth = None
-        if assigned:
-            self._hold(found)
-        elif held.device.type != "meta":
-            with torch.inference_mode(False), torch.no_grad():
-                for mine, loaded in zip(held.tensors, found.tensors, strict=True):
-                    mine.copy_(loaded)
-
-    def __getstate__(self) -> dict:
-        """The layout as such, which looks at its tensors when it is unpickled."""
-        buffers = {name: None if name in BUFFERS else t for name, t in self._buffers.items()}
-        return {**self.__dict__, "_buffers": buffers}
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self._hold(state["_layout"])
+    def _drawn(self) -> Layout:
+        """The layout of a weight that is to be drawn: of a layer that comes from meta its blocks
+        are, if it was made with a density."""
+        if self._blank and self._density is not None:
+            held = self._layout
+            self._rewrite(drawn(held.shape, held.block, self._density))
+        return self._layout if self._blank else self._here()
 
 
 def layout_for(
@@ -367,10 +271,13 @@ def layout_for(
         raise ValueError("density must be given with a block: the part of all blocks to store")
     check_density(density)
     check_multiple(shape, block, names)
-    place = place_of(device, None)
+    return Layout(drawn(shape, block, density), block, capacity, place_of(device, None))
+
+
+def drawn(shape: tuple[int, int], block: tuple[int, int], density: float) -> torch.Tensor:
+    """The mask of a part of all blocks, drawn with a seed of torch's generator of the CPU."""
     seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-    made = builders.random(*shape, block, density, seed=seed, device="cpu")
-    return Layout(made.mask(), block, capacity, place)
+    return builders.random(*shape, block, density, seed=seed, device="cpu").mask()
 
 
 def layout_of_weight(
@@ -451,27 +358,3 @@ def placed(layout: Layout, place: torch.device) -> Layout:
     heads = () if layout.heads is None else (layout.heads,)
     mask = torch.zeros((*heads, *layout.grid), dtype=torch.bool, device=place)
     return Layout(mask, layout.block, layout.capacity, place)
-
-
-def _header(state) -> dict:
-    """The header in an extra state. Raises ValueError."""
-    try:
-        header = json.loads(bytes(state.tolist()).decode())
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # RecursionError is the second
-        raise ValueError("its extra state is no header of a layout") from None
-    if not isinstance(header, dict):
-        raise ValueError("what is loaded was saved of a layer on meta, without contents")
-    return header
-
-
-def _of_others(held: Layout, tensors: dict[str, torch.Tensor]) -> Layout:
-    """The layout of other tensors than those held, by the names of the buffers."""
-    if not is_dynamo_compiling():
-        check_dense(tuple(tensors), **tensors)
-        for tensor, (name, other) in zip(held.tensors, tensors.items(), strict=True):
-            if other.shape != tensor.shape or other.dtype != tensor.dtype:
-                raise ValueError(
-                    f"{name} must be {tensor.dtype} of shape {tuple(tensor.shape)}, got "
-                    f"{other.dtype} of {tuple(other.shape)}"
-                )
-    return Layout.from_layout(held.text, tuple(tensors.values()))

@@ -14,7 +14,7 @@ from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.layout import format_of
 from kernlib.families.sparse.tensors import state_of
-from kernlib.nn import SparseLinear, sparse_linear
+from kernlib.nn import SparseLinear, indexed, sparse_linear
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
 from tests.families.sparse.cases import FORMATS, made, random
@@ -53,13 +53,15 @@ def layer(density=0.2, format="bitmap", rows=70, cols=600):
 
 
 def buffers(other):
-    return {n: t.clone() for n, t in other.named_buffers() if n.startswith("weight_")}
+    """The tensors of a layer's matrix, by their names in the layer."""
+    return {f"weight_{n}": t.clone() for n, t in other.matrix.tensors.items()}
 
 
 def on_gpu(w):
     """A layer of a matrix that calls itself one of a GPU, where none can be made."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_linear, "torch", fakes.Torch())
+        for module in (sparse_linear, indexed):
+            patch.setattr(module, "torch", fakes.Torch())
         return SparseLinear.from_matrix(w)
 
 

@@ -272,9 +272,17 @@ def test_other_buffers_are_taken_for_a_call():
     made, other, x = layer(), layer(), inputs(3)
     state = {**dict(other.named_buffers()), **dict(other.named_parameters())}
     assert torch.equal(torch.func.functional_call(made, state, (x,)), other(x))
-    state["layout_rows"] = state["layout_rows"][:3]
+    base = copy.deepcopy(made).to("meta")
+    assert torch.equal(torch.func.functional_call(base, state, (x,)), other(x))
+    names = [name for name in other.state_dict() if name.startswith("layout_")]
+    given = {**dict(other.named_parameters()), **{name: getattr(other, name) for name in names}}
+    assert torch.equal(torch.func.functional_call(made, given, (x,)), other(x))
+    given["layout_rows"] = given["layout_rows"] + 1
+    with pytest.raises(ValueError, match="rows is not that of a layout with these row_bits"):
+        torch.func.functional_call(made, given, (x,))
+    given["layout_rows"] = given["layout_rows"][:3]
     with pytest.raises(ValueError, match=r"layout_rows must be torch\.int32 of shape"):
-        torch.func.functional_call(made, state, (x,))
+        torch.func.functional_call(made, given, (x,))
 
 
 def test_compiled_it_is_one_graph():

@@ -248,7 +248,8 @@ def layers(format, dtype=torch.float16):
 
 
 def buffers(layer):
-    return {n: t.clone() for n, t in layer.named_buffers() if n.startswith("weight_")}
+    """The tensors of a layer's matrix, by their names in the layer."""
+    return {f"weight_{n}": t.clone() for n, t in layer.matrix.tensors.items()}
 
 
 def near(found, dense, x):

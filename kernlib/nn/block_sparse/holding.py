@@ -1,0 +1,384 @@
+"""How layers with a block-sparse weight hold their layout: its tensors are the indices of
+:mod:`kernlib.nn.indexed`, and their mark has the bits that say which blocks are stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from kernlib.families.blocksparse.contents import bits, writing
+from kernlib.families.blocksparse.contents.given import has_values, outside
+from kernlib.families.blocksparse.contents.sizes import NAMES
+from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.saved import header_of
+from kernlib.nn.indexed import (
+    DIGITS,
+    MARK,
+    IndexedModule,
+    fingerprint,
+    is_captured,
+    is_close,
+    plain,
+)
+from kernlib.runtime.tensors import check_dense
+
+INDICES = tuple(f"layout_{name}" for name in NAMES)
+_EXTRA = "_extra_state"
+
+
+class LayoutModule(IndexedModule):
+    """A layer of which a layout is a part, that moves with it and is saved with it."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self._blank = False  # whether nobody has said yet which blocks are stored
+        self._source: torch.Tensor | None = None  # of the last change, by slots
+        self._growth: torch.Tensor | None = None  # the gradient of blocks that are watched
+        self._hold(layout)
+
+    def _hold(self, layout: Layout) -> None:
+        """Take a layout, and make its tensors the indices."""
+        self._layout = layout
+        layout.keep_for(type(self).__name__)
+        self._put_indices(INDICES, layout.tensors)
+        self._set_mark(mark_of(layout))
+
+    def _hold_nothing(self, place: torch.device) -> None:
+        """Take a layout without blocks, until somebody says which are stored."""
+        held = self._layout
+        heads = () if held.heads is None else (held.heads,)
+        mask = torch.zeros((*heads, *held.grid), dtype=torch.bool, device=place)
+        self._hold(Layout(mask, held.block, held.capacity, place))
+        self._put_indices(INDICES, self._layout.tensors, True)
+        with torch.no_grad():
+            self._buffers[MARK].zero_()  # the mark of no layout
+        self._blank = True
+        self._forget_mark()
+
+    def _keep(self) -> None:
+        """Take the blocks that the layout has been written with."""
+        self._put_indices(INDICES, self._layout.tensors)
+        self._blank = False
+        self._set_mark(mark_of(self._layout))
+
+    def _rewrite(self, mask: torch.Tensor) -> None:
+        """Store the blocks of another mask, and leave the values to the caller."""
+        self._layout.write_(mask)
+        self._keep()
+
+    # The layout that the layer has now.
+
+    def _here(self) -> Layout:
+        """The layout of this call: that of the tensors that are there now, as functional_call puts
+        others there. Raises ValueError and TypeError where these are none of its kind, RuntimeError
+        where the values are not those of its blocks."""
+        held = self._layout
+        for name, tensor in zip(INDICES, held.tensors, strict=True):
+            if getattr(self, name) is not tensor:
+                return self._of_others()
+        if is_dynamo_compiling() or self._is_unwritten():
+            return held
+        return self._of_mark()
+
+    def _own(self) -> Layout:
+        """The layout, to be changed: that of whatever has been put in the place of the layer's
+        tensors is the layer's own from now on."""
+        try:
+            found = self._here()
+        except RuntimeError:  # which a change mends
+            if self._blank and has_values(*self._layout.tensors):  # and anybody may have written
+                self._layout.write_(torch.zeros_like(self._layout.mask()))
+            return self._layout
+        if found is not self._layout:
+            self._hold(found)
+        return self._layout
+
+    def _saved(self) -> Layout | None:
+        """The layout as it is saved, None if there is none. Raises RuntimeError as :meth:`_here`"""
+        try:
+            return self._here()
+        except RuntimeError:
+            if self._blank:
+                return None
+            raise
+
+    def _of_others(self) -> Layout:
+        """The layout of other tensors than those held, looked at unless they stand for others."""
+        held = self._layout
+        tensors = {name: getattr(self, name) for name in INDICES}
+        if is_dynamo_compiling():
+            return Layout.from_layout(held.text, tuple(tensors.values()))
+        check_dense(INDICES, **tensors)
+        for wanted, (name, other) in zip(held.tensors, tensors.items(), strict=True):
+            if other.shape != wanted.shape or other.dtype != wanted.dtype:
+                raise ValueError(
+                    f"{name} must be {wanted.dtype} of shape {tuple(wanted.shape)}, got "
+                    f"{other.dtype} of {tuple(other.shape)}"
+                )
+        given = tuple(tensors.values())
+        wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, given))
+        if wrapped or not has_values(*(t for t in given if not t.is_meta)):
+            return Layout.from_layout(held.text, given)
+        blank = [name for name, t in tensors.items() if t.is_meta]
+        if len(blank) == len(given):
+            return Layout.from_layout(held.text, given)
+        if blank:
+            raise RuntimeError(
+                f"this {type(self).__name__} has been filled in part: {', '.join(blank)} is still "
+                "on meta; load all of a state_dict"
+            )
+        found = self._known_other(given)
+        if found is None:
+            writing.refuse_capture(given[0].device, "looking at other tensors", "call it before")
+            with outside():
+                named = dict(zip(NAMES, (t.detach() for t in given), strict=True))
+                found = Layout.from_state(header_of(held.text, named), named)
+            if self._blank or not has_values(*held.tensors):  # a loader has filled the layer
+                self._hold(found)
+                self._blank = False
+                return found
+            self._note_other(given, found)
+        return found
+
+    def _of_mark(self) -> Layout:
+        """The layout that the mark says, where it was written, moved, or is another's."""
+        held, given = self._layout, self._buffers[MARK]
+        mark, level = plain(given)
+        if not has_values(mark) or is_captured(mark):
+            return self._refuse_blank(held)
+        own = given is self._seen[0]
+        known = None if own else self._known_other((given,))
+        if known is not None and known.device == mark.device:
+            return known
+        with outside(), torch.no_grad():
+            if level is not None:
+                return self._of_many(mark, level)
+            mark, found = mark.clone(), held
+            if has_values(*held.tensors):
+                found = held.to(mark.device)
+                if found is not held and own:
+                    self._hold_there(found, mark)
+            if not has_values(*found.tensors) or not is_close(mark, mark_of(found)):
+                found = self._taken(mark, found, own)
+        if not own:
+            self._note_other((given,), found)
+            return found
+        self._note_mark()
+        self._settled = True
+        return self._refuse_blank(found)
+
+    def _hold_there(self, layout: Layout, mark: torch.Tensor) -> None:
+        """Take a copy of the layout where somebody has moved the mark to."""
+        self._hold(layout)
+        if self._blank:
+            self._hold_nothing(layout.device)
+        self._take_mark(mark)
+
+    def _taken(self, mark: torch.Tensor, layout: Layout, own: bool) -> Layout:
+        """The layout of a mark that was copied here from another layer, as broadcasts do. Raises
+        RuntimeError for one that is none."""
+        mask = mask_of(mark, layout)
+        if mask is None:
+            if not has_values(*layout.tensors):  # as loaders may leave a buffer that no file has
+                return layout
+            self._refuse_blank(layout)
+            raise RuntimeError(
+                f"the weight of this {type(self).__name__} may be one of other blocks than it "
+                "stores: the buffer that says which has been written, or averaged with that of a "
+                "layer of other blocks. Before copies are averaged, copy.update_(layer.layout."
+                "mask()) stores the same blocks in both; or load a state_dict"
+            )
+        if not own or not has_values(*layout.tensors):
+            return Layout(mask, layout.block, layout.capacity, mark.device)
+        layout.write_(mask)
+        self._put_indices(INDICES, layout.tensors)
+        self._blank, self._source, self._growth = False, None, None
+        return layout
+
+    def _of_many(self, marks: torch.Tensor, level: int) -> Layout:
+        """The layouts of marks (layers, ...) that torch.vmap maps over, as one whose tensors it
+        maps over too."""
+        held = self._layout
+        found = []
+        for mark in marks.cpu():
+            mask = mask_of(mark, held)
+            if mask is None:
+                raise RuntimeError(
+                    f"torch.vmap maps over buffers of a {type(self).__name__} that say no layout "
+                    f"of {held.text}"
+                )
+            found.append(Layout(mask, held.block, held.capacity, "cpu").tensors)
+        stacks = (torch.stack(each).to(marks.device) for each in zip(*found, strict=True))
+        add = torch._C._functorch._add_batch_dim
+        return Layout.from_layout(held.text, tuple(add(t, 0, level) for t in stacks))
+
+    def _refuse_blank(self, layout: Layout) -> Layout:
+        if self._blank and has_values(*layout.tensors):
+            raise RuntimeError(
+                f"this {type(self).__name__} stores no blocks yet, as it comes from meta: load a "
+                "state_dict, call update_ with a mask, or, of a layer that was made with a "
+                "density, reset_parameters"
+            )
+        return layout
+
+    # Moving, saving and loading.
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        if not has_values(*self._layout.tensors):
+            self._here()  # takes what a loader has put there
+        layout = self._layout
+        # What fn answers for contents, such as to_empty's, may be none. Where it puts them counts.
+        probe = torch.empty(0, dtype=torch.int32, device=layout.device)
+        self._apply_apart(fn, recurse)
+        place = fn(probe).device
+        if place != layout.device:
+            self._move(layout, place)
+        return self
+
+    def _move(self, layout: Layout, place: torch.device) -> None:
+        if layout.device.type == "meta":
+            self._hold_nothing(place)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            mark = self._buffers[MARK].detach().to(place, torch.float32)
+        self._hold_there(layout.to(place), mark)  # which may have been written
+        self._source = None if self._source is None else self._source.to(place)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Everything of the layout but its tensors, as the bytes of a JSON text in a tensor:
+        formats of files that hold tensors alone, such as safetensors, take it."""
+        held = self._saved()
+        known = held is not None and has_values(*held.tensors)
+        header = held.state()[0] if known else None
+        text = json.dumps(header, sort_keys=True).encode()
+        return torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Nothing: the layout was made of it together with its tensors."""
+
+    def _saved_indices(self) -> dict[str, torch.Tensor]:
+        """Copies, which whoever averages a state_dict in place may write."""
+        held = self._saved() or self._layout
+        if INDICES[0] in self._buffers:  # which are saved already
+            return {}
+        return dict(zip(INDICES, (t.clone() for t in held.tensors), strict=True))
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        headed = self.persistent and prefix + _EXTRA in state_dict
+        if headed:
+            assigned = local_metadata.get("assign_to_params_buffers", False)
+            try:
+                self._load_layout(state_dict, prefix, assigned)
+            except (TypeError, ValueError) as error:
+                error_msgs.append(f"{prefix.rstrip('.') or type(self).__name__}: {error}")
+                return
+        self._load_apart(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        known = [prefix + name for name in INDICES]
+        if headed:
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
+        elif self.persistent and strict:
+            missing_keys += [key for key in known if key not in state_dict]
+
+    def _load_layout(self, state_dict: dict, prefix: str, assigned: bool) -> None:
+        """Take the layout in a state_dict, in place unless it is to be assigned or the layer is on
+        meta. Raises TypeError and ValueError."""
+        weight = state_dict.get(prefix + "weight")
+        if weight is None and "weight" in self._parameters:
+            raise ValueError("it has a layout and no weight, whose blocks would be those of before")
+        header = _header(state_dict[prefix + _EXTRA])
+        names = {prefix + index: name for name, index in zip(NAMES, INDICES, strict=True)}
+        tensors = {name: state_dict[key] for key, name in names.items() if key in state_dict}
+        held = self._layout
+        if not tensors and has_values(*held.tensors) and header == held.state()[0]:
+            self._keep()  # as a process has it that got what has names of parameters and buffers
+            return
+        found = Layout.from_state(header, tensors)
+        if found.text != held.text:
+            raise ValueError(
+                f"the layout loaded has {found.text}, that of the layer {held.text}: make a layer "
+                "of the density and capacity that were saved"
+            )
+        self._source = self._growth = None
+        if assigned:
+            self._hold(found)
+        elif held.device.type != "meta":
+            with torch.inference_mode(False), torch.no_grad():
+                for mine, loaded in zip(held.tensors, found.tensors, strict=True):
+                    mine.copy_(loaded)
+            self._keep()
+        else:
+            return
+        self._blank = False
+
+    def __getstate__(self) -> dict:
+        """The layout as such, which looks at its tensors when it is unpickled."""
+        if not has_values(*self._layout.tensors):
+            self._here()  # takes what a loader has put there
+        state = {k: v for k, v in self.__dict__.items() if k not in INDICES}
+        buffers = {name: t for name, t in self._buffers.items() if name not in INDICES}
+        return {**state, "_buffers": buffers, "_seen": None, "_other": None}
+
+    def __setstate__(self, state: dict) -> None:
+        """Raises ValueError for a layout that is none."""
+        # Pickles of version 0.1 hold the tensors as buffers, and no mark.
+        buffers = {name: t for name, t in state["_buffers"].items() if name not in INDICES}
+        mark = buffers.pop(MARK, None)
+        former = {"_indices": (), "_settled": False, "_blank": False, "_density": None}
+        nn.Module.__setstate__(self, {**former, **state, "_buffers": buffers})
+        blank = self._blank
+        if blank:
+            self._hold_nothing(self._layout.device)
+        else:
+            self._hold(self._layout)
+        if mark is not None:
+            self._take_mark(mark)
+
+
+def mark_of(layout: Layout) -> torch.Tensor:
+    """The mark of a layout, float32: the bits of its lines, 4 to a number, and a fingerprint of
+    these. Does not wait for the device."""
+    with outside(), torch.no_grad():
+        return _marked(layout.tensors[0])
+
+
+def _marked(words: torch.Tensor) -> torch.Tensor:
+    parts = words.contiguous().view(torch.uint8).flatten()
+    numbers = torch.stack([parts & 15, parts >> 4], -1).flatten()
+    return torch.cat([numbers.to(torch.float32), fingerprint([words])])
+
+
+def mask_of(mark: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    """The mask that a mark of some layout of these sizes says, on the CPU; None of what is no
+    mark."""
+    shape = layout.tensors[0].shape
+    size = 8 * shape.numel()
+    if tuple(mark.shape) != (size + DIGITS,) or not mark.is_floating_point():
+        return None
+    mark = mark.detach().float().cpu()
+    low, high = (
+        mark[:size].nan_to_num(0.0).round().clamp(0, 15).to(torch.uint8).view(-1, 2).unbind(1)
+    )
+    words = (low | high << 4).view(torch.int32).view(shape)
+    mask = bits.unpack(words, layout.grid[1])
+    if int(mask.count_nonzero()) > layout.capacity or not is_close(mark, _marked(bits.pack(mask))):
+        return None
+    return mask.view(layout.grid if layout.heads is None else (layout.heads, *layout.grid))
+
+
+def _header(state) -> dict:
+    """The header in an extra state. Raises ValueError."""
+    try:
+        header = json.loads(bytes(state.tolist()).decode())
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # RecursionError is the second
+        raise ValueError("its extra state is no header of a layout") from None
+    if not isinstance(header, dict):
+        raise ValueError("what is loaded was saved of a layer on meta, without contents")
+    return header

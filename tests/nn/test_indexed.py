@@ -1,0 +1,247 @@
+"""Layers that hold indices: whatever torch does to parameters and buffers, a layer computes with
+the indices that it has, or says that it cannot."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing import spawn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from kernlib.nn import BlockSparseConv2d, BlockSparseLinear
+from tests.nn.layer_writes import AVERAGES, KINDS, faults, inputs, layer
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+blocks = pytest.mark.parametrize("kind", ["linear", "conv"])
+AVERAGED = "(averaged with th|weight of this BlockSparse)"
+
+
+def test_random_writes_are_refused_or_leave_the_result_right():
+    found = faults(48, "cpu")
+    assert not found, "\n".join(found)
+
+
+@each_kind
+def test_no_index_is_a_parameter_or_a_buffer(kind):
+    made = layer(kind)
+    state = {**made.state_dict()}
+    names = [n for n in state if n not in dict(made.named_parameters()) and n != "_extra_state"]
+    assert names and not {*names} & {n for n, _ in made.named_buffers()}
+    assert all(torch.equal(getattr(made, name), state[name]) for name in names)
+    assert {t.dtype for t in made.buffers()} == {torch.float32}
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("by", AVERAGES)
+@each_kind
+def test_averages_of_buffers_leave_indices_as_they_are(kind, by):
+    made, x = layer(kind), inputs(kind)
+    average, sums = AveragedModel(made, use_buffers=True, **AVERAGES[by]), []
+    for _ in range(3):
+        with torch.no_grad():
+            made.bias.add_(1)
+        average.update_parameters(made)
+    with torch.no_grad():
+        dense = made.to_dense()
+        assert torch.equal(average.module.to_dense(), dense) or kind in ("linear", "conv")
+        sums = average(x) - made(x)
+    assert torch.allclose(sums, sums[:1, :1].expand_as(sums), atol=1e-4)  # the bias alone
+    other = layer(kind)
+    other.load_state_dict(average.module.state_dict())
+    assert torch.equal(other(x), average(x))
+
+
+@each_kind
+@pytest.mark.parametrize("grad", [False, True])
+def test_averages_over_other_indices_are_refused(kind, grad):
+    made, other, x = layer(kind), layer(kind, seed=3), inputs(kind)
+    average = AveragedModel(made, use_buffers=True, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b)
+    average.update_parameters(made)
+    average.update_parameters(other)
+    for call in (lambda: average(x), average.module.state_dict):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=AVERAGED):
+            call()
+    average.module.load_state_dict(other.state_dict())
+    assert torch.equal(average(x), other(x))
+
+
+@blocks
+def test_a_copy_follows_blocks_that_change(kind):
+    made, x = layer(kind), inputs(kind)
+    average = AveragedModel(made, use_buffers=True, avg_fn=lambda a, b, n: 0.5 * a + 0.5 * b)
+    average.update_parameters(made)
+    made.drop_(2)
+    average.module.update_(made.layout.mask())
+    average.update_parameters(made)
+    assert torch.allclose(average(x), made(x))
+    kept = AveragedModel(made, use_buffers=False)  # which copies buffers instead
+    made.drop_(1)
+    kept.module.weight.data.copy_(made.remap(kept.module.weight.detach()))
+    kept.update_parameters(made)
+    assert torch.equal(kept.module.layout.mask(), made.layout.mask())
+    assert torch.equal(kept(x), made(x))
+
+
+@blocks
+def test_buffers_of_another_layer_bring_its_blocks(kind):
+    made, other, x = layer(kind), layer(kind, seed=3), inputs(kind)
+    with torch.no_grad():
+        for mine, given in zip(made.buffers(), other.buffers(), strict=True):
+            mine.copy_(given)
+        made.load_state_dict(dict(other.named_parameters()), strict=False)
+    assert torch.equal(made(x), other(x)) and torch.equal(made.layout.mask(), other.layout.mask())
+
+
+@blocks
+def test_states_that_are_averaged_in_place_leave_indices_as_they_are(kind):
+    made, x = layer(kind), inputs(kind)
+    with torch.no_grad():
+        for mine, given in zip(made.state_dict().values(), made.state_dict().values(), strict=True):
+            mine.copy_(mine * 0.9 + given * 0.1)
+    assert torch.allclose(made(x), layer(kind)(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bitmap", "u8", "u4", "macko"])
+def test_a_matrix_that_was_spoilt_is_refused(kind):
+    made, x = layer(kind), inputs(kind)
+    with torch.no_grad():
+        for name, held in made.state_dict().items():
+            if name.startswith("weight_"):
+                held.copy_((held.float() * 0.5).to(held.dtype))
+    with pytest.raises(ValueError, match=r"(no matrix of kind|of another matrix)"):
+        made(x)
+
+
+# Layers from meta.
+
+
+def by_name(made: nn.Module, state: dict) -> nn.Module:
+    """A layer filled as accelerate and transformers do, tensor by tensor."""
+    for name, tensor in state.items():
+        if name in dict(made.named_parameters()):
+            setattr(made, name, nn.Parameter(tensor.clone()))
+        elif name in made._buffers:
+            made._buffers[name] = tensor.clone()
+    return made
+
+
+def by_attribute(made: nn.Module, state: dict) -> nn.Module:
+    for name, tensor in state.items():
+        if name != "_extra_state":
+            setattr(made, name, nn.Parameter(tensor.clone()) if "layout" not in name else tensor)
+    return made
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("fill", [by_name, by_attribute])
+@blocks
+def test_a_layer_on_meta_is_filled_tensor_by_tensor(kind, fill):
+    wanted, x = layer(kind, seed=3), inputs(kind)
+    made = fill(layer(kind, "meta"), wanted.state_dict())
+    for use in (
+        lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: m.to("cpu"),
+    ):  # fmt: skip
+        other = use(fill(layer(kind, "meta"), wanted.state_dict()))
+        assert torch.equal(other(x), wanted(x)) and other.layout.nnz == wanted.layout.nnz
+    again = layer(kind)
+    again.load_state_dict(made.state_dict())
+    assert torch.equal(again(x), wanted(x))
+    made.drop_(1)
+    assert torch.equal(made(x), wanted.drop_(1)(x))
+    made = fill(layer(kind, "meta"), wanted.state_dict())
+    with torch.no_grad():
+        made.reset_parameters()
+        wanted.weight.fill_(1)
+        assert torch.equal(made.to_dense() != 0, wanted.to_dense() != 0)
+    some = {k: v for k, v in wanted.state_dict().items() if k != "layout_cols"}
+    with pytest.raises(RuntimeError, match="filled in part: layout_cols is still on meta"):
+        fill(layer(kind, "meta"), some)(x)
+    spoilt = {**wanted.state_dict(), "layout_cols": wanted.layout_cols + 1}
+    with pytest.raises(ValueError, match="cols is not that of a layout with these row_bits"):
+        fill(layer(kind, "meta"), spoilt)(x)
+
+
+@pytest.mark.parametrize("make", [BlockSparseLinear, BlockSparseConv2d])
+def test_a_layer_that_is_drawn_later_is_as_one_that_was_drawn_at_once(make):
+    sizes = (256, 128, 16) if make is BlockSparseLinear else (16, 128, 4)
+    options = {"density": 0.25} | ({} if make is BlockSparseLinear else {"layout": 16})
+    x = torch.randn(9, *((256,) if make is BlockSparseLinear else (16, 6, 6)))
+    torch.manual_seed(4)
+    wanted = make(*sizes, **options)
+    made = make(*sizes, **options, device="meta").to_empty(device="cpu")
+    for call in (lambda: made(x), lambda: copy.deepcopy(made)(x), lambda: made.to_dense()):
+        with pytest.raises(RuntimeError, match="stores no blocks yet, as it comes from meta"):
+            call()
+    torch.manual_seed(4)
+    made.reset_parameters()
+    assert torch.equal(made(x), wanted(x)) and made.layout.nnz == wanted.layout.nnz == 32
+    assert made.weight.std() > 0
+
+
+def test_a_layout_that_was_given_is_not_drawn():
+    made = BlockSparseLinear(96, 64, layer("linear").layout, device="meta")
+    made.to_empty(device="cpu").reset_parameters()
+    with pytest.raises(RuntimeError, match="stores no blocks yet"):
+        made(inputs("linear"))
+    made.update_([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]])
+    assert made.layout.nnz == 6 and made(inputs("linear")).shape == (5, 64)
+
+
+# Processes that work together.
+
+
+@blocks
+def test_a_header_alone_is_that_of_the_layout_that_is_there(kind):
+    """As ``set_model_state_dict(broadcast_from_rank0=True)`` hands a state over, by the names of
+    parameters and buffers: without tensors under other names."""
+    made, other = layer(kind), layer(kind, seed=3)
+    for given in (made, other):
+        state = {k: v for k, v in given.state_dict().items() if "layout" not in k}
+        state["weight"] = state["weight"] + 1
+        if given is made:
+            made.load_state_dict(state)
+            assert torch.equal(made.weight, layer(kind).weight + 1)
+        else:
+            with pytest.raises(RuntimeError, match="a layout has the tensors row_bits"):
+                made.load_state_dict(state)
+    empty = layer(kind, "meta").to_empty(device="cpu")
+    assert {n for n, _ in empty.named_buffers()} > {n for n in made.state_dict() if "layout" in n}
+    empty.load_state_dict(made.state_dict())
+    assert not any("layout" in name for name, _ in empty.named_buffers())
+    assert torch.equal(empty(inputs(kind)), made(inputs(kind)))
+
+
+def work(rank: int, folder: str) -> None:
+    """One of two processes, whose layers were drawn apart."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    for kind in ("linear", "conv"):
+        model, x = nn.Sequential(layer(kind, seed=rank)), inputs(kind)
+        wanted = layer(kind, seed=0)
+        model = DistributedDataParallel(model)
+        for grad in (True, False, True):
+            with torch.set_grad_enabled(grad):
+                assert torch.equal(model(x), wanted(x))
+        assert torch.equal(model.module[0].layout.mask(), wanted.layout.mask())
+    model = DistributedDataParallel(nn.Sequential(layer("bitmap", seed=rank)))
+    if rank:
+        with pytest.raises(RuntimeError, match="or broadcast from one"):
+            model(inputs("bitmap"))
+    else:
+        model(inputs("bitmap"))
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # threads of gloo may still run, and abort a process that ends in order
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo here")
+def test_data_parallel_layers_have_the_blocks_of_the_first_process(tmp_path):
+    spawn(work, (str(tmp_path),), nprocs=2)
