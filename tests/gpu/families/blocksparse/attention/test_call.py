@@ -99,6 +99,15 @@ def test_rows_of_the_least_number_have_weights_of_one_size(dtype, kind, shape, s
         check(t.cpu(), other, GRADIENTS[dtype])
 
 
+@pytest.mark.parametrize("shape", [SHAPE, SMALL], ids=["whole", "padded"])
+def test_large_logits_are_told_apart(shape, seed):
+    made, (q, k, v) = shape.layout(4, 0.4), shape.tensors(BF16)
+    q, k = q * 3e4, k * 3e4
+    found = attention(*map(there, (q, k, v, made)), return_lse=True)
+    for ours, theirs in zip(found, formula(q, k, v, made), strict=True):
+        check(ours.cpu(), theirs, VALUES[BF16])
+
+
 def test_kernels_compute_half_types(seed):
     made, tensors = there(SHAPE.layout()), [there(t) for t in SHAPE.tensors(F16)]
     assert launched(lambda: attention(*tensors, made))[1]
