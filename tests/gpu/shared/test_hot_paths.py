@@ -15,7 +15,7 @@ import torch
 import kernlib as kl
 from kernlib import blocksparse, linalg, nn, sparse
 from kernlib.runtime.plan import forget_plans
-from tests.support import torch_settings
+from tests.support import repeats, torch_settings
 
 LAYOUT = blocksparse.Layout([[(i + 2 * j) % 3 != 1 for j in range(5)] for i in range(6)], 16)
 SQUARE = blocksparse.Layout([[j <= i for j in range(6)] for i in range(6)], 16)
@@ -212,3 +212,18 @@ def test_what_torch_may_do_in_calls_of_its_own_changes_no_kernel(dtype, device, 
         for setting, entered in torch_settings.OF_TORCH_ALONE.items():
             with entered():
                 assert torch.equal(run(*tensors), wanted), (name, setting)
+
+
+def test_second_derivatives_are_of_a_descriptor_s_precision(device, seed):
+    """Whatever torch permits to its own products."""
+    made = kl.squared_distance(precision="fp32")
+    pairs = [torch.randn(shape, dtype=torch.float64) for shape in ((300, 130), (280, 130))]
+
+    def derived(kind, where):
+        sides = tuple(t.to(where, kind).requires_grad_() for t in pairs)
+        return repeats.slopes(lambda a, b: kl.run_kernel(made, a, b), sides, True)
+
+    with torch_settings.torch_permits("high"):
+        ours = derived(torch.float32, device)
+    for one, other in zip(ours, derived(torch.float64, "cpu"), strict=True):
+        assert (one.cpu().double() - other).norm() <= 1e-5 * other.norm()
