@@ -127,7 +127,8 @@ def kron_solve(
       ``V (w + noise)^-1 V^T b`` in the eigenbasis of :func:`kron_eigh`.
     - ``b``: (n,) or (..., n, C), n being ``prod n_i``; (..., n) with the batch of the matrix is one
       vector, as for torch.linalg.solve. C and batches may be 0.
-    - ``noise``: 0 or greater, a number, or a tensor of shape () or of a batch.
+    - ``noise``: 0 or greater, a number, or a tensor of shape () or of a batch; one of as many
+      values as the system has rows is refused beside factors without a batch.
     - Batches of all of them broadcast. float32 or float64, the same for all tensors.
 
     With ``cholesky`` and with ``noise`` the lower triangle of a factor is read, as torch reads that
@@ -222,8 +223,9 @@ def check_square(factors, *, check_errors: bool = False) -> None:
             refuse_meta(f"{name}, of which check_errors=True reads the outcome,", factor)
 
 
-def as_noise(noise, factors) -> torch.Tensor:
-    """A tensor of the factors' dtype and device. Raises ValueError and TypeError."""
+def as_noise(noise, factors, rows: int | None = None) -> torch.Tensor:
+    """A tensor of the factors' dtype and device. Raises ValueError and TypeError, also beside
+    factors without a batch for a value of each of the system's ``rows``, all by default."""
     like, number = factors[0], host_value("noise", noise)
     if number is not None:
         _check_shift(number)
@@ -238,6 +240,13 @@ def as_noise(noise, factors) -> torch.Tensor:
         _check_shift(value)
     if noise.dim() and noise.device != like.device:
         raise ValueError(f"noise must be on factors[0]'s device {like.device}, got {noise.device}")
+    rows = features(factors) if rows is None else rows
+    if noise.dim() == 1 and rows == noise.shape[0] > 1 and all(f.dim() == 2 for f in factors):
+        raise ValueError(
+            f"noise of shape ({rows},) may be a value for each of {rows} systems or for each row "
+            "of one: pass factors of shape (1, n, n) for a batch; one value for each row is not "
+            "supported yet"
+        )
     return on_device("noise", noise, like.device, like.dtype)
 
 

@@ -99,7 +99,8 @@ def masked_kron_solve(
       the matrix is one vector. Each column of each entry of a batch has step sizes of its own.
     - ``index``: the entries of the grid that are observed, as ``rows`` of
       :func:`masked_kron_matmul`.
-    - ``noise``: 0 or greater, a number, or a tensor of shape () or of a batch.
+    - ``noise``: 0 or greater, a number, or a tensor of shape () or of a batch; one of m values is
+      refused beside factors without a batch.
     - ``preconditioner``: a function of v of x's shape, (m,) for a vector, to an approximate
       inverse times v; gradients are not taken through it.
     - Batches of all of them broadcast. float32 or float64, the same for all tensors.
@@ -122,7 +123,7 @@ def masked_kron_solve(
     check_dense(("index",), index=index)
     refuse_transforms(_NO_TRANSFORMS, index=index)
     index = _checked("index", index, features(factors), factors[0])
-    noise = as_noise(noise, factors)
+    noise = as_noise(noise, factors, index.shape[0])
     batch = broadcast_batches(factors, noise)
     columns, vector = as_columns(b, "b", factors, batch, index.shape[0])
     for name, tensor in (("b", b), ("noise", noise), ("factors", factors[0])):

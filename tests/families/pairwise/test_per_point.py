@@ -22,6 +22,7 @@ CALLS = {
     "kernel_matmul": lambda w: kl.kernel_matmul(GAUSSIAN, B, A, V, bandwidth=w),
     "kernel_sum": lambda w: kl.kernel_sum(GAUSSIAN, A, B, bandwidth=w),
     "kernel_min": lambda w: kl.kernel_min(GAUSSIAN, A, B, bandwidth=w)[0],
+    "agop": lambda w: kl.agop(GAUSSIAN, A, B, V.T[:, :4], bandwidth=w),
     "kernel_topk": lambda w: kl.kernel_topk(GAUSSIAN, A, B, 2, bandwidth=w)[0],
 }
 
@@ -31,6 +32,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_values_of_as_many_as_points_are_refused_and_of_a_batch_are_one(name, grad):
     call = CALLS[name]
+    grad = grad and name != "agop"  # which records none
     for count in (5, 4):
         given = W[:count].clone().requires_grad_(grad)
         with pytest.raises(ValueError, match=rf"\({count},\).*pass shape \({count}, 1, 1\)"):
@@ -108,3 +110,19 @@ def test_a_diagonal_is_that_of_a_whole_square_matrix():
     torch.testing.assert_close(entries, MATRIX + W[:, None, None] * torch.eye(5, dtype=DOUBLE))
     compiled = torch.compile(DIAGONALS["matrix"][0], fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(bandwidth=1.3, regularization=W), MATRIX + torch.diag(W))
+
+
+def test_a_noise_of_each_row_of_a_kronecker_system_is_refused():
+    factors = [torch.eye(n, dtype=DOUBLE) for n in (2, 3)]
+    noise, b = torch.rand(6, dtype=DOUBLE) + 0.5, torch.ones(6, 1, dtype=DOUBLE)
+    rows = torch.arange(4)
+    entries = [factors[0][None], factors[1]]
+    calls = {
+        6: (linalg.kron_logdet, lambda f, noise: linalg.kron_solve(f, b, noise=noise)),
+        4: (lambda f, noise: linalg.masked_kron_solve(f, b[:4], rows, noise=noise).x,),
+    }
+    for count, functions in calls.items():
+        for function in functions:
+            with pytest.raises(ValueError, match=r"noise of shape .* factors of shape \(1, n, n\)"):
+                function(factors, noise=noise[:count])
+            assert function(entries, noise=noise[:count]).shape[0] == count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.descriptors.base import refuse_descriptor
-from kernlib.families.pairwise import checks
+from kernlib.families.pairwise import checks, per_point
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager, norms, routes
 from kernlib.families.pairwise.gradients.eager import Block, Call
@@ -104,8 +104,8 @@ def agop(
       one. It is written to ``out``, if that is given, which for half types may be float32.
     - ``centred=True`` subtracts from each gradient the mean over the queries of its output.
     - ``hyperparameters`` are the descriptor's, such as ``bandwidth``: numbers, or tensors of shape
-      () or (L,). In place of a ``feature_map`` M pass the mapped points: of the points themselves
-      the result is then ``M A M^T``.
+      (), (L,) or (L, 1, 1). In place of a ``feature_map`` M pass the mapped points: of the points
+      themselves the result is then ``M A M^T``.
 
     Gradients exist for a block of queries at a time, so memory is O(block (T + O K) + K^2). Where
     a query is one of the points, a distance that is not smooth at 0 contributes 0. Descriptors are
@@ -126,6 +126,9 @@ def agop(
     refuse_transforms(checks.NO_TRANSFORMS, x=x, z=z, coefficients=coefficients, out=out)
     refuse_gradients("agop", x=x, z=z, coefficients=coefficients, out=out, **hyperparameters)
     _check_points(x, z, coefficients)
+    made = per_point.respelled(x, z, hyperparameters, coefficients)
+    if made is not None:  # of a constant the gradient is 0
+        x, z, hyperparameters, _ = made
     values = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
     batch = _check_batch(x, z, coefficients, values)
     _check_call(descriptor, x, z, hyperparameters)

@@ -171,3 +171,23 @@ def test_writing_to_out_is_seen_by_autograd(seed):
     before = out._version
     kl.run_kernel(kl.l1_distance(), points(40, 9), points(40, 9), out=out)
     assert out._version > before
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("where", ("cuda", "cpu"))
+def test_a_value_of_each_point_is_told_from_a_batch(dtype, where, seed):
+    a, wide = points(40, 9, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
+    values = torch.linspace(0.5, 2.0, 40, dtype=wide, device=where)
+    bound = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+    with pytest.raises(ValueError, match=r"pass shape \(40, 1, 1\)"):
+        kl.run_kernel(kl.gaussian(), a, a, bandwidth=values)
+    batch = kl.run_kernel(kl.gaussian(), a, a, bandwidth=values[:, None, None])
+    for l in (0, 39):
+        one = kl.run_kernel(kl.gaussian(), a, a, bandwidth=float(values[l]))
+        assert relative_error(batch[l], one.double()) <= bound
+    k = kl.run_kernel(kl.gaussian(), a, a, bandwidth=3.0, regularization=values)
+    plain = kl.run_kernel(kl.gaussian(), a.double(), a.double(), bandwidth=3.0)
+    wanted = plain + torch.diag(values.double().to("cuda"))
+    assert relative_error(k, wanted) <= bound
+    product = kl.kernel_matmul(kl.gaussian(), a, a, a, bandwidth=3.0, regularization=values)
+    assert relative_error(product, wanted @ a.double()) <= 2 * bound
