@@ -7,6 +7,7 @@ call, in the order that its family has them.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib import events
+from kernlib.errors import UnsupportedError
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import stand_ins
 
@@ -81,7 +83,7 @@ def bind(operation: Operation) -> Bound:
         readable = operation.materialised(*request)
         if readable is not None:
             return execute(*readable)
-        plan = operation.plan(call, *request)
+        plan = _planned(operation, call, request)
         if key is not None:
             cache.keep(key, plan)
         return launch(plan, *request)
@@ -95,11 +97,25 @@ def bind(operation: Operation) -> Bound:
             raise
 
     def make(call, *request):
-        plan = operation.plan(call, *request)
+        plan = _planned(operation, call, request)
         cache.keep(key_of(*request), plan)
         return plan
 
     return Bound(execute, launch, first, find, make, cache)
+
+
+def _planned(operation: Operation, call, request: tuple):
+    """The plan of a described call. Raises UnsupportedError for a size that has no place in the
+    parameters of a kernel, as an expanded tensor of 2^40 rows may have."""
+    try:
+        return operation.plan(call, *request)
+    except struct.error as error:
+        tensors = operation.tensors(*request)
+        shapes = [str(tuple(t.shape)) for t in tensors if isinstance(t, torch.Tensor)]
+        raise UnsupportedError(
+            f"{operation.name}: tensors of shapes {', '.join(shapes)} have more than a kernel "
+            f"counts ({error}); call it on slices"
+        ) from error
 
 
 def _device(operation: Operation, call, request: tuple) -> torch.device:

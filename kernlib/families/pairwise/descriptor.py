@@ -86,8 +86,8 @@ class Pairwise(Descriptor):
       leaves b out. The result is (M, N), or (L, M, N) where an argument has a batch of L.
     - One argument for each parameter of the epilogue, such as ``bandwidth``, and for stages Power
       ``p``, or ``inner_p`` and ``outer_p``; ``inner_scale`` for ExpPower. Each is a real number, or
-      a tensor of shape (), or (L,) with a value for each entry of the batch: never one for each
-      feature.
+      a tensor of shape (), or (L,) or (L, 1, 1) with a value for each entry of the batch: never one
+      for each feature or point. (L,) is refused where L is the number of points without a batch.
     - ``feature_map``: weights (K,) or a matrix (K, K2), by which the points are multiplied first;
       ``lengthscale``: a value for each feature, (K,), by which they are divided, with which
       ``bandwidth`` is 1 unless it is given too.
