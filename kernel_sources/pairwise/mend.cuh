@@ -30,8 +30,12 @@ struct Range {
             least = fmaxf(least, float(features) / reach);
             most = fminf(most, float(features) * reach);
         }
+        // Differences below 2^-126 of the unit count as 0, whose small powers may be worth
+        // something beside those of others: not beside a mean that is 2^24 times as large.
+        if (!ROOTED) least = fmaxf(least, float(features) * fast_exp2(24.0f - 126.0f * p));
         // The count and the maximum of p on the device, sums of absolute values and of squares.
-        if (is_plain(p) && !(ROOTED && p == 2.0f)) least = -1.0f, most = infinity(p);
+        bool stays = is_plain(p) && !(ROOTED && p == 2.0f);
+        if (stays || is_small(p)) least = -1.0f, most = infinity(p);
     }
     // A NaN, which no other way of summing removes, is not.
     __device__ __forceinline__ bool excludes(float s) const { return s < least || s > most; }
@@ -64,8 +68,8 @@ struct PairUnit {
             return;
         }
         int exponent = (__float_as_int(largest * shift) >> 23) - 126;
-        // Half as far as the unit of a tile, so that powers of what is at most 1 leave float's range
-        // where those of |v| do.
+        // Half as far as the unit of a tile, so that powers of what is at most 1 leave float's
+        // range where those of |v| do.
         exponent += largest < 1.0f ? -64 : 64;
         float whole = is_plain(p) ? 1.0f : reciprocal_unit(exponent, p, 0.5f * MOST_POWER);
         reciprocal = whole / shift;

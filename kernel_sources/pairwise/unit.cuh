@@ -31,9 +31,12 @@ __device__ __forceinline__ float reciprocal_unit(int exponent, float p, float mo
     return __int_as_float((127 - min(max(exponent, -reach), reach)) << 23);
 }
 
+// Whether powers without a root need no unit: no number's logarithm times p is large.
+__device__ __forceinline__ bool is_small(float p) { return !ROOTED && fabsf(p) < 0.25f; }
+
 // The reciprocal of the unit for |v| with these bits.
 __device__ __forceinline__ float unit_of(u32 largest, float p) {
-    if (is_plain(p) || largest == 0) return 1.0f;
+    if (is_plain(p) || is_small(p) || largest == 0) return 1.0f;
     return reciprocal_unit(int(largest >> 23) - 127, p, MOST_POWER);
 }
 

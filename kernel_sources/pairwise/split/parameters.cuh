@@ -13,9 +13,8 @@ constexpr float LARGEST_NORM = 4.2535296e37f;  // 2^125: the sum of two norms is
 // A squared distance below TAU of the sum of both norms has lost too many bits to cancellation: at
 // an error of 8 * 2^-24 of that sum, what is not below it has a relative error of 8e-6.
 constexpr float TAU = 1.0f / 32;
-// Beside it a squared distance of less than this, below which squares are denormals: of all sums
-// for the sample of split/pack.cuh, and where a root of them may be a number that is none
-// (mend.cuh).
+// Beside it a squared distance of less than this, below which squares are denormals: in the sample
+// of split/pack.cuh, and where a root of it may be a number that is none (mend.cuh).
 constexpr float LEAST_SQUARES = 7.88860905e-31f;  // 2^-100
 
 // Of a packed point: |x - centre|^2, or 0 in dot products, but NaN where pairs must be computed

@@ -20,6 +20,7 @@ ON_DEVICE = {"p": torch.tensor(10.0)}
 CALLS = {
     "power sums": (kl.power_sum(), {"p": 7.3}, 7.3, False),
     "power sums, p on the device": (kl.power_sum(), ON_DEVICE, 10.0, False),
+    "roots": (kl.power_sum(), {"p": 0.3}, 0.3, False),
     "large powers": (kl.power_sum(), {"p": 64.5}, 64.5, False),
     "distances": (kl.l2_distance(), {}, 2.0, True),
     "norms": (kl.p_distance(), {"p": 20.0}, 20.0, True),

@@ -23,10 +23,15 @@ inline T ndtr(T x) { return T(0.5 * std::erfc(-0.7071067811865476 * double(x)));
 
 template <class T>
 inline T infinity(T) { return INFINITY; }
+// The special functions of float take denormals as 0, and give none.
+inline double flushed(double x) { return x; }
+inline float flushed(float x) {
+    return std::fabs(x) < std::numeric_limits<float>::min() ? 0.0f : x;
+}
 template <class T>
-inline T fast_sqrt(T x) { return std::sqrt(x); }
+inline T fast_sqrt(T x) { return std::sqrt(flushed(x)); }
 template <class T>
-inline T fast_power(T x, T p) { return std::pow(x, p); }
+inline T fast_power(T x, T p) { return flushed(T(std::pow(flushed(x), p))); }
 template <class T>
 inline T norm_root(T s, T exponent, T) {
     return s > T(0) && s < infinity(s) ? std::pow(s, exponent) : s;
