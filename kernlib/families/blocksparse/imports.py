@@ -123,7 +123,7 @@ def _is_beyond_causal(block_mask) -> bool:
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, ceil_div(keys, cols))
     device, partial = partial.device, partial[0]
     first_row, first_col = (
-        torch.arange(count, device=device) * size
+        torch.arange(count, device=device, dtype=torch.int64) * size
         for count, size in zip(partial.shape[-2:], (rows, cols), strict=True)
     )
     is_before = first_col + (cols - 1) <= first_row[:, None]
@@ -132,13 +132,13 @@ def _is_beyond_causal(block_mask) -> bool:
     rule = _rule(block_mask)
     if rule is None:
         return False
-    down, across = torch.arange(rows, device=device), torch.arange(cols, device=device)
+    down, across = (torch.arange(n, device=device, dtype=torch.int64) for n in (rows, cols))
     for head, marks in enumerate(partial & (first_col <= first_row[:, None] + (rows - 1))):
         line, column = marks.nonzero(as_tuple=True)
         q = (first_row[line, None] + down)[:, :, None]
         k = (first_col[column, None] + across)[:, None]
         exists = (q < queries) & (k < keys)
-        given = (torch.tensor(n, device=device) for n in (0, head))
+        given = (torch.tensor(n, device=device, dtype=torch.int64) for n in (0, head))
         try:
             seen = rule(*given, q.clamp(max=queries - 1), k.clamp(max=keys - 1))
             seen = torch.broadcast_to(seen, exists.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors.epilogues import (
     Cauchy,
@@ -33,10 +34,10 @@ def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | t
     """A power of two near a bandwidth whose square is far from 1, by which points of a dtype and
     bandwidth may be divided: the kernel is one of their quotients. Of a bandwidth in host memory
     that is a tensor of shape (L,), a tensor as long. None if there is no need, or it is another
-    kernel. Of one on a device nothing is known here."""
+    kernel. Of one on a device, or in a call that is traced, nothing is known here."""
     bandwidth, most = values.get("bandwidth"), _LARGEST_EXPONENTS[dtype]
     if isinstance(bandwidth, torch.Tensor):
-        if bandwidth.device.type != "cpu" or stand_ins(bandwidth):
+        if bandwidth.device.type != "cpu" or stand_ins(bandwidth) or is_in_torch_dispatch_mode():
             return None
         if bandwidth.numel() != 1:
             return _units_of(descriptor, values, bandwidth.detach(), most)
@@ -57,7 +58,7 @@ def _units_of(descriptor: Pairwise, values: dict, bandwidths: torch.Tensor, most
     if not far.any() or not is_of_quotients(descriptor, values):
         return None
     exponents = torch.where(far, exponents.clamp(-most, most), 0)
-    return torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents)
+    return torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64, device="cpu"), exponents)
 
 
 def in_unit(

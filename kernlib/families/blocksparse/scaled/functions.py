@@ -51,7 +51,8 @@ def quantize(
 
 
 def _dims(dim, rank: int) -> tuple[int, ...]:
-    """Dimensions as they are counted from the first."""
+    """Dimensions as they are counted from the first. A number has one, as torch counts."""
+    rank = max(rank, 1)
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     if any(type(each) is not int for each in dims):
         raise TypeError(f"dim must be an int or a tuple of ints, got {shown(dim)}")
