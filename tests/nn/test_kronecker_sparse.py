@@ -12,12 +12,10 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
 import kernlib as kl
-import kernlib.nn.kronecker_sparse as implementation
 from kernlib.nn import KSLinear
 from kernlib.nn.kronecker_sparse import ALGOS as KNOWN
 from tests.nn.kronecker_sparse_cases import (
@@ -283,54 +281,6 @@ def test_forward_is_its_parts(algo, bs_last):
     torch.testing.assert_close(found, made(x))
     other = made.forward_bs_first if bs_last else made.forward_bs_last
     torch.testing.assert_close(other(flat.T), apply(flat).T)
-
-
-# Bias and activation.
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "leaky_relu": F.leaky_relu,
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    kl.Gelu("tanh"): lambda v: F.gelu(v, approximate="tanh"),
-    kl.LeakyRelu(0.3): lambda v: F.leaky_relu(v, 0.3),
-    (kl.Tanh(), kl.Relu()): lambda v: F.relu(torch.tanh(v)),
-    kl.Custom("v * v + 1"): lambda v: v * v + 1,
-}
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("bs_last", LAYOUTS)
-@pytest.mark.parametrize("algo", ["kernel", "einsum"])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_activations(activation, algo, bs_last, bias):
-    made = layer(CHAIN[:2], algo, bs_last, activation=activation, bias=bias)
-    x = inputs(made, 3, 2)
-    torch.testing.assert_close(made(x), ACTIVATIONS[activation](expected(made, x)))
-
-
-@pytest.mark.parametrize("patterns", [CHAIN[:1], CHAIN], ids=["factor", "chain"])
-def test_bias_and_activation_are_the_epilogue_of_one_call(monkeypatch, patterns):
-    calls = []
-    run = implementation.run_kernel
-
-    def count(descriptor, x, *weights, **parameters):
-        calls.append((descriptor, sorted(parameters)))
-        return run(descriptor, x, *weights, **parameters)
-
-    monkeypatch.setattr(implementation, "run_kernel", count)
-    made = layer(patterns, "kernel", activation="relu", precision="tf32")
-    x = inputs(made, 3)
-    torch.testing.assert_close(made(x), expected(made, x).relu())
-    ((descriptor, parameters),) = calls
-    last = descriptor.factors[-1] if len(patterns) > 1 else descriptor
-    assert last.epilogue == (kl.Bias(), kl.Relu()) and parameters == ["bias"]
-    assert last.precision == "tf32"
-    made.bias = None
-    made(x)
-    assert calls[1][1] == []
 
 
 # State.
