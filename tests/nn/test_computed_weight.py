@@ -196,6 +196,7 @@ def test_a_parameter_made_of_it_trains_and_is_copied(name):
         assert not made.weight.any()
 
 
+@pytest.mark.few(1)
 @each_trained
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
 def test_compiled_code_reads_it(name):
