@@ -101,7 +101,8 @@ def fill_the_map(store, size):
             store._transact(lambda txn, n=number: store._write(txn, key(n), value(n, size)), True)
 
 
-@pytest.mark.parametrize("size", [1_500, 10_000, 60_000, 500_000])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("size", [60_000, 1_500, 10_000, 500_000])
 def test_a_full_map_is_left_again(store, monkeypatch, size):
     fill_the_map(store, size)
     monkeypatch.setattr(LmdbStore, "budget", property(lambda _: 1 << 40, lambda *_: None))
@@ -109,7 +110,8 @@ def test_a_full_map_is_left_again(store, monkeypatch, size):
     assert store.get(key(1 << 30)) == value(1, size)
 
 
-@pytest.mark.parametrize("size", [1_500, 60_000])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("size", [60_000, 1_500])
 def test_a_full_map_can_be_cleared_and_evicted_from(store, size):
     fill_the_map(store, size)
     assert store.put(key(1 << 30), value(1, size))

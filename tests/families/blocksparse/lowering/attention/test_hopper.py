@@ -185,6 +185,7 @@ SCORES = {
 }
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize("score", slow_but(("plain",), SCORES))
 @pytest.mark.parametrize("width", slow_but((128,), hopper.WIDTHS))
 def test_kernels_compile_without_spills(width, score):
