@@ -56,7 +56,7 @@ def compute(kind: str, call: str, features: int):
             yield kl.kernel_sum(*operands, **given), wanted.sum(1), where
 
 
-@pytest.mark.few(by="call")
+@pytest.mark.few(8)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("kind", "features"),
