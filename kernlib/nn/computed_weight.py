@@ -49,10 +49,10 @@ class ComputedWeight(torch.Tensor):
         if is_in_torch_dispatch_mode():  # modes know torch's classes alone
             args, kwargs = _mapped(_plain, args), _mapped(_plain, kwargs)
         with DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             if name == "__get__" and func not in _VIEWS:
-                return found
-            return _mapped(_Marked([*args, *kwargs.values()]), found)
+                return result
+            return _mapped(_Marked([*args, *kwargs.values()]), result)
 
     def _refuse(self, name: str) -> NoReturn:
         raise RuntimeError(
@@ -182,9 +182,9 @@ def _as_plain(name: str, t: ComputedWeight, *more: Any, **named: Any) -> Any:
             plain = torch.nn.Parameter(plain.detach(), t.requires_grad)
         elif t.is_leaf:
             plain = plain.detach().requires_grad_(t.requires_grad)
-    found = getattr(plain, name)(*more, **named)
+    result = getattr(plain, name)(*more, **named)
     if name == "__deepcopy__":  # whose memo has its id, which no other object may get
         more[0].setdefault(id(more[0]), []).append(plain)
     elif name in ("numpy", "__array__") and not t._is_param:
-        found.setflags(write=False)
-    return found
+        result.setflags(write=False)
+    return result

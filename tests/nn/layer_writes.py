@@ -66,57 +66,57 @@ AVERAGES = {
 def written(kind: str, random: Random, device: str) -> tuple[nn.Module, nn.Module, str]:
     """A layer after random writes, another of the same parameters and the indices that there were
     before, and what was done."""
-    made = layer(kind, device)
-    like = copy.deepcopy(made)
+    module = layer(kind, device)
+    like = copy.deepcopy(module)
     what = random.choice(["write", "write", "average", "cast"])
     with torch.no_grad():
         if what == "write":
             what = random.choice([*WRITES])
-            held = [made.buffers(), made.parameters()]
+            held = [module.buffers(), module.parameters()]
             # A state of a compressed layer has the numbers of its weight, which are written then.
-            held += [] if kind in FORMATS else [made.state_dict().values()]
+            held += [] if kind in FORMATS else [module.state_dict().values()]
             tensors = [t for t in random.choice(held) if t.numel()]
             for t in random.sample(tensors, random.randint(0, len(tensors))):
                 with suppress(NotImplementedError, RuntimeError):  # what no whole number takes
                     WRITES[what](t)
         elif what == "average":
             what = random.choice([*AVERAGES])
-            average = AveragedModel(made, use_buffers=random.random() < 0.8, **AVERAGES[what])
+            average = AveragedModel(module, use_buffers=random.random() < 0.8, **AVERAGES[what])
             for _ in range(random.randint(1, 4)):
-                for p in made.parameters():
+                for p in module.parameters():
                     p.add_(torch.randn_like(p))
-                average.update_parameters(made)
-            made = average.module
+                average.update_parameters(module)
+            module = average.module
         else:
-            made.half().float() if random.random() < 0.5 else made.type(torch.float32)
+            module.half().float() if random.random() < 0.5 else module.type(torch.float32)
             if kind in FORMATS:
                 like.half().float()
-        for p, now in zip(like.parameters(), made.parameters(), strict=True):
+        for p, now in zip(like.parameters(), module.parameters(), strict=True):
             p.copy_(now)
-    return made, like, what
+    return module, like, what
 
 
 def faults(count: int, device: str) -> list[str]:
     """What of so many random writes is neither refused in words nor right."""
-    found = []
+    failures = []
     for seed in range(count):
         random = Random(seed)
         kind = KINDS[seed % len(KINDS)]
         torch.manual_seed(seed)
-        made, like, what = written(kind, random, device)
+        module, like, what = written(kind, random, device)
         x = inputs(kind, device)
         with torch.set_grad_enabled(random.random() < 0.5):
             wanted = like(x)
             try:
-                y = made(x)
-                if made.to_dense().shape != like.to_dense().shape:
-                    found.append(f"{seed}: {kind}, {what}: shapes")
+                y = module(x)
+                if module.to_dense().shape != like.to_dense().shape:
+                    failures.append(f"{seed}: {kind}, {what}: shapes")
             except (RuntimeError, TypeError, ValueError) as error:
                 if not str(error).startswith(
                     ("the buffers of this", "the weight of this", "these")
                 ):
-                    found.append(f"{seed}: {kind}, {what}: {error}")
+                    failures.append(f"{seed}: {kind}, {what}: {error}")
                 continue
         if not torch.allclose(y, wanted, 1e-3, 1e-3, equal_nan=True):
-            found.append(f"{seed}: {kind}, {what}: off by {float((y - wanted).abs().max())}")
-    return found
+            failures.append(f"{seed}: {kind}, {what}: off by {float((y - wanted).abs().max())}")
+    return failures

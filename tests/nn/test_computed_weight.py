@@ -121,10 +121,10 @@ def test_gradients_pass_through_it(name):
     weight = layer.weight
     weight.retain_grad()
     F.linear(x, weight, layer.bias).square().sum().backward()
-    found = [p.grad.clone() for p in layer.parameters()]
+    grads = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
     layer(x).square().sum().backward()
-    torch.testing.assert_close(found, [p.grad for p in layer.parameters()])
+    torch.testing.assert_close(grads, [p.grad for p in layer.parameters()])
     assert weight.grad.shape == (10, 12)
     assert torch.equal(torch.autograd.grad((weight * 2).sum(), weight)[0], torch.full((10, 12), 2))
 
@@ -133,7 +133,7 @@ def test_gradients_pass_through_it(name):
         return held.square().sum()
 
     named = {f"layer.{key}": p.detach() for key, p in layer.named_parameters()}
-    for gradient, wanted in zip(torch.func.grad(loss)(named).values(), found, strict=True):
+    for gradient, wanted in zip(torch.func.grad(loss)(named).values(), grads, strict=True):
         torch.testing.assert_close(gradient, wanted)
     both = {key: torch.stack([p, 2 * p]) for key, p in named.items()}
     assert torch.vmap(loss)(both).shape == (2,)
@@ -203,14 +203,14 @@ def test_compiled_code_reads_it(name):
     torch._dynamo.reset()
     layer, x = LAYERS[name](), torch.randn(3, 12)
     inside = torch.compile(Reader(layer), backend="aot_eager", fullgraph=True)
-    given = torch.compile(lambda x, weight: F.linear(x, weight) * 2, backend="aot_eager")
+    graph = torch.compile(lambda x, weight: F.linear(x, weight) * 2, backend="aot_eager")
     turned = torch.compile(lambda x, weight: x @ weight.T, backend="aot_eager")
     torch.testing.assert_close(inside(x), layer(x))
     for _ in range(2):
-        torch.testing.assert_close(given(x, layer.weight), F.linear(x, layer.weight) * 2)
+        torch.testing.assert_close(graph(x, layer.weight), F.linear(x, layer.weight) * 2)
         torch.testing.assert_close(turned(x, layer.weight), x @ layer.weight.T)
-    whole = torch.compile(lambda x, w: F.linear(x, w) * 2, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(whole(x, layer.weight.clone()), F.linear(x, layer.weight) * 2)
+    full = torch.compile(lambda x, w: F.linear(x, w) * 2, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(full(x, layer.weight.clone()), F.linear(x, layer.weight) * 2)
     program = torch.export.export(Reader(layer), (x,), strict=False).module()
     torch.testing.assert_close(program(x), layer(x))
     torch._dynamo.reset()

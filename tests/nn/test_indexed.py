@@ -24,34 +24,34 @@ AVERAGED = "(averaged with th|weight of this BlockSparse)"
 
 
 def test_random_writes_are_refused_or_leave_the_result_right():
-    found = faults(24, "cpu")
-    assert not found, "\n".join(found)
+    failures = faults(24, "cpu")
+    assert not failures, "\n".join(failures)
 
 
 @each_kind
 def test_no_index_is_a_parameter_or_a_buffer(kind):
-    made = layer(kind)
-    state = {**made.state_dict()}
-    names = [n for n in state if n not in dict(made.named_parameters()) and n != "_extra_state"]
-    assert names and not {*names} & {n for n, _ in made.named_buffers()}
-    assert all(torch.equal(getattr(made, name), state[name]) for name in names)
-    assert {t.dtype for t in made.buffers()} == {torch.float32}
+    module = layer(kind)
+    state = {**module.state_dict()}
+    names = [n for n in state if n not in dict(module.named_parameters()) and n != "_extra_state"]
+    assert names and not {*names} & {n for n, _ in module.named_buffers()}
+    assert all(torch.equal(getattr(module, name), state[name]) for name in names)
+    assert {t.dtype for t in module.buffers()} == {torch.float32}
 
 
 @pytest.mark.few(100)
 @pytest.mark.parametrize("by", AVERAGES)
 @each_kind
 def test_averages_of_buffers_leave_indices_as_they_are(kind, by):
-    made, x = layer(kind), inputs(kind)
-    average, sums = AveragedModel(made, use_buffers=True, **AVERAGES[by]), []
+    module, x = layer(kind), inputs(kind)
+    average, sums = AveragedModel(module, use_buffers=True, **AVERAGES[by]), []
     for _ in range(3):
         with torch.no_grad():
-            made.bias.add_(1)
-        average.update_parameters(made)
+            module.bias.add_(1)
+        average.update_parameters(module)
     with torch.no_grad():
-        dense = made.to_dense()
+        dense = module.to_dense()
         assert torch.equal(average.module.to_dense(), dense) or kind in ("linear", "conv")
-        sums = average(x) - made(x)
+        sums = average(x) - module(x)
     assert torch.allclose(sums, sums[:1, :1].expand_as(sums), atol=1e-4)  # the bias alone
     other = layer(kind)
     other.load_state_dict(average.module.state_dict())
@@ -61,9 +61,9 @@ def test_averages_of_buffers_leave_indices_as_they_are(kind, by):
 @each_kind
 @pytest.mark.parametrize("grad", [False, True])
 def test_averages_over_other_indices_are_refused(kind, grad):
-    made, other, x = layer(kind), layer(kind, seed=3), inputs(kind)
-    average = AveragedModel(made, use_buffers=True, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b)
-    average.update_parameters(made)
+    module, other, x = layer(kind), layer(kind, seed=3), inputs(kind)
+    average = AveragedModel(module, use_buffers=True, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b)
+    average.update_parameters(module)
     average.update_parameters(other)
     for call in (lambda: average(x), average.module.state_dict):
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=AVERAGED):
@@ -74,69 +74,73 @@ def test_averages_over_other_indices_are_refused(kind, grad):
 
 @blocks
 def test_a_copy_follows_blocks_that_change(kind):
-    made, x = layer(kind), inputs(kind)
-    average = AveragedModel(made, use_buffers=True, avg_fn=lambda a, b, n: 0.5 * a + 0.5 * b)
-    average.update_parameters(made)
-    made.drop_(2)
-    average.module.update_(made.layout.mask())
-    average.update_parameters(made)
-    assert torch.allclose(average(x), made(x))
-    kept = AveragedModel(made, use_buffers=False)  # which copies buffers instead
-    made.drop_(1)
-    kept.module.weight.data.copy_(made.remap(kept.module.weight.detach()))
-    kept.update_parameters(made)
-    assert torch.equal(kept.module.layout.mask(), made.layout.mask())
-    assert torch.equal(kept(x), made(x))
+    module, x = layer(kind), inputs(kind)
+    average = AveragedModel(module, use_buffers=True, avg_fn=lambda a, b, n: 0.5 * a + 0.5 * b)
+    average.update_parameters(module)
+    module.drop_(2)
+    average.module.update_(module.layout.mask())
+    average.update_parameters(module)
+    assert torch.allclose(average(x), module(x))
+    kept = AveragedModel(module, use_buffers=False)  # which copies buffers instead
+    module.drop_(1)
+    kept.module.weight.data.copy_(module.remap(kept.module.weight.detach()))
+    kept.update_parameters(module)
+    assert torch.equal(kept.module.layout.mask(), module.layout.mask())
+    assert torch.equal(kept(x), module(x))
 
 
 @blocks
 def test_buffers_of_another_layer_bring_its_blocks(kind):
-    made, other, x = layer(kind), layer(kind, seed=3), inputs(kind)
+    module, other, x = layer(kind), layer(kind, seed=3), inputs(kind)
     with torch.no_grad():
-        for mine, given in zip(made.buffers(), other.buffers(), strict=True):
+        for mine, given in zip(module.buffers(), other.buffers(), strict=True):
             mine.copy_(given)
-        made.load_state_dict(dict(other.named_parameters()), strict=False)
-    assert torch.equal(made(x), other(x)) and torch.equal(made.layout.mask(), other.layout.mask())
+        module.load_state_dict(dict(other.named_parameters()), strict=False)
+    assert torch.equal(module(x), other(x)) and torch.equal(
+        module.layout.mask(), other.layout.mask()
+    )
 
 
 @blocks
 def test_states_that_are_averaged_in_place_leave_indices_as_they_are(kind):
-    made, x = layer(kind), inputs(kind)
+    module, x = layer(kind), inputs(kind)
     with torch.no_grad():
-        for mine, given in zip(made.state_dict().values(), made.state_dict().values(), strict=True):
+        for mine, given in zip(
+            module.state_dict().values(), module.state_dict().values(), strict=True
+        ):
             mine.copy_(mine * 0.9 + given * 0.1)
-    assert torch.allclose(made(x), layer(kind)(x), atol=1e-5)
+    assert torch.allclose(module(x), layer(kind)(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["bitmap", "u8", "u4", "macko"])
 def test_a_matrix_that_was_spoilt_is_refused(kind):
-    made, x = layer(kind), inputs(kind)
+    module, x = layer(kind), inputs(kind)
     with torch.no_grad():
-        for name, held in made.state_dict().items():
+        for name, held in module.state_dict().items():
             if name.startswith("weight_"):
                 held.copy_((held.float() * 0.5).to(held.dtype))
     with pytest.raises(ValueError, match=r"(no matrix of kind|of another matrix)"):
-        made(x)
+        module(x)
 
 
 # Layers from meta.
 
 
-def by_name(made: nn.Module, state: dict) -> nn.Module:
+def by_name(module: nn.Module, state: dict) -> nn.Module:
     """A layer filled as accelerate and transformers do, tensor by tensor."""
     for name, tensor in state.items():
-        if name in dict(made.named_parameters()):
-            setattr(made, name, nn.Parameter(tensor.clone()))
-        elif name in made._buffers:
-            made._buffers[name] = tensor.clone()
-    return made
+        if name in dict(module.named_parameters()):
+            setattr(module, name, nn.Parameter(tensor.clone()))
+        elif name in module._buffers:
+            module._buffers[name] = tensor.clone()
+    return module
 
 
-def by_attribute(made: nn.Module, state: dict) -> nn.Module:
+def by_attribute(module: nn.Module, state: dict) -> nn.Module:
     for name, tensor in state.items():
         if name != "_extra_state":
-            setattr(made, name, nn.Parameter(tensor.clone()) if "layout" not in name else tensor)
-    return made
+            setattr(module, name, nn.Parameter(tensor.clone()) if "layout" not in name else tensor)
+    return module
 
 
 @pytest.mark.few(100)
@@ -144,22 +148,22 @@ def by_attribute(made: nn.Module, state: dict) -> nn.Module:
 @blocks
 def test_a_layer_on_meta_is_filled_tensor_by_tensor(kind, fill):
     wanted, x = layer(kind, seed=3), inputs(kind)
-    made = fill(layer(kind, "meta"), wanted.state_dict())
+    module = fill(layer(kind, "meta"), wanted.state_dict())
     for use in (
         lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: m.to("cpu"),
     ):  # fmt: skip
         other = use(fill(layer(kind, "meta"), wanted.state_dict()))
         assert torch.equal(other(x), wanted(x)) and other.layout.nnz == wanted.layout.nnz
     again = layer(kind)
-    again.load_state_dict(made.state_dict())
+    again.load_state_dict(module.state_dict())
     assert torch.equal(again(x), wanted(x))
-    made.drop_(1)
-    assert torch.equal(made(x), wanted.drop_(1)(x))
-    made = fill(layer(kind, "meta"), wanted.state_dict())
+    module.drop_(1)
+    assert torch.equal(module(x), wanted.drop_(1)(x))
+    module = fill(layer(kind, "meta"), wanted.state_dict())
     with torch.no_grad():
-        made.reset_parameters()
+        module.reset_parameters()
         wanted.weight.fill_(1)
-        assert torch.equal(made.to_dense() != 0, wanted.to_dense() != 0)
+        assert torch.equal(module.to_dense() != 0, wanted.to_dense() != 0)
     some = {k: v for k, v in wanted.state_dict().items() if k != "layout_cols"}
     with pytest.raises(RuntimeError, match="filled in part: layout_cols is still on meta"):
         fill(layer(kind, "meta"), some)(x)
@@ -175,23 +179,23 @@ def test_a_layer_that_is_drawn_later_is_as_one_that_was_drawn_at_once(make):
     x = torch.randn(9, *((256,) if make is BlockSparseLinear else (16, 6, 6)))
     torch.manual_seed(4)
     wanted = make(*sizes, **options)
-    made = make(*sizes, **options, device="meta").to_empty(device="cpu")
-    for call in (lambda: made(x), lambda: copy.deepcopy(made)(x), lambda: made.to_dense()):
+    module = make(*sizes, **options, device="meta").to_empty(device="cpu")
+    for call in (lambda: module(x), lambda: copy.deepcopy(module)(x), lambda: module.to_dense()):
         with pytest.raises(RuntimeError, match="stores no blocks yet, as it comes from meta"):
             call()
     torch.manual_seed(4)
-    made.reset_parameters()
-    assert torch.equal(made(x), wanted(x)) and made.layout.nnz == wanted.layout.nnz == 32
-    assert made.weight.std() > 0
+    module.reset_parameters()
+    assert torch.equal(module(x), wanted(x)) and module.layout.nnz == wanted.layout.nnz == 32
+    assert module.weight.std() > 0
 
 
 def test_a_layout_that_was_given_is_not_drawn():
-    made = BlockSparseLinear(96, 64, layer("linear").layout, device="meta")
-    made.to_empty(device="cpu").reset_parameters()
+    module = BlockSparseLinear(96, 64, layer("linear").layout, device="meta")
+    module.to_empty(device="cpu").reset_parameters()
     with pytest.raises(RuntimeError, match="stores no blocks yet"):
-        made(inputs("linear"))
-    made.update_([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]])
-    assert made.layout.nnz == 6 and made(inputs("linear")).shape == (5, 64)
+        module(inputs("linear"))
+    module.update_([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]])
+    assert module.layout.nnz == 6 and module(inputs("linear")).shape == (5, 64)
 
 
 # Processes that work together.
@@ -201,21 +205,21 @@ def test_a_layout_that_was_given_is_not_drawn():
 def test_a_header_alone_is_that_of_the_layout_that_is_there(kind):
     """As ``set_model_state_dict(broadcast_from_rank0=True)`` hands a state over, by the names of
     parameters and buffers: without tensors under other names."""
-    made, other = layer(kind), layer(kind, seed=3)
-    for given in (made, other):
+    module, other = layer(kind), layer(kind, seed=3)
+    for given in (module, other):
         state = {k: v for k, v in given.state_dict().items() if "layout" not in k}
         state["weight"] = state["weight"] + 1
-        if given is made:
-            made.load_state_dict(state)
-            assert torch.equal(made.weight, layer(kind).weight + 1)
+        if given is module:
+            module.load_state_dict(state)
+            assert torch.equal(module.weight, layer(kind).weight + 1)
         else:
             with pytest.raises(RuntimeError, match="a layout has the tensors row_bits"):
-                made.load_state_dict(state)
+                module.load_state_dict(state)
     empty = layer(kind, "meta").to_empty(device="cpu")
-    assert {n for n, _ in empty.named_buffers()} > {n for n in made.state_dict() if "layout" in n}
-    empty.load_state_dict(made.state_dict())
+    assert {n for n, _ in empty.named_buffers()} > {n for n in module.state_dict() if "layout" in n}
+    empty.load_state_dict(module.state_dict())
     assert not any("layout" in name for name, _ in empty.named_buffers())
-    assert torch.equal(empty(inputs(kind)), made(inputs(kind)))
+    assert torch.equal(empty(inputs(kind)), module(inputs(kind)))
 
 
 def work(rank: int, folder: str) -> None:

@@ -103,13 +103,13 @@ def test_new_outputs_have_the_variance_of_a_linear_however_many_factors(count, i
     """1/3 of the mean square of the input, and by KSMM's rule 1/3 a factor."""
     patterns = [(2 ** (count - 1 - i) * 3, 2, 2, 2**i) for i in range(count)]
     torch.manual_seed(0)
-    found = 0.0
+    total = 0.0
     for _ in range(200):
         made = KSLinear(patterns, bias=False, dtype=torch.float64, init=init)
-        found += made(inputs(made, 2)).square().mean().item() / 200
+        total += made(inputs(made, 2)).square().mean().item() / 200
     wanted = 1 / 3 if init == "linear" else 3.0**-count
     square = inputs(made, 2).square().mean().item()
-    assert abs(found / (wanted * square) - 1) < 0.1 and made.init == init
+    assert abs(total / (wanted * square) - 1) < 0.1 and made.init == init
     assert ("init='ksmm'" in repr(made)) == (init == "ksmm")
     assert KSLinear([ONE], init=init).factors[0].abs().max() <= 5**-0.5
 
@@ -261,9 +261,9 @@ def test_meta(algo, bs_last):
 def test_the_dense_product(algo):
     made = layer(CHAIN, algo)
     wanted = product(made)
-    for found in (made.get_dense_product(), made.to_dense(), made.weight):
-        assert found.shape == (15, 48)
-        torch.testing.assert_close(found, wanted)
+    for total in (made.get_dense_product(), made.to_dense(), made.weight):
+        assert total.shape == (15, 48)
+        torch.testing.assert_close(total, wanted)
     assert torch.equal(layer([ONE], algo).to_dense() != 0, matrix(torch.ones(ONE)) != 0)
     made.to_dense().square().sum().backward()
     assert all(factor.grad is not None for factor in made.factors)
@@ -277,8 +277,8 @@ def test_forward_is_its_parts(algo, bs_last):
     flat = made.pre_process(x)
     assert flat.shape == ((48, 6) if bs_last else (6, 48))
     apply = made.forward_bs_last if bs_last else made.forward_bs_first
-    found = made.post_process(x, apply(flat))
-    torch.testing.assert_close(found, made(x))
+    total = made.post_process(x, apply(flat))
+    torch.testing.assert_close(total, made(x))
     other = made.forward_bs_first if bs_last else made.forward_bs_last
     torch.testing.assert_close(other(flat.T), apply(flat).T)
 
@@ -299,8 +299,8 @@ def test_one_state_dict_for_all_algorithms_and_layouts(algo):
             target = layer(CHAIN, other, bs_last, seed=9)
             target.load_state_dict(state)
             x = inputs(source, 3)
-            found = target(x.T).T if bs_last else target(x)
-            torch.testing.assert_close(found, wanted)
+            total = target(x.T).T if bs_last else target(x)
+            torch.testing.assert_close(total, wanted)
 
 
 def test_the_bias_of_ksmms_batch_last_layers_is_loaded():

@@ -34,8 +34,8 @@ def _by_exponents(x: torch.Tensor, y: torch.Tensor, zero: torch.Tensor) -> torch
     there are none."""
     at_zero = (x == 0) & (y >= 0)
     smooth = torch.where(at_zero & ~zero, x, 1.0) ** y.detach()
-    found = torch.where(at_zero, smooth, torch.where(at_zero, 1.0, x) ** y)
-    return torch.where(zero, 0.0, found)
+    result = torch.where(at_zero, smooth, torch.where(at_zero, 1.0, x) ** y)
+    return torch.where(zero, 0.0, result)
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:

@@ -110,8 +110,8 @@ def is_of_quotients(descriptor: Pairwise, values: dict) -> bool:
     kinds = type(descriptor.inner), type(descriptor.outer)
     if kinds == (stages.Square, stages.Identity):
         return isinstance(descriptor.epilogue[0], (Gaussian, RationalQuadratic, Cauchy))
-    known = kinds in ((stages.Abs, stages.Identity), (stages.Square, stages.Sqrt))
-    if not known and not _is_norm(descriptor, values):
+    is_common = kinds in ((stages.Abs, stages.Identity), (stages.Square, stages.Sqrt))
+    if not is_common and not _is_norm(descriptor, values):
         return False
     return isinstance(descriptor.epilogue[0], (Laplace, Matern, PowerExponential))
 

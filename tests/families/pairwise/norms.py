@@ -37,14 +37,14 @@ def norms(a, b, p: float) -> torch.Tensor:
     return unit[..., 0] * torch.where(zero, 0.0, torch.where(zero, 1.0, s) ** (1 / p))
 
 
-def check_slopes(a, b, p: float, weights, found, bound: float) -> None:
+def check_slopes(a, b, p: float, weights, grads, bound: float) -> None:
     """Holds gradients of both sides, of a sum of norms with weights, beside the sum of their
     absolute terms."""
     v = a.double()[:, None] - b.double()
     u = torch.where(v == 0, 1.0, v.abs() / norms(a, b, p)[..., None])
     terms = weights.double()[..., None] * torch.where(v == 0, 0.0, v.sign() * u ** (p - 1))
     least = 1e-36 * max(1.0, float(weights.abs().max()))  # powers below may be 0
-    for one, sign, over in zip(found, (1, -1), (1, 0), strict=True):
+    for one, sign, over in zip(grads, (1, -1), (1, 0), strict=True):
         error = (one.double() - sign * terms.sum(over)).abs()
         assert (error <= bound * terms.abs().sum(over) + least).all(), error.max()
 
@@ -70,14 +70,14 @@ def check_gradients(
         weights = -weights * torch.exp(-n / bandwidth) / bandwidth
     else:
         out = kl.cdist(a, b, p=p)
-    found = torch.autograd.grad(out, (a, b), g)
-    check_slopes(a.detach(), b.detach(), p, weights, found, bound)
+    grads = torch.autograd.grad(out, (a, b), g)
+    check_slopes(a.detach(), b.detach(), p, weights, grads, bound)
 
 
 def check_sums(p: float, scale: float, device: str = "cpu", bound: float = BOUND) -> None:
     """Gradients of sums of rows."""
     a, b = (t.requires_grad_() for t in points("equal", scale, device))
     g = torch.randn(len(a), generator=torch.Generator().manual_seed(5)).to(device)
-    found = torch.autograd.grad(kl.kernel_sum(kl.p_distance(), a, b, p=p), (a, b), g)
+    grads = torch.autograd.grad(kl.kernel_sum(kl.p_distance(), a, b, p=p), (a, b), g)
     weights = g[:, None].expand(len(a), len(b))
-    check_slopes(a.detach(), b.detach(), p, weights, found, bound)
+    check_slopes(a.detach(), b.detach(), p, weights, grads, bound)

@@ -17,8 +17,8 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left @ right
     length = max(PART_OF_SUM, min(rows, columns))  # so that partial sums are fewer than terms
     parts = terms // length
-    whole = parts * length
-    lines = left[..., :whole].unflatten(-1, (parts, length)).movedim(-2, 0)
-    points = right[..., :whole, :].unflatten(-2, (parts, length)).movedim(-3, 0)
-    found = (lines @ points).sum(0)
-    return found if whole == terms else found + left[..., whole:] @ right[..., whole:, :]
+    covered = parts * length
+    lines = left[..., :covered].unflatten(-1, (parts, length)).movedim(-2, 0)
+    points = right[..., :covered, :].unflatten(-2, (parts, length)).movedim(-3, 0)
+    total = (lines @ points).sum(0)
+    return total if covered == terms else total + left[..., covered:] @ right[..., covered:, :]

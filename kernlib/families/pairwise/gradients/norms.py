@@ -56,11 +56,11 @@ def by_exponent(made: Sums, x, z, norms: torch.Tensor, weights: torch.Tensor) ->
     where gradients are. ``dN / dp = N / p sum_k u^p ln u`` with ``u = |v| / N``."""
     create = torch.is_grad_enabled()
     if not create and x.device.type != "cpu":
-        found = _by_exponent_in_unit(made, x, z, norms, weights)
+        grad = _by_exponent_in_unit(made, x, z, norms, weights)
     else:
-        found = _by_exponent(made, x, z, norms, weights, create)
-    whole = (made.p == 0) | torch.isinf(made.p)
-    return torch.where(whole, 0.0, found)
+        grad = _by_exponent(made, x, z, norms, weights, create)
+    constant = (made.p == 0) | torch.isinf(made.p)
+    return torch.where(constant, 0.0, grad)
 
 
 def _by_exponent(made: Sums, x, z, norms, weights, create: bool) -> torch.Tensor:
@@ -85,9 +85,9 @@ def _by_exponent_in_unit(made: Sums, x, z, norms, weights) -> torch.Tensor:
     whose powers vanish beside that one's is left out."""
     largest = torch.where(norms.isfinite(), norms, 0.0).amax()
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(-120, 120))
-    given = made._replace(descriptor=made.descriptor.replace(inner=stages.PowerLog()))
+    logarithms = made._replace(descriptor=made.descriptor.replace(inner=stages.PowerLog()))
     second = None if made.descriptor.symmetric else z / unit
-    logs = matrix(given.descriptor, x / unit, second, **given.given)
+    logs = matrix(logarithms.descriptor, x / unit, second, **logarithms.given)
     p, u = formulas.entries(made.p, 3), norms / unit
     powers = u**p
     counts = powers >= 2.0**20 * torch.finfo(powers.dtype).tiny

@@ -91,9 +91,9 @@ def test_blocks_of_a_finer_rule_warn(name, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MORE)
 def test_a_block_mask_that_leaves_more_out_than_is_said_warns(name, way):
-    for given in ({}, {"causal": True}):
+    for options in ({}, {"causal": True}):
         with pytest.warns(kl.KernlibWarning, match="pass what its mask_mod says as mask=, more th"):
-            WAYS[way](drawn(), of_mask(MORE[name]), **given)
+            WAYS[way](drawn(), of_mask(MORE[name]), **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -117,8 +117,8 @@ def test_nor_an_attention_with_a_condition_of_its_own():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wanted = attention(q, q, q, causal(64, 32), causal=True)
-        for given in ({"mask": "col <= row"}, {"window": (64, 0)}):
-            torch.testing.assert_close(attention(q, q, q, causal(64, 32), **given), wanted)
+        for options in ({"mask": "col <= row"}, {"window": (64, 0)}):
+            torch.testing.assert_close(attention(q, q, q, causal(64, 32), **options), wanted)
         attention(q, q, q, causal(64, 32), score="where(col > row, -inf, v)")
         rest = {"causal": True, "kv_lengths": torch.tensor([50])}
         attention(q, q, q, of_mask(padded), **rest)

@@ -69,6 +69,6 @@ def test_results_of_any_magnitude_are_right_where_float32_has_them(
     if kind == "direct":
         monkeypatch.setattr(few, "takes", lambda problem: False)
     _, _, p, root = CALLS[call]
-    for found, wanted, where in compute(kind, call, features):
-        magnitudes.check(host(found), wanted, magnitudes.bar(p, root), where)
+    for result, wanted, where in compute(kind, call, features):
+        magnitudes.check(host(result), wanted, magnitudes.bar(p, root), where)
     assert gpus.specs
