@@ -15,6 +15,20 @@ constexpr bool MENDED = sizeof(AccT) == 4 && (ROOTED || Inner::BY_LOGARITHM);
 
 template <class Inner> constexpr bool IS_SQUARE = false;
 template <> constexpr bool IS_SQUARE<Square> = true;
+template <class Term> constexpr bool IS_DIFFERENCE = false;
+template <class Inner> constexpr bool IS_DIFFERENCE<Difference<Inner>> = true;
+template <class Inner> constexpr bool IS_DIFFERENCE<SwappedDifference<Inner>> = true;
+
+// Squares of differences of numbers that are 0 or 2^-26 to 2^56 in size need no look at their sums:
+// two of them are equal or 2^-50 apart at least, and 16 squares end below 2^118. Ordinary points are
+// spaced so.
+constexpr bool BY_SPACING = MENDED && IS_SQUARE<Inner> && IS_DIFFERENCE<Term>;
+
+__device__ __forceinline__ bool is_spaced(float x) {
+    float size = absolute(x);
+    return size <= 7.2057594e16f && (size >= 1.4901161e-8f || size == 0.0f);
+}
+__device__ __forceinline__ bool is_spaced(double) { return true; }
 
 // The sums that stay as they are. Powers below 2^-126 become zero, so that of a sum of 2^-100
 // nothing is lost. With logarithms the error of a norm grows with log2 |v| in the unit of unit.cuh,
@@ -133,9 +147,9 @@ __device__ __forceinline__ void replace_sums(Vector<T, N>& sums, u32 odd, int ro
     }
 }
 
-// The same for what of them exists.
+// The same for what of them exists. Returns whether it has replaced any of the warp's.
 template <int N, class T, class Points>
-__device__ __forceinline__ void mend_sums(Vector<T, N>& sums, int row, int column, const Points& a,
+__device__ __forceinline__ bool mend_sums(Vector<T, N>& sums, int row, int column, const Points& a,
                                           const Points& b, const Range& range, float p) {
     if constexpr (MENDED) {
         u32 odd = 0;
@@ -143,6 +157,31 @@ __device__ __forceinline__ void mend_sums(Vector<T, N>& sums, int row, int colum
         for (int e = 0; e < N; ++e) odd |= u32(range.excludes(sums.element[e])) << e;
         int inside = row < a.count ? max(0, min(N, b.count - column)) : 0;
         odd &= (1u << inside) - 1;
-        if (__any_sync(~0u, odd)) replace_sums(sums, odd, row, column, a, b, p);
+        if (!__any_sync(~0u, odd)) return false;
+        replace_sums(sums, odd, row, column, a, b, p);
+        return true;
     }
+    return false;
+}
+
+// The same for a thread's COUNT vectors of a tile of sums, whose places in `total` `place` says.
+// A function of its own: inlined, it takes registers from the loop over features, which then spills
+// 13 of 128.
+template <int COUNT, int N, class Place, class Points>
+__device__ __noinline__ void mend_vectors(float* total, int line, Place place, Points a, Points b,
+                                          float p) {
+    Range range(p, a.features);
+#pragma unroll 1
+    for (int index = 0; index < COUNT; ++index) {
+        int at = place(index);
+        auto sums = load_vector<float, N>(total + at);
+        if (mend_sums(sums, at / line, at % line, a, b, range, p)) store_vector(total + at, sums);
+    }
+}
+
+// The same where there is anything to mend.
+template <int COUNT, int N, class T, class Place, class Points>
+__device__ __forceinline__ void mend_tile(T* total, int line, Place place, const Points& a,
+                                          const Points& b, T p) {
+    if constexpr (MENDED) mend_vectors<COUNT, N>(total, line, place, a, b, p);
 }

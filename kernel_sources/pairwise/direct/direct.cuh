@@ -57,7 +57,10 @@ __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters
                                        const Place& place, const Points& a, const Points& b,
                                        const Numbers& numbers, i64 m0, i64 n0, i64 l) {
     Rescale rescale(numbers);
-    Range range(numbers.p, a.features);
+#ifndef CATEGORIES
+    auto own = [place](int index) { return place.sums(index / CHUNKS, index % CHUNKS); };
+    mend_tile<PER_SIDE * CHUNKS, CHUNK>(total, LINE, own, a, b, numbers.p);
+#endif
     AccT regularization = ReadScalar{parameters, l}(REGULARIZATION);
     // n - m - diagonal of the tile's first entry, far outside the tile cut to an int's range.
     i64 offset = max(min(n0 - m0 - parameters.diagonal, i64(TILE)), i64(-2 * TILE));
@@ -67,9 +70,6 @@ __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters
         int place_in_sums = place.sums(i, c);
         auto value = load_vector<AccT, CHUNK>(total + place_in_sums);
         int row = place_in_sums / LINE, column = place_in_sums % LINE;
-#ifndef CATEGORIES
-        mend_sums(value, row, column, a, b, range, numbers.p);
-#endif
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
 #ifdef CATEGORIES  // which add to sums that have left their unit

@@ -15,10 +15,10 @@ constexpr int THREADS = 256;
 #include "pairwise/reduce/stage.cuh"
 
 constexpr int RUN = 64 * PARTNERS;  // of a stage's points, between which reducers settle
-// Points of a thread whose sums are there before the values of any, where some may be computed
-// anew: so they do not wait for each other behind the question. Many columns leave no registers for
-// that.
-constexpr int TOGETHER = MENDED && Reducer::COLUMNS <= 4 ? UNROLL : 1;
+// Points of a thread whose sums are there before the values of any, where it looks at them: so they
+// do not wait for each other behind the question. Many columns leave no registers for that.
+template <bool LOOKS>
+constexpr int TOGETHER = LOOKS && MENDED && Reducer::COLUMNS <= 4 ? UNROLL : 1;
 
 __shared__ Stage stage;
 __shared__ u32 word;
@@ -64,8 +64,27 @@ struct Pairs {
     int base;
     int places[ROWS];
 
+    // Adds the stage's first `count` points. LOOKS: at sums that may have to be computed anew.
+    template <bool LOOKS>
+    __device__ __forceinline__ void add_all(Reducer (&reducers)[ROWS], int count) const {
+        constexpr int AT_ONCE = TOGETHER<LOOKS>;
+#pragma unroll 1
+        for (int run = 0; run < count; run += RUN) {
+            int end = min(run + RUN, count), n = run + partner();
+            if constexpr (AT_ONCE > 1) {
+#pragma unroll 1
+                for (; n + (AT_ONCE - 1) * PARTNERS < end; n += AT_ONCE * PARTNERS)
+                    add<LOOKS, AT_ONCE>(reducers, n);
+            }
+#pragma unroll UNROLL / AT_ONCE
+            for (; n < end; n += PARTNERS) add<LOOKS, 1>(reducers, n);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) reducers[i].settle();
+        }
+    }
+
     // Adds the COUNT points from n on that are this thread's.
-    template <int COUNT>
+    template <bool LOOKS, int COUNT>
     __device__ __forceinline__ void add(Reducer (&reducers)[ROWS], int n) const {
         AccT line[COUNT][LINE], sums[COUNT][ROWS];
 #pragma unroll
@@ -79,7 +98,8 @@ struct Pairs {
                     sums[e][i] = Term::add(sums[e][i], rows[i][k], line[e][k], numbers);
             }
         }
-        mend_sums(sums, parameters, l, m0, n0 + n, PARTNERS, range, numbers.p);
+        if (LOOKS) mend_sums(sums, parameters, l, m0, n0 + n, PARTNERS, range, numbers.p);
+        else absolute_sums(sums);
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) {
             int point = n + e * PARTNERS;
@@ -110,13 +130,15 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
             numbers.unit = sample_unit(&word, rows, parameters, part, l, numbers.p);
         Pairs pairs = {parameters, finish, numbers, rows, Rescale(numbers), Range(numbers.p, K), l,
                        m0, 0, IN_PLACE ? read(REGULARIZATION) : AccT(0)};
+        bool spaced = are_spaced(rows);
         Reducer reducers[ROWS];
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
             __syncthreads();
-            if constexpr (PARTNERS == 1) stage.fill(parameters, l, n0 + threadIdx.x);
-            else stage.fill(parameters, l, n0, part.last);
-            __syncthreads();
+            bool filled;
+            if constexpr (PARTNERS == 1) filled = stage.fill(parameters, l, n0 + threadIdx.x);
+            else filled = stage.fill(parameters, l, n0, part.last);
+            bool looks = must_look(spaced && filled);
             int count = int(min(part.last - n0, i64(STAGE)));
             // Warps without rows rest, where rows may be few.
             if (ROWS == 1 && m0 - slot() % 32 >= parameters.m) count = 0;
@@ -128,19 +150,8 @@ pairwise_reduce_small(const __grid_constant__ Launch launch) {
                     pairs.places[i] = diagonal_place(parameters, m0 + i * SLOTS, n0);
                 }
             }
-#pragma unroll 1
-            for (int run = 0; run < count; run += RUN) {
-                int end = min(run + RUN, count), n = run + partner();
-                if constexpr (TOGETHER > 1) {
-#pragma unroll 1
-                    for (; n + (TOGETHER - 1) * PARTNERS < end; n += TOGETHER * PARTNERS)
-                        pairs.add<TOGETHER>(reducers, n);
-                }
-#pragma unroll UNROLL / TOGETHER
-                for (; n < end; n += PARTNERS) pairs.add<1>(reducers, n);
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i) reducers[i].settle();
-            }
+            if (BY_SPACING && !looks) pairs.add_all<!BY_SPACING>(reducers, count);
+            else pairs.add_all<true>(reducers, count);
         }
         if constexpr (PARTNERS > 1) {
 #pragma unroll

@@ -24,17 +24,51 @@ constexpr int PAIRS = sizeof(AccT) == 8 ? DOUBLES : LINE <= 8 ? 16 : (LINE <= 16
 constexpr int POINTS = PAIRS > ROWS ? PAIRS / ROWS : 1;
 constexpr int UNROLL = PARTNERS > 1 && POINTS > 4 ? 4 : POINTS;  // partners have few points each
 
+// Those of squares, which are none of mend.cuh's norms: it is told to the compiler.
+template <int COUNT>
+__device__ __forceinline__ void absolute_sums(AccT (&sums)[COUNT][ROWS]) {
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) sums[e][i] = absolute(sums[e][i]);
+    }
+}
+
+// Whether all numbers of points are spaced as is_spaced says, where that decides anything.
+template <int N>
+__device__ __forceinline__ bool are_spaced(const AccT (&numbers)[N]) {
+    bool spaced = true;
+    if constexpr (BY_SPACING) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) spaced &= is_spaced(numbers[i]);
+    }
+    return spaced;
+}
+
+__device__ __forceinline__ bool are_spaced(const Rows& rows) {
+    bool spaced = true;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) spaced &= are_spaced(rows[i]);
+    return spaced;
+}
+
+// Waits for all threads of a block. Whether any of them has numbers whose sums must be looked at.
+__device__ __forceinline__ bool must_look(bool spaced) {
+    if constexpr (BY_SPACING) return __syncthreads_or(!spaced);
+    __syncthreads();
+    return MENDED;
+}
+
 struct Stage {
     alignas(16) AccT line[STAGE][LINE];
 
-    // Point n, by the thread of its place.
-    __device__ __forceinline__ void fill(const Parameters& parameters, i64 l, i64 n) {
-        if (n >= parameters.n) return;
-        fill_line(line[threadIdx.x], parameters, l, n);
+    // Point n, by the thread of its place. Returns whether what it has stored is spaced.
+    __device__ __forceinline__ bool fill(const Parameters& parameters, i64 l, i64 n) {
+        return n >= parameters.n || fill_line(line[threadIdx.x], parameters, l, n);
     }
 
     // The points from n0 on, of partners.
-    __device__ __forceinline__ void fill(const Parameters& given, i64 l, i64 n0, i64 last) {
+    __device__ __forceinline__ bool fill(const Parameters& given, i64 l, i64 n0, i64 last) {
         int count = int(min(last - n0, i64(STAGE)));
         constexpr int COLUMNS = Reducer::COLUMNS;
         Source<InputT> points(given.b, given.b_view, l, n0, K);
@@ -46,19 +80,24 @@ struct Stage {
             beside.load(weights, count);
             numbers.store(line);
             beside.store(line);
-            return;
+            return are_spaced(numbers.numbers);
         }
+        bool spaced = true;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < count; i += THREADS) fill_line(line[i], given, l, n0 + i);
+        for (int i = threadIdx.x; i < count; i += THREADS)
+            spaced &= fill_line(line[i], given, l, n0 + i);
+        return spaced;
     }
 
-    static __device__ __forceinline__ void fill_line(AccT* to, const Parameters& parameters, i64 l,
+    static __device__ __forceinline__ bool fill_line(AccT* to, const Parameters& parameters, i64 l,
                                                      i64 n) {
         const View& view = parameters.b_view;
         const InputT* from = parameters.b + l * view.batch_stride + n * view.row_stride;
+        AccT numbers[K];
 #pragma unroll
-        for (int k = 0; k < K; ++k) to[k] = convert<AccT>(from[k * view.column_stride]);
+        for (int k = 0; k < K; ++k) to[k] = numbers[k] = convert<AccT>(from[k * view.column_stride]);
         if (Reducer::COLUMNS > 0) read_weights(to + K, parameters, l, n);
+        return are_spaced(numbers);
     }
 
     __device__ __forceinline__ void read(AccT (&to)[LINE], int n) const {

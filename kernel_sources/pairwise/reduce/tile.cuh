@@ -20,19 +20,18 @@ __device__ __forceinline__ void fill_weights(AccT* weights, const Parameters& pa
 
 // Takes the thread's share of a finished tile, of which `columns` exist; `base` is the place of its
 // first column, `diagonal` that of the row's regularization, in the tile.
-__device__ __forceinline__ void take(Reducer& reducer, const AccT* total, const AccT* weights,
+__device__ __forceinline__ void take(Reducer& reducer, AccT* total, const AccT* weights,
                                      const Finish& finish, const Points& a, const Points& b,
                                      const Numbers& numbers, int base, int diagonal,
                                      AccT regularization) {
     Rescale rescale(numbers);
-    Range range(numbers.p, a.features);
     int columns = b.count;
     int row = threadIdx.x % TILE, begin = threadIdx.x / TILE * SHARE;
+    mend_share(total, a, b, numbers);
     int end = min(begin + SHARE, columns);
 #pragma unroll 1
     for (int column = begin; column < end; column += CHUNK) {
         auto sums = load_vector<AccT, CHUNK>(total + row * LINE + column);
-        mend_sums(sums, row, column, a, b, range, numbers.p);
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
             if (column + e >= end) break;

@@ -17,3 +17,12 @@ __device__ __forceinline__ Points points_of(const InputT* data, const View& view
     return {data + l * view.batch_stride + first * view.row_stride, view.row_stride,
             view.column_stride, int(min(count - first, i64(TILE))), k};
 }
+
+// Computes anew what of the thread's share of a finished tile has to be.
+__device__ __forceinline__ void mend_share(AccT* total, const Points& a, const Points& b,
+                                           const Numbers& numbers) {
+    auto own = [](int index) {
+        return int(threadIdx.x) % TILE * LINE + int(threadIdx.x) / TILE * SHARE + index * CHUNK;
+    };
+    mend_tile<SHARE / CHUNK, CHUNK>(total, LINE, own, a, b, numbers.p);
+}

@@ -87,6 +87,7 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
         if constexpr (SCALED)
             numbers.unit = sample_unit(&word, rows, parameters, part, l, numbers.p);
         Rescale rescale(numbers);
+        bool spaced = are_spaced(rows);
         Lists lists;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -96,8 +97,7 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
 #pragma unroll 1
         for (i64 n0 = part.first; n0 < part.last; n0 += STAGE) {
             __syncthreads();
-            stage.fill(parameters, l, n0 + threadIdx.x);
-            __syncthreads();
+            bool looks = must_look(stage.fill(parameters, l, n0 + threadIdx.x) && spaced);
             int count = int(min(part.last - n0, i64(STAGE))), base = int(n0 - part.first);
             int places[ROWS];
             if (IN_PLACE) {
@@ -109,16 +109,24 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
 #pragma unroll 1
             for (int n = 0; n < count; n += GROUP) {
                 Values values;
-                compute(values, stage, rows, n, numbers);
-                mend_sums(values, parameters, l, m0, n0 + n, 1, range, numbers.p);
+                auto finish_all = [&] {
 #pragma unroll
-                for (int e = 0; e < GROUP; ++e) {
+                    for (int e = 0; e < GROUP; ++e) {
 #pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-                        AccT value = finish(rescale(values[e][i]), rescale.unit);
-                        if (IN_PLACE && n + e == places[i]) value += regularization;
-                        values[e][i] = LARGEST ? -value : value;
+                        for (int i = 0; i < ROWS; ++i) {
+                            AccT value = finish(rescale(values[e][i]), rescale.unit);
+                            if (IN_PLACE && n + e == places[i]) value += regularization;
+                            values[e][i] = LARGEST ? -value : value;
+                        }
                     }
+                };
+                compute(values, stage, rows, n, numbers);
+                if (!BY_SPACING || looks) {
+                    mend_sums(values, parameters, l, m0, n0 + n, 1, range, numbers.p);
+                    finish_all();
+                } else {
+                    absolute_sums(values);
+                    finish_all();
                 }
                 take(lists, values, base + n, count - n);
             }

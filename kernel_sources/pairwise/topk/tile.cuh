@@ -13,17 +13,16 @@
 
 // Takes what passes of the thread's share of a finished tile, of which `columns` exist; `base` is
 // the place of its first column, `diagonal` that of the row's regularization, in the tile.
-__device__ __forceinline__ void take(List& list, const AccT* total, const Finish& finish,
+__device__ __forceinline__ void take(List& list, AccT* total, const Finish& finish,
                                      const Points& a, const Points& b, const Numbers& numbers,
                                      int base, int diagonal, AccT regularization) {
     Rescale rescale(numbers);
-    Range range(numbers.p, a.features);
     int row = threadIdx.x % TILE, begin = threadIdx.x / TILE * SHARE;
+    mend_share(total, a, b, numbers);
     int end = min(begin + SHARE, b.count);
 #pragma unroll 1
     for (int column = begin; column < end; column += CHUNK) {
         auto sums = load_vector<AccT, CHUNK>(total + row * LINE + column);
-        mend_sums(sums, row, column, a, b, range, numbers.p);
         bool any = false;
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {

@@ -20,6 +20,8 @@ def points(rows: int, columns: int, features: int, p: float) -> Iterator[tuple[s
     a, b = (torch.randn(count, features, generator=generator) for count in (rows, columns))
     for size in (1e-30, 1e-20, 1e-11, 1e-6, 0.01, 1.0, 100.0, 3e4, 1e8, 1e20, 1e30):
         yield f"size {size}", (a * size, b * size)
+    yield "points of 0", (a * 1e-25, torch.zeros_like(b))
+    yield "rows of 0", (torch.zeros_like(a), b * 1e-25)
     outlier, alone = b.clone() * 1e-6, b.clone() * 0.01
     outlier[5::16, 0], alone[3, -1] = 1.0, 5e3
     yield "outliers", (a * 1e-6, outlier)
