@@ -230,7 +230,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s, in
         float of_all = DROPOUT ? task.dropout.scale : 1.0f;
         store_rows(sums, progress.stats, p, head, batch, task.rows, of_all);
         __syncwarp();
-        if (progress.met) mend_rows(sums, progress.stats, p, task, scale, head, batch, of_all);
+        mend_rows(sums, progress.stats, p, task, scale, head, batch, of_all, progress.met);
         store_logarithms(progress.stats, p, head, batch, task.rows);
     }
 }

@@ -1,9 +1,15 @@
-// Values that are no finite numbers. A weight of 0 times NaN is NaN: what a row does not see would
+// Rows that are computed once more, by mma.sync from device memory.
+//
+// Values that are no finite numbers: a weight of 0 times NaN is NaN: what a row does not see would
 // show in it where the same tile has columns that other rows see. So a warp that has met such tiles
-// and finds a sum that is not finite computes its rows once more, by mma.sync from device memory:
-// sums of finite values, and beside them whether a value that counts is NaN or infinite. A fragment
-// of features and columns at a time, as each first call compiles this and hardly any call needs it:
-// four of features at once took NVRTC 0.1 s more, of 1.0.
+// and finds a sum that is not finite computes its rows once more: sums of finite values, and beside
+// them whether a value that counts is NaN or infinite.
+//
+// Logits that are LARGE: nothing may be left of weights. Their row's largest one and the sum of
+// weights are computed once more too.
+//
+// A fragment of features and columns at a time, as each first call compiles this and hardly any
+// call needs it: four of features at once took NVRTC 0.1 s more, of 1.0.
 #pragma once
 
 #include "blocksparse/attention/hopper/store.cuh"
@@ -20,12 +26,12 @@ __device__ __forceinline__ u32 pair_at(const InputT* from, bool exists) {
 struct Mender {
     const Parameters& p;
     const Task& task;
-    const Rows& stats;
+    Rows& stats;
     float scale;
     int head, batch, layout;
     const InputT *q, *k, *v;
 
-    __device__ __forceinline__ Mender(const Parameters& p, const Task& task, const Rows& stats,
+    __device__ __forceinline__ Mender(const Parameters& p, const Task& task, Rows& stats,
                                       float scale, int head, int batch)
         : p(p), task(task), stats(stats), scale(scale), head(head), batch(batch),
           layout(batch * p.layout_batch + head * p.layout_head) {
@@ -57,16 +63,18 @@ struct Mender {
         }
     }
 
-    // A weight, and whether its column counts in its row.
-    __device__ __forceinline__ float weight(float score, int h, int col, bool& counts) const {
+    // Whether a column counts in its row; its score in the place of a product.
+    __device__ __forceinline__ bool counts(float& score, int h, int col) const {
         int row = task.rows.of(h);
-        counts = Seen(task.sight, row).has(col) && row < p.queries;
-        if (!counts) return 0.0f;
+        if (!Seen(task.sight, row).has(col) || row >= p.queries) return false;
         if (HAS_SCORE) score = task.score(score * scale, row, col);
         else if (scale < 0.0f) score = -score;
-        if (HAS_MASK) counts = task.score.keeps(row, col);
-        bool left = counts && (!DROPOUT || task.dropout.keeps_at(row, col));
-        return left ? fast_exp2((score - stats.most[h]) * stats.factor) : 0.0f;
+        return !HAS_MASK || task.score.keeps(row, col);
+    }
+
+    // The weight of what counts, before dropout.
+    __device__ __forceinline__ float weight(float score, int h) const {
+        return fast_exp2((score - stats.most[h]) * stats.factor);
     }
 
     // Fragments of weights; and of ones where there is a weight, and where it is 0 but counts.
@@ -79,12 +87,14 @@ struct Mender {
             float own[2], is_some[2], is_none[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                bool counts;
                 int at = col + int(threadIdx.x) % 4 * 2 + e;
-                own[e] = weight(scores[2 * h + e], h, at, counts);
+                float score = scores[2 * h + e];
+                bool counted = counts(score, h, at);
+                bool left = counted && (!DROPOUT || task.dropout.keeps_at(task.rows.of(h), at));
+                own[e] = left ? weight(score, h) : 0.0f;
                 bool is_zero = convert<float>(convert<InputT>(own[e])) == 0.0f;
-                is_some[e] = counts && !is_zero ? 1.0f : 0.0f;
-                is_none[e] = counts && is_zero ? 1.0f : 0.0f;
+                is_some[e] = counted && !is_zero ? 1.0f : 0.0f;
+                is_none[e] = counted && is_zero ? 1.0f : 0.0f;
             }
             weights[h] = pack<InputT>(own[0], own[1]);
             some[h] = pack<InputT>(is_some[0], is_some[1]);
@@ -123,6 +133,38 @@ struct Mender {
         return words[block / 32] >> block % 32 & 1;
     }
 
+    // The largest score and the sum of weights of the rows that want it.
+    __device__ __forceinline__ void sum_weights(const bool (&wanted)[2]) const {
+        Range range = task.sight.columns_of(task.rows.row, 16);
+        float most[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
+#pragma unroll 1
+        for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+            for (int col = range.begin / AT_ONCE * AT_ONCE; col < range.end; col += AT_ONCE) {
+                if (!is_stored(col / BLOCK_COLS)) continue;
+                float scores[4] = {};
+                multiply_rows(scores, col);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    int h = i / 2;
+                    if (!counts(scores[i], h, col + int(threadIdx.x) % 4 * 2 + i % 2)) continue;
+                    if (pass == 0) most[h] = fmaxf(most[h], scores[i]);
+                    else sum[h] += weight(scores[i], h);
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float& value = pass == 0 ? most[h] : sum[h];
+#pragma unroll
+                for (int lane = 1; lane < 4; lane *= 2) {
+                    float other = __shfl_xor_sync(ALL_LANES, value, lane);
+                    value = pass == 0 ? fmaxf(value, other) : value + other;
+                }
+                if (wanted[h]) (pass == 0 ? stats.most : stats.sum)[h] = value;
+            }
+        }
+    }
+
     // AT_ONCE features from `first` on, of the rows that want it.
     __device__ __forceinline__ void mend(int first, const bool (&wanted)[2], float factor) const {
         float sums[4] = {}, above[4] = {}, below[4] = {};
@@ -146,21 +188,24 @@ struct Mender {
     }
 };
 
-// After store_rows(), of a warp that has met tiles of which some is left out.
-__device__ __forceinline__ void mend_rows(const float (&sums)[WIDTH / 2], const Rows& stats,
+// After store_rows(). `met`: whether the warp has met tiles of which something is left out.
+__device__ __forceinline__ void mend_rows(const float (&sums)[WIDTH / 2], Rows& stats,
                                           const Parameters& p, const Task& task, float scale,
-                                          int head, int batch, float factor) {
+                                          int head, int batch, float factor, bool met) {
+    bool large[2] = {stats.is_large(0), stats.is_large(1)}, wanted[2];
+    bool any_large = __any_sync(ALL_LANES, large[0] || large[1]);
+    if (!met && !any_large) return;
     float check[2] = {};
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; ++i) check[i / 2 % 2] = fmaf(sums[i], 0.0f, check[i / 2 % 2]);
-    bool wanted[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         u32 lanes = __ballot_sync(ALL_LANES, check[h] != 0.0f && stats.sum[h] > 0.0f);
-        wanted[h] = lanes >> (threadIdx.x % 32 & ~3u) & 15;
+        wanted[h] = large[h] || lanes >> (threadIdx.x % 32 & ~3u) & 15;
     }
     if (!__any_sync(ALL_LANES, wanted[0] || wanted[1])) return;
     Mender mender(p, task, stats, scale, head, batch);
+    if (any_large) mender.sum_weights(large);
 #pragma unroll 1
     for (int first = 0; first < p.values; first += AT_ONCE) mender.mend(first, wanted, factor);
 }

@@ -9,7 +9,7 @@
 // these are lowered: so that sums of values are multiplied once or twice a row and not at each
 // tile. A weight is 2^8 then at most, which storage and sums hold as exactly as 1.
 constexpr float SLACK = 8.0f;
-constexpr float LARGE = 16777216.0f;  // beyond which a float is no whole number plus or minus 1/2
+constexpr float LARGE = 16777216.0f;  // beyond which neighbouring floats are 2 apart and more
 
 constexpr int STEPS = TILE_COLS / STEP;
 using Weights = u32[STEPS][4];              // as wgmma takes a left operand from registers
@@ -21,6 +21,20 @@ struct Rows {
 
     __device__ __forceinline__ explicit Rows(float factor)
         : factor(factor), most{minus_infinity(), minus_infinity()}, sum{0.0f, 0.0f} {}
+
+    // What takes scores to exponents of weights. A logit of a score may be no float any more times
+    // the factor: there it is taken times what is left of it. Of others the rounding makes weights
+    // smaller alone, all of a row alike, which counts nowhere.
+    __device__ __forceinline__ float shift_of(int h) const {
+        if (most[h] == minus_infinity()) return 0.0f;
+        return HAS_SCORE ? -most[h] : __fmul_rd(-most[h], factor);
+    }
+
+    // Whether that rounding may have left nothing of weights. No sum of them is NaN then.
+    __device__ __forceinline__ bool is_large(int h) const {
+        return !HAS_SCORE && fabsf(most[h]) <= 3.402823466e38f && sum[h] == sum[h] &&
+               fabsf(most[h] * factor) > LARGE;
+    }
 
     // Weights in the place of scores. Answers what the sums before, of weights and values, are to
     // be multiplied by; whether that is 1 for all rows of the warp.
@@ -42,15 +56,7 @@ struct Rows {
             shrink[h] = rises[h] ? fast_exp2((most[h] - next) * factor) : 1.0f;
             if (rises[h]) most[h] = next;
             sum[h] *= shrink[h];
-            // A logit of a score may be no float any more times the factor: there it is taken times
-            // what is left of it.
-            shift[h] = most[h] == minus_infinity() ? 0.0f : -most[h] * (HAS_SCORE ? 1.0f : factor);
-            // So it is of others whose products with the factor are rounded by several powers of 2.
-            if (!HAS_SCORE && fabsf(shift[h]) > LARGE) {
-#pragma unroll
-                for (int i = 2 * h; i < SCORES; i += i % 2 ? 3 : 1) scores[i] -= most[h];
-                shift[h] = 0.0f;
-            }
+            shift[h] = shift_of(h);
         }
 #pragma unroll
         for (int i = 0; i < SCORES; ++i) {
@@ -80,7 +86,7 @@ struct Rows {
     __device__ __forceinline__ float logarithm(int h, float log2_sum) const {
         if (sum[h] == 0.0f) return minus_infinity();
         if (HAS_SCORE) return most[h] + LN_2 * log2_sum;
-        return LN_2 * fmaf(most[h], factor, log2_sum);
+        return LN_2 * (log2_sum - shift_of(h));
     }
 };
 

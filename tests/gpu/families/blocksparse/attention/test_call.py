@@ -99,12 +99,15 @@ def test_rows_of_the_least_number_have_weights_of_one_size(dtype, kind, shape, s
         check(t.cpu(), other, GRADIENTS[dtype])
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "scale": -0.3}], ids=["", "causal"])
+@pytest.mark.parametrize("equal", [False, True], ids=["", "equal keys"])
 @pytest.mark.parametrize("shape", [SHAPE, SMALL], ids=["whole", "padded"])
-def test_large_logits_are_told_apart(shape, seed):
+def test_large_logits_are_told_apart(shape, equal, options, seed):
     made, (q, k, v) = shape.layout(4, 0.4), shape.tensors(BF16)
     q, k = q * 3e4, k * 3e4
-    found = attention(*map(there, (q, k, v, made)), return_lse=True)
-    for ours, theirs in zip(found, formula(q, k, v, made), strict=True):
+    k = k[:, :, :1].expand_as(k).contiguous() if equal else k
+    found = attention(*map(there, (q, k, v, made)), return_lse=True, **options)
+    for ours, theirs in zip(found, formula(q, k, v, made, **options), strict=True):
         check(ours.cpu(), theirs, VALUES[BF16])
 
 
