@@ -21,6 +21,15 @@ MIN_CACHE_BYTES = 1 << 20
 DEFAULT_CACHE_BYTES = 512 << 20
 DEFAULT_LOCK_TIMEOUT_S = 60.0
 
+CACHE_ADVICE = (
+    "Set KERNLIB_CACHE_DIR to a local folder of your own; behind a colon it takes bundles, which "
+    "bring along kernels of another user or machine: `kernlib cache export BUNDLE` there writes one"
+)
+
+PREFIX = "KERNLIB_"
+SHOWN_CHARACTERS = 100  # of a value that is refused
+MOST_DIGITS = 30
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = r"(?i)(?P<number>\d+)\s*(?P<unit>[KMG]?)(?:I?B)?"  # compiled when used, see errors.py
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True}
@@ -148,8 +157,15 @@ def _expanded(part: str) -> Path:
         return Path(part)
 
 
+def unread(environ: Mapping[str, str]) -> list[str]:
+    """Variables of an environment that look like kernlib's, and that it does not read."""
+    names = {variable.name for variable in VARIABLES}
+    return sorted(name for name in environ if name.upper().startswith(PREFIX) and name not in names)
+
+
 def _bad(name: str, text: str, wanted: str) -> ValueError:
-    return ValueError(f"{name}={text!r} cannot be used: expected {wanted}")
+    shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+    return ValueError(f"{name}={shown!r} cannot be used: expected {wanted}")
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:
@@ -163,9 +179,13 @@ def _size(env: Mapping[str, str], name: str, default: int) -> int:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of ``512M``, ``64 KiB`` and the like, None for what is no size."""
+    """Bytes of ``512M``, ``64 KiB`` and the like, None for what is no size. Of a number with more
+    digits than any disk has bytes, one that is as far too large."""
     match = re.fullmatch(_SIZE, text.strip())
-    return None if match is None else int(match["number"]) * _UNITS[match["unit"].upper()]
+    if match is None:
+        return None
+    digits = match["number"].lstrip("0")[:MOST_DIGITS]  # int() refuses thousands of them
+    return int(digits or "0") * _UNITS[match["unit"].upper()]
 
 
 def _bool(env: Mapping[str, str], name: str) -> bool:

@@ -14,6 +14,7 @@ from kernlib.cli.kernels import KEY_DIGITS, Kept
 from kernlib.cli.options import arch_option, days_option, json_option
 from kernlib.cli.output import counted, plain, plain_errors, print_json, print_table, say, size
 from kernlib.cli.upkeep import clear, prune, verify
+from kernlib.settings import CACHE_ADVICE
 
 SHOWN_CANDIDATES = 8
 COLUMNS = {
@@ -53,7 +54,7 @@ def info(as_json: bool) -> None:
         print_json(facts)
         return
     if facts["kind"] == "memory":
-        click.echo(f"Warning: {places.why_in_memory(said)}. {places.ADVICE}", err=True)
+        click.echo(f"Warning: {places.why_in_memory(said)}. {CACHE_ADVICE}", err=True)
     for name, text in _info_lines(facts):
         say(str(text), start=f"{name:12s}", hang=" " * 12)
 
@@ -83,7 +84,7 @@ def _bundle_info(mounted: places.Mounted) -> dict:
 def _info_lines(facts: dict) -> list[tuple[str, str]]:
     lines = [
         ("kind", facts["kind"]),
-        ("path", facts["path"] or "none: kernels are kept for this process only"),
+        ("path", _path_line(facts)),
         ("kernels", facts["entries"]),
         ("used", f"{size(facts['bytes_used'])} of {size(facts['budget'])}"),
         ("tuning", counted(facts["tuning"], "result")),
@@ -91,6 +92,12 @@ def _info_lines(facts: dict) -> list[tuple[str, str]]:
     for old in facts["moved_aside"]:
         lines.append(("moved aside", f"{old['path']}, damaged, {size(old['bytes'])}"))
     return lines + [("bundle", _bundle_line(bundle)) for bundle in facts["bundles"]]
+
+
+def _path_line(facts: dict) -> str:
+    if facts["kind"] != "memory":
+        return facts["path"]
+    return f"{facts['path'] or 'none'}: new kernels are kept for this process only"
 
 
 def _bundle_line(bundle: dict) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from kernlib.cli import health, kernels, machine, places
 from kernlib.cli.checks import Finding
 from kernlib.cli.output import counted, size
+from kernlib.settings import CACHE_ADVICE
 
 REPAIR = "`kernlib cache verify --repair` moves it aside; its kernels are compiled again"
 
@@ -23,7 +24,8 @@ def store() -> list[Finding]:
         return [Finding("cache", text, REPAIR, needed=True), *_aside(folder)]
     layers, said = places.opened()
     if layers.kind == "memory":
-        return [Finding("cache", places.why_in_memory(said), _lowered(places.ADVICE), needed=True)]
+        advice = _lowered(CACHE_ADVICE)
+        return [Finding("cache", places.why_in_memory(said), advice, needed=True)]
     facts = layers.store.info()
     found = [_held(folder, facts), *_died(before.died), *_damaged(layers.store)]
     return [*found, *_aside(folder), _room(folder, facts)]

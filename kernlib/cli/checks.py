@@ -211,7 +211,17 @@ def settings() -> list[Finding]:
     except ValueError as error:
         advice = "unset the variable, or give it such a value"
         return [Finding("settings", str(error), advice, needed=True)]
-    return [_setting(variable) for variable in settings.VARIABLES]
+    others = map(_unread, settings.unread(os.environ))
+    return [*map(_setting, settings.VARIABLES), *others]
+
+
+def _unread(name: str) -> Finding:
+    from kernlib import hints, settings
+
+    known = [variable.name for variable in settings.VARIABLES]
+    text = f"{name} is set, and kernlib reads no such variable{hints.argument(name, known)}"
+    advice = f"unset {name}; those that kernlib reads are {', '.join(known)}"
+    return Finding("settings", text, advice, details={"name": name, "value": os.environ[name]})
 
 
 def _setting(variable) -> Finding:

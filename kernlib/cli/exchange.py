@@ -55,7 +55,7 @@ def _export(folder: Path, archs: tuple[str, ...]) -> dict:
     """Write and open it; the facts. Raises ClickException and OSError."""
     from kernlib.jit import bundle
 
-    store, seen = places.disk_layers().store, health.Contents()
+    store, seen = places.readable_layers().store, health.Contents()
     kernels = bundle.collect(_noted(store.items(), seen), archs)
     if not kernels:
         raise click.ClickException(_nothing(archs, seen))

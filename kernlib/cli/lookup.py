@@ -18,6 +18,7 @@ HINT = "DESCRIPTOR"
 def descriptors(text: str) -> list:
     """The descriptors that a word of the command line names. Raises BadParameter. Needs no torch,
     but for modules of the user's that do."""
+    text = text.strip().removesuffix("()")  # a call without arguments, as in Python
     if "(" in text:
         return [_written(text)]
     module, colon, name = text.partition(":")
@@ -30,12 +31,13 @@ def descriptors(text: str) -> list:
 
 
 def _written(text: str):
-    """The descriptor that a text such as ``KroneckerSparse(a=6, b=64, c=64, d=1)`` is."""
+    """The descriptor that a text such as ``KroneckerSparse(a=6, b=64, c=64, d=1)`` or
+    ``gaussian(symmetric=True)`` is."""
     from kernlib.descriptors.text import from_text
 
-    ready_made()  # whose modules define what a text may name
+    functions = ready_made()  # whose modules define what a text may name
     try:
-        return from_text(text)
+        return from_text(text, functions)
     except ValueError as error:
         message = f"{error}; fields are given by name: Pairwise(operator='dot', inner=Identity())."
         raise _bad(message) from error

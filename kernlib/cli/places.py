@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import click
 
-ADVICE = "Set KERNLIB_CACHE_DIR to a local folder that you own and can write"
+from kernlib.settings import CACHE_ADVICE
 
 
 class Mounted(NamedTuple):
@@ -45,6 +45,17 @@ def layers():
     return found
 
 
+def readable_layers():
+    """Layers whose store is on disk, or reads one there that this user cannot write. Raises
+    ClickException without either."""
+    found, said = opened()
+    if not getattr(found.store, "reads_a_cache", False):
+        refuse_memory(found, said)
+    for text in said:
+        click.echo(f"Warning: {text}", err=True)
+    return found
+
+
 def disk_layers():
     """Layers whose store is on disk. Raises ClickException for a cache that cannot be used."""
     found, said = opened()
@@ -57,7 +68,7 @@ def disk_layers():
 def refuse_memory(found, said: list[str]) -> None:
     """Raises ClickException, naming KERNLIB_CACHE_DIR, for a store that is not on disk."""
     if found.kind == "memory":
-        raise click.ClickException(f"{why_in_memory(said)}. {ADVICE}")
+        raise click.ClickException(f"{why_in_memory(said)}. {CACHE_ADVICE}")
 
 
 def why_in_memory(said: list[str]) -> str:

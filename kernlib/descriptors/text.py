@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 
 from kernlib.descriptors.base import Descriptor, Part, parsed, render
 
 _CONSTANTS = (type(None), bool, int, float, str)
+NO_FUNCTIONS: Mapping[str, Callable] = {}
 _NAMED = {"inf": float("inf"), "nan": float("nan")}
 
 
@@ -32,21 +34,24 @@ def to_text(descriptor: Descriptor) -> str:
         raise TypeError(f"{descriptor!r} holds what has no text: {error}") from None
 
 
-def from_text(text: str) -> Descriptor:
-    """The descriptor of a text, built and so validated by its constructors.
+def from_text(text: str, functions: Mapping[str, Callable] = NO_FUNCTIONS) -> Descriptor:
+    """The descriptor of a text, built and so validated by its constructors. ``functions`` are
+    others that it may call, by name.
 
     Raises ValueError for what is no descriptor's text, for types that are not known (those of a
     module are once it is imported) and for fields their constructors refuse.
     """
+    if functions:
+        return _parse(text, functions)
     found = parsed.get(text)
     if found is None:
-        found = parsed[text] = _parse(text)
+        found = parsed[text] = _parse(text, functions)
     return found
 
 
-def _parse(text: str) -> Descriptor:
+def _parse(text: str, functions: Mapping[str, Callable]) -> Descriptor:
     try:
-        found = _build(ast.parse(text, mode="eval").body)
+        found = _build(ast.parse(text, mode="eval").body, functions)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{_short(text)} is not the text of a descriptor: {error}") from None
     if not isinstance(found, Descriptor):
@@ -54,21 +59,22 @@ def _parse(text: str) -> Descriptor:
     return found
 
 
-def _build(node: ast.expr):
+def _build(node: ast.expr, functions: Mapping[str, Callable]):
     """The value of one node of the grammar. Raises ValueError and what constructors raise."""
     if isinstance(node, ast.Constant) and isinstance(node.value, _CONSTANTS):
         return node.value
     if isinstance(node, ast.Name) and node.id in _NAMED:
         return _NAMED[node.id]
     if isinstance(node, ast.Tuple):
-        return tuple(_build(item) for item in node.elts)
+        return tuple(_build(item, functions) for item in node.elts)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_build(node.operand)
+        return -_build(node.operand, functions)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-        fields = {keyword.arg: _build(keyword.value) for keyword in node.keywords}
+        fields = {keyword.arg: _build(keyword.value, functions) for keyword in node.keywords}
         if None in fields or len(fields) != len(node.keywords):
             raise ValueError(f"the fields of {node.func.id} are not name=value, each once")
-        return _type(node.func.id)(**fields)
+        made = functions.get(node.func.id) or _type(node.func.id)
+        return made(**fields)
     raise ValueError(f"{_short(ast.unparse(node))} is not part of the grammar")
 
 

@@ -18,7 +18,7 @@ import lmdb
 
 from kernlib.jit import entry, permissions, toolchain
 from kernlib.jit.entry import Entry
-from kernlib.jit.environment import Guarded, walk
+from kernlib.jit.environment import Guarded, meaning_of, walk
 
 FILE = permissions.BUNDLE
 DATABASE = b"kernels"
@@ -82,6 +82,10 @@ class Bundle(Guarded):
         with self._lock:
             try:
                 self.open()
+            except (lmdb.Error, OSError) as error:
+                self._warn_once(f"{self._path} cannot be read: {meaning_of(error)}")
+                return None
+            try:
                 with self._env.begin() as txn:
                     return work(txn)
             except (lmdb.Error, OSError):
@@ -109,7 +113,7 @@ def open_bundle(folder: Path, found: Bundle | None = None) -> Bundle:
     try:
         found.open()
     except lmdb.Error as error:
-        raise OSError(f"{folder / FILE} cannot be opened: {error}") from error
+        raise OSError(f"{folder / FILE} cannot be opened: {meaning_of(error)}") from error
     return found
 
 

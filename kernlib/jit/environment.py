@@ -21,6 +21,7 @@ import shutil
 import stat
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -68,9 +69,27 @@ def walk(data: Path) -> list[str]:
         return [str(error)]
 
 
+def meaning_of(error: Exception) -> str:
+    """What an error of opening a store or a bundle means, where its own text does not say it."""
+    if "already open in this process" in str(error):
+        return (
+            "this process has it open by lmdb.open, and LMDB opens a file only once in a process: "
+            "close that environment, or open a copy of the folder"
+        )
+    if isinstance(error, lmdb.LockError):
+        return (
+            f"a process of another container has the process id {os.getpid()} too, by which LMDB "
+            f"tells its users apart: {error}"
+        )
+    return str(error)
+
+
 def moved_aside(directory: Path) -> list[Path]:
-    """The damaged stores of a cache directory that were moved aside, the newest last."""
-    return sorted((Path(directory) / LAYOUT).glob("store.corrupt-*"))
+    """The damaged stores of a cache directory that were moved aside, the newest last; none of one
+    that cannot be read."""
+    with contextlib.suppress(PermissionError):
+        return sorted((Path(directory) / LAYOUT).glob("store.corrupt-*"))
+    return []
 
 
 def unclean_ends(directory: Path) -> list[float]:
@@ -93,7 +112,13 @@ class Guarded:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._env: lmdb.Environment | None = None
+        self._warned = False
         _instances.add(self)
+
+    def _warn_once(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _close_env(self) -> None:
         if self._env is not None:
@@ -271,6 +296,19 @@ class Environment(Guarded):
         self._close_env()
         self._presence.forget()
 
+    def _reopen(self) -> None:
+        """Open it after a fork, a close or an error, and say so if nothing is kept from now on."""
+        try:
+            self.open()
+        except (FileNotFoundError, *DAMAGE):
+            raise
+        except (OSError, lmdb.Error) as error:
+            self._warn_once(
+                f"the kernel cache in {self.directory} cannot be used ({meaning_of(error)}); until "
+                "it can, this process keeps no kernels"
+            )
+            raise
+
     # Transactions.
 
     def _safely(self, verb: Callable, *args: object) -> object:
@@ -280,7 +318,7 @@ class Environment(Guarded):
                 if self._env is not None and permissions.identity(self._data) != self._file:
                     self._abandon()  # another process has moved it aside
                 if self._env is None:
-                    self.open()
+                    self._reopen()
                 return verb(*args)
             except DAMAGE:
                 self._recover()

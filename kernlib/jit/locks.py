@@ -159,6 +159,9 @@ class FileHold(Hold):
     """To hold the file `path`, made if need be, against all other processes. The caller must keep
     its own threads apart. Raises OSError when the file cannot be opened or locked."""
 
+    flags = os.O_RDWR | os.O_CREAT
+    lock = fcntl.LOCK_EX
+
     def __init__(self, path: Path, timeout: float, on_wait: OnWait | None = None):
         self.path = path
         self._wait = _once(on_wait)
@@ -183,10 +186,10 @@ class FileHold(Hold):
         have been removed by a clean-up: then two owners would hold two files of the same name."""
         self._owner = os.getpid()
         with _guard:
-            self._fd = permissions.open_plain(self.path, os.O_RDWR | os.O_CREAT)
+            self._fd = permissions.open_plain(self.path, self.flags)
             _open_fds[self._fd] = self
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, self.lock | fcntl.LOCK_NB)
             if os.fstat(self._fd).st_ino == os.stat(self.path).st_ino:
                 return True
         except (BlockingIOError, FileNotFoundError):
@@ -220,7 +223,7 @@ class GateHold(FileHold):
 
     def _try(self) -> bool:
         if super()._try():
-            os.utime(self._fd)
+            self._note_turn()
             return True
         turn = self._turn_now()
         if self._turn not in (None, turn):
@@ -228,11 +231,25 @@ class GateHold(FileHold):
         self._turn = turn
         return False
 
+    def _note_turn(self) -> None:
+        os.utime(self._fd)
+
     def _turn_now(self) -> int | None:
         try:
             return os.stat(self.path).st_mtime_ns
         except FileNotFoundError:  # the cache is being removed
             return None
+
+
+class SharedGateHold(GateHold):
+    """To hold such a file, which must be there, against those who hold it alone. To read it is
+    enough: it may be another user's, or on a read-only file system."""
+
+    flags = os.O_RDONLY
+    lock = fcntl.LOCK_SH
+
+    def _note_turn(self) -> None:
+        pass  # only who may write can, and readers are done in microseconds
 
 
 def hold_file(path: Path, timeout: float) -> FileHold:

@@ -31,6 +31,11 @@ class MemoryStore:
         self._lock = threading.RLock()
         _instances.add(self)
 
+    @property
+    def reads_a_cache(self) -> bool:
+        """Whether there is one behind it."""
+        return self._behind is not None
+
     def get(self, key: bytes) -> bytes | None:
         """The value, None for a miss."""
         found = self._values.get(key)
@@ -67,8 +72,9 @@ class MemoryStore:
             return iter((found | self._values).items())
 
     def info(self) -> dict[str, object]:
-        """kind, path, entries, tuning (number of results), bytes_used, budget."""
-        facts = {"kind": "memory", "path": None, "entries": sum(1 for _ in self.items())}
+        """kind, path of what is behind, entries, tuning (number of results), bytes_used, budget."""
+        path = None if self._behind is None else str(self._behind.folder)
+        facts = {"kind": "memory", "path": path, "entries": sum(1 for _ in self.items())}
         facts["tuning"] = len(self._tuning)
         return facts | {"bytes_used": self._bytes, "budget": self.budget}
 

@@ -13,10 +13,14 @@ NOTE_BYTES = 1 << 10
 LOCK_FILE_BYTES = 64 << 10  # 64 bytes a reader: room for 1022
 
 # NOTE: LMDB maps a lock file that processes share, and relies on flock. Neither works across hosts.
-_NETWORK = {"nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "9p", "lustre", "gpfs"}
-_NETWORK |= {"beegfs", "ceph", "glusterfs", "afs", "panfs", "pvfs2", "orangefs", "wekafs"}
-_NETWORK_FUSE = ("fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.ceph", "fuse.juicefs")
-_NETWORK_FUSE += ("fuse.gcsfuse", "fuse.rclone", "fuse.beegfs", "fuse.lustre")
+_NETWORK = {"nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "ncpfs", "afs", "coda"}
+_NETWORK |= {"9p", "virtiofs", "vboxsf", "prl_fs", "vmhgfs"}  # of the host of a virtual machine
+_NETWORK |= {"lustre", "lustre_lite", "gpfs", "beegfs", "beegfs_nodev", "fhgfs", "ceph", "panfs"}
+_NETWORK |= {"glusterfs", "pvfs2", "orangefs", "wekafs", "dvs", "scratchfs", "cvfs", "stornext"}
+_NETWORK |= {"gfs", "gfs2", "ocfs2", "vxfs", "acfs", "quobyte", "mfs", "xtreemfs", "hdfs"}
+# Of FUSE those on a local disk; any other may be of another host, and plain "fuse" does not tell.
+_LOCAL_FUSE = {"fuse.bindfs", "fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.encfs", "fuse.cryfs"}
+_LOCAL_FUSE |= {"fuse.mergerfs", "fuse.ntfs-3g", "fuse.unionfs", "fuse.securefs", "fuse.fuse2fs"}
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -24,6 +28,20 @@ def identity(path: Path) -> tuple[int, int]:
     """Device and inode of a file, which tell it from others. Raises OSError."""
     found = os.stat(path)
     return found.st_dev, found.st_ino
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is something at a path. Raises PermissionError where that cannot be seen."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_mounted_read_only(path: Path) -> bool:
+    """Whether nobody can write a file by this mount. Raises OSError."""
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
 def reserve_lock_file(path: Path) -> None:
@@ -132,7 +150,8 @@ def refuse_bundle(folder: Path) -> None:
 def refuse_network(folder: Path) -> None:
     """Raises OSError for a folder on a network file system."""
     kind = mount_kind(os.path.realpath(folder))
-    if kind in _NETWORK or kind.startswith(_NETWORK_FUSE):
+    fuse = kind == "fuse" or kind.startswith("fuse.")
+    if kind in _NETWORK or (fuse and kind not in _LOCAL_FUSE):
         raise OSError(errno.ENOTSUP, f"it is on a network file system ({kind})", str(folder))
 
 

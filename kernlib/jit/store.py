@@ -26,7 +26,7 @@ import lmdb
 from kernlib.jit import permissions
 from kernlib.jit.environment import DAMAGE, LAYOUT, LOCKS, Environment
 from kernlib.jit.memory import MemoryStore
-from kernlib.settings import MAP_BYTES
+from kernlib.settings import CACHE_ADVICE, MAP_BYTES
 
 # The part of the map that a budget may use. In a fuller map the free pages do not suffice for the
 # transactions that delete entries.
@@ -63,8 +63,7 @@ def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> Lmdb
         _stores[name] = store
         del _opening[name]
     if said:
-        said += ". Set KERNLIB_CACHE_DIR to a local folder of your own"
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{said}. {CACHE_ADVICE}", RuntimeWarning, stacklevel=2)
     return store
 
 

@@ -128,6 +128,14 @@ def test_commands_name_a_setting_that_cannot_be_used(run, monkeypatch, arguments
     assert result.stderr.startswith("Error: KERNLIB_CACHE_BYTES='plenty'")
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, "0" * 5000 + "1", "9" * 5000 + "M", "x" * 5000])
+def test_a_size_of_thousands_of_characters_is_refused_in_a_line(text):
+    with pytest.raises(ValueError, match=r"KERNLIB_CACHE_BYTES=.* expected a size") as caught:
+        settings.Settings.read({"KERNLIB_CACHE_BYTES": text})
+    assert len(str(caught.value)) < 300
+    assert settings.Settings.read({"KERNLIB_CACHE_BYTES": "0" * 5000 + "2M"}).cache_bytes == 2 << 20
+
+
 def test_a_pipe_that_nobody_reads_on_ends_the_command_quietly(cache_dir):
     code = "from kernlib.cli import main; main()"
     shell = f"'{sys.executable}' -c '{code}' cache info | true; exit ${{PIPESTATUS[0]}}"

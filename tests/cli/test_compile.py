@@ -253,6 +253,17 @@ def test_the_ready_made_ones():
     assert known["gaussian"]() == kl.gaussian()
 
 
+def test_a_function_as_it_is_called_in_python(run, asked, modules):
+    modules("own.kernels", "import kernlib as kl\ndef made(): return kl.matern32()\n")
+    texts = ("gaussian()", "own.kernels:made()", "polynomial(degree=2, symmetric=True)")
+    result = run("compile", *texts, "l2_distance(epilogue=(Gaussian(),))", "--arch", "sm_80")
+    assert result.exit_code == 0, result.output
+    assert asked[0].descriptors == [
+        *(kl.gaussian(), kl.matern32(), kl.polynomial(2, symmetric=True)),
+        kl.l2_distance(epilogue=(kl.Gaussian(),)),
+    ]
+
+
 @pytest.mark.parametrize("name", ["one", "several", "made", "made_several", "Box.inner", "kind"])
 def test_descriptors_of_the_working_directory(run, asked, modules, name):
     modules(
@@ -280,6 +291,8 @@ def test_descriptors_of_the_working_directory(run, asked, modules, name):
         ("KroneckerSparse(6, 64, 64, 1)", ("fields are given by name",)),
         ("KroneckerSparse(a=6, b=64, c=64, d=0)", ("d must be at least 1",)),
         ("Nothing(a=6)", ("'Nothing' is no type of a descriptor",)),
+        ("nothing()", ("'nothing' is none of kernlib's",)),
+        ("gaussian(bandwidth=2)", ("unexpected keyword argument 'bandwidth'",)),
         ("own_missing:x", ("own_missing", "cannot be imported", "ModuleNotFoundError")),
         ("own_bad:x", ("own_bad", "ZeroDivisionError")),
         ("own_exit:x", ("own_exit", "SystemExit")),

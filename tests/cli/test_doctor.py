@@ -246,6 +246,15 @@ def test_it_names_a_setting_that_cannot_be_used(run, monkeypatch):
     assert "FAIL  settings    KERNLIB_CACHE_BYTES='plenty'" in result.output
 
 
+def test_a_variable_that_kernlib_does_not_read_is_noted(run, monkeypatch):
+    monkeypatch.setenv("KERNLIB_CACHEDIR", "/tmp/x")
+    monkeypatch.setenv("kernlib_debug", "1")
+    noted = {f["details"]["name"]: f for f in findings(run, "settings") if f["status"] == "note"}
+    assert set(noted) == {"KERNLIB_CACHEDIR", "kernlib_debug"}
+    assert "did you mean KERNLIB_CACHE_DIR?" in noted["KERNLIB_CACHEDIR"]["text"]
+    assert "did you mean KERNLIB_DEBUG?" in noted["kernlib_debug"]["text"]
+
+
 def test_a_check_that_breaks_is_a_finding(run, monkeypatch):
     def broken():
         raise RuntimeError("out of order")

@@ -27,13 +27,20 @@ def folder(lab):
         yield Path(path)
 
 
-def as_user(number, lab, code="", **variables):
-    """Runs TWICE as a user without rights; what it warned of."""
+# Python may be root's alone, so it is imported before.
+IMPORTS = "import email.parser, platformdirs.unix, kernlib.jit.read_only, lmdb.verify; key('one')\n"
+
+
+def become(number):
+    """Code by which a process of root becomes another user, without rights."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    imports = "import email.parser, platformdirs.unix; key('one')\n"  # Python may be root's alone
-    become = f"os.setgroups([]); os.setgid({number}); os.setuid({number}); os.chdir('/')\n"
-    status, errors = lab.run(imports + become + code + TWICE, **variables)
+    return IMPORTS + f"os.setgroups([]); os.setgid({number}); os.setuid({number}); os.chdir('/')\n"
+
+
+def as_user(number, lab, code="", **variables):
+    """Runs TWICE as a user without rights; what it warned of."""
+    status, errors = lab.run(become(number) + code + TWICE, **variables)
     assert status == 0, errors
     assert errors.count("RuntimeWarning") == 1 and "KERNLIB_CACHE_DIR" in errors
     return errors
@@ -153,3 +160,80 @@ def test_a_relative_folder_of_a_working_directory_that_was_removed(lab, tmp_path
     (tmp_path / "gone").mkdir()
     found = lab.run(REMOVED, str(tmp_path / "gone"), KERNLIB_CACHE_DIR="cache:bundle")
     assert found == (0, "") and lab.compiles() == {"one": 1}
+
+
+# Caches with kernels that the process cannot write.
+
+SERVED = """
+warnings.simplefilter("always")
+for name in ("one", "new", "one"): build(name)
+"""
+# Whose the folder is, how its rights are changed, and the warning that NOBODY gets.
+UNWRITABLE = {
+    "root's": (0, "go+rX", "written", "it belongs to user 0"),
+    "one's own": (NOBODY, "a-w", "written", "Permission denied"),
+    "one's own file": (NOBODY, "a-w v1/store/data.mdb", "written", "Permission denied"),
+    "root's, who shares it not": (0, "go-rwx", "used", "Permission denied"),
+    "a third user's": (STRANGER, "go+rX", "used", "it belongs to user 54321"),
+}
+
+
+def change(lab, owner, rights):
+    mode, _, below = rights.partition(" ")
+    os.system(f"chown -R {owner}:{owner} {lab.cache}; chmod -R {mode} {lab.cache / below}")
+
+
+def served(lab, code, use, reason):
+    """Builds a kernel that the cache has and one that it has not; one warning names bundles."""
+    lab.clear()
+    data = lab.cache / "v1" / "store" / "data.mdb"
+    changed = data.stat().st_mtime_ns
+    status, errors = lab.run(code + SERVED)
+    if status == 77 or "unshare" in errors:
+        pytest.skip("this user may mount nothing")
+    assert status == 0, errors
+    assert errors.count("RuntimeWarning") == 1 and reason in errors, errors
+    assert f"cannot be {use} (" in errors and "kernlib cache export" in errors
+    assert lab.compiles() == ({"new": 1} if use == "written" else {"one": 1, "new": 1})
+    assert data.stat().st_mtime_ns == changed
+
+
+@pytest.mark.few(len(UNWRITABLE))
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_a_cache_that_one_may_not_write_is_read_where_that_is_safe(lab, folder, kind):
+    owner, rights, use, reason = UNWRITABLE[kind]
+    code = become(NOBODY)
+    lab.build(["one"])
+    change(lab, owner, rights)
+    served(lab, code, use, reason)
+
+
+def test_without_its_gate_a_cache_of_root_is_not_read_where_root_may_write_it(lab, folder):
+    code = become(NOBODY)
+    lab.build(["one"])
+    (lab.cache / "v1" / "store.lock").unlink()
+    change(lab, 0, "go+rX")
+    served(lab, code, "used", "it belongs to user 0")
+
+
+READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" || exit 77; shift; exec "$@"'
+
+
+@pytest.mark.parametrize("gate", ["with a gate", "without"])
+@pytest.mark.parametrize("user", [0, NOBODY])
+def test_a_cache_of_root_on_a_read_only_mount_is_read_by_everybody(lab, folder, user, gate):
+    code = become(user)
+    lab.build(["one"])
+    change(lab, 0, "go+rX")
+    if gate == "without":
+        (lab.cache / "v1" / "store.lock").unlink()
+    lab.before = ["unshare", "-m", "sh", "-c", READ_ONLY, "sh", str(lab.cache)]
+    served(lab, code, "written", "Read-only file system" if user == 0 else "it belongs to user 0")
+
+
+def test_root_writes_a_folder_that_was_made_read_only(lab, folder):
+    if os.geteuid() != 0:
+        pytest.skip("rights bind whoever is not root")
+    lab.build(["one"])
+    change(lab, 0, "a-w")
+    assert lab.run(SERVED + "assert layers.layers().kind == 'store'") == (0, "")

@@ -14,7 +14,7 @@ from kernlib.jit import bundle, permissions
 from kernlib.jit import store as module
 from kernlib.jit.bundle import open_bundle
 from kernlib.jit.entry import Entry
-from kernlib.jit.locks import FileHold, hold_file
+from kernlib.jit.locks import hold_file
 from kernlib.jit.store import MemoryStore, open_store
 from tests.jit.process_cases import forked, succeeds
 from tests.jit.store_cases import (
@@ -67,6 +67,37 @@ def test_lmdb_that_cannot_be_opened(tmp_path, monkeypatch):
     unusable(tmp_path, "No locks available")
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_store_that_this_process_has_opened_by_lmdb(tmp_path, when):
+    """LMDB opens a file once in a process: one warning says so, and what would help."""
+    store = opened(tmp_path)
+    assert store.put(key(1), b"1")
+    store.close()
+    if when == "before":
+        module._stores.clear()
+    with lmdb.open(str(tmp_path / "v1" / "store"), max_dbs=4):
+        if when == "before":
+            unusable(tmp_path, "has it open by lmdb.open")
+            return
+        with pytest.warns(RuntimeWarning, match=r"by lmdb\.open, .* keeps no kernels") as caught:
+            assert not store.put(key(2), b"2") and store.get(key(1)) is None
+        assert len(caught) == 1 and str(tmp_path) in str(caught[0].message)
+    assert store.put(key(2), b"2") and store.get(key(1)) == b"1"
+
+
+def test_a_bundle_that_this_process_has_opened_by_lmdb(tmp_path):
+    bundle.write(tmp_path, {key(1): Entry("k", b"cubin", {})})
+    opened_once = open_bundle(tmp_path)
+    opened_once.close()
+    with lmdb.open(str(tmp_path / bundle.FILE), subdir=False, lock=False, readonly=True):
+        with pytest.raises(OSError, match=r"by lmdb\.open, .* close that environment"):
+            open_bundle(tmp_path)
+        with pytest.warns(RuntimeWarning, match=r"by lmdb\.open") as caught:
+            assert opened_once.get(key(1)) is None and list(opened_once.items()) == []
+        assert len(caught) == 1
+    assert opened_once.get(key(1)) is not None
+
+
 def test_a_path_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     unusable(tmp_path / "file", "File exists")
@@ -97,15 +128,29 @@ MOUNTS = """\
 """
 
 
-@pytest.mark.parametrize("kind", ["nfs4", "nfs", "cifs", "smb3", "lustre", "9p", "fuse.sshfs"])
-def test_a_network_file_system(tmp_path, monkeypatch, kind):
-    mounts = tmp_path / "mountinfo"
-    escaped = str(tmp_path / "my home").replace(" ", "\\040")
+OF_OTHER_HOSTS = "nfs4 nfs cifs smb3 lustre 9p fuse.sshfs fuse.dfuse fuse dvs gfs2 ocfs2 virtiofs"
+
+
+def mounted(tmp_path, monkeypatch, kind):
+    """The folder of a test with such a file system mounted on another below it."""
+    mounts, folder = tmp_path / "mountinfo", tmp_path / f"my home of {kind}"
+    escaped = str(folder).replace(" ", "\\040")
     mounts.write_text(MOUNTS.format(point=escaped, kind=kind))
     monkeypatch.setattr(permissions, "_MOUNTS", mounts)
-    unusable(tmp_path / "my home" / "cache", kind)
-    assert not (tmp_path / "my home").exists()
-    opened(tmp_path / "my homes")
+    return folder
+
+
+def test_a_network_file_system(tmp_path, monkeypatch):
+    for kind in OF_OTHER_HOSTS.split():
+        folder = mounted(tmp_path, monkeypatch, kind)
+        unusable(folder / "cache", f"network file system ({kind})")
+        assert not folder.exists()
+    opened(tmp_path / f"{folder}s")
+
+
+def test_a_local_file_system_beside_those_of_the_network(tmp_path, monkeypatch):
+    for kind in ("xfs", "fuseblk", "fuse.mergerfs", "fuse.fuse-overlayfs", "overlay"):
+        opened(mounted(tmp_path, monkeypatch, kind)).close()
 
 
 def test_no_list_of_mounts(tmp_path, monkeypatch):
@@ -146,10 +191,14 @@ def read_only(tmp_path, monkeypatch):
         store.close()
         module._stores.clear()
 
-        def refuse(hold):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(hold.path))
+        open_plain = permissions.open_plain
 
-        monkeypatch.setattr(FileHold, "_try", refuse)
+        def refuse(path, flags):
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return open_plain(path, flags)
+
+        monkeypatch.setattr(permissions, "open_plain", refuse)
         return tmp_path
 
     return mounted
