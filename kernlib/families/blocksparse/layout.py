@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -34,6 +36,10 @@ from kernlib.runtime.tensors import check_dense
 
 __all__ = ("NAMES", "Layout", "parse_layout")
 
+# Copies that were pickled for a process that is being started: they are passed as files of shared
+# memory, which close with the last tensor here that is on them.
+_sent: WeakKeyDictionary[object, list] = WeakKeyDictionary()
+
 
 class Layout:
     """Which blocks of a matrix (R, C), or of one matrix a head, are stored. Sizes and capacity are
@@ -52,9 +58,9 @@ class Layout:
     ``capacity``; of one on a GPU the last ones are dropped, which :meth:`check` finds. Layouts and
     the order of values follow Torch-Blocksparse.
 
-    Copies, pickles and ``torch.save`` hold the contents, the last for ``torch.load`` with
-    ``weights_only=False``; :meth:`state` gives plain values and tensors to save, which it takes
-    without, and :meth:`from_state` checks what was loaded.
+    Copies, pickles and ``torch.save`` hold the contents, and ``torch.load`` takes them, checked,
+    once this class is imported; :meth:`state` gives plain values and tensors to save, and
+    :meth:`from_state` checks what was loaded.
 
     ``condition`` is what attention is to be told beside the layout, such as "causal=True", where
     its blocks hold more than the rule that made them: None if nothing, and of copies and later
@@ -420,7 +426,11 @@ class Layout:
         return made
 
     def __reduce__(self):
-        return _unpickled, self.state()
+        state = self.state()
+        process = get_spawning_popen()
+        if process is not None:
+            _sent.setdefault(process, []).append(state[1])
+        return _unpickled, state
 
 
 def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -458,3 +468,6 @@ def _with_heads(mask: torch.Tensor) -> torch.Tensor:
 
 def _unpickled(header: dict, tensors: dict) -> Layout:
     return Layout.from_state(header, tensors)
+
+
+torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given

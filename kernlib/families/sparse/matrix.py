@@ -365,6 +365,9 @@ def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
     return SparseMatrix.from_state(header, tensors)
 
 
+torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
+
+
 def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
     """A matrix (R, C) compressed where it lies, on the CPU or by kernels on a GPU.
 

@@ -57,9 +57,11 @@ def test_copies(way, layout):
         found = pickle.loads(pickle.dumps(layout))
     elif way == "torch":
         file = io.BytesIO()
-        torch.save({"layout": layout.state()}, file)
+        torch.save({"state": layout.state(), "layout": layout}, file)
         file.seek(0)
-        found = Layout.from_state(*torch.load(file, weights_only=True)["layout"])
+        loaded = torch.load(file, weights_only=True)
+        same(Layout.from_state(*loaded["state"]), layout)
+        found = loaded["layout"]
     else:
         found = copy.deepcopy([layout, layout])
         assert found[0] is found[1]

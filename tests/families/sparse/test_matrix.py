@@ -224,7 +224,7 @@ def test_copies_and_pickles(format, seed):
     for other in (
         copy.deepcopy(w),
         pickle.loads(pickle.dumps(w)),
-        torch.load(buffer, weights_only=False),
+        torch.load(buffer, weights_only=True),
     ):
         assert same_bits(other.to_dense(), dense) and other.nnz == w.nnz
         assert other.layout == w.layout and other.known_transpose() is None
