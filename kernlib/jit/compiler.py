@@ -81,7 +81,7 @@ def _explain(error: Exception, spec: KernelSpec, arch: str) -> Exception:
     text = str(error).replace("\0", "").rstrip()
     if type(error).__name__ != "NVRTCError":
         absent = isinstance(error, (ImportError, OSError, RuntimeError))  # of the library's loading
-        return toolchain.missing("NVRTC", error) if absent else error
+        return toolchain.not_loaded(error) if absent else error
     if "invalid value for --gpu-architecture" in text:
         advice = f"NVRTC {toolchain.nvrtc_version()} does not know {arch}; install a newer one"
         return CompileError(advice, text, "")

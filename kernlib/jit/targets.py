@@ -18,6 +18,7 @@ SHARED_BYTES = {
     "sm_90a": 227 * 1024,
     "sm_100": 227 * 1024,
     "sm_103": 227 * 1024,
+    "sm_107": 227 * 1024,  # at least: cuda_occupancy.h of CUDA 13.5 has 328 KB a multiprocessor
     "sm_110": 227 * 1024,
     "sm_120": 99 * 1024,
     "sm_121": 99 * 1024,
@@ -36,6 +37,7 @@ RESIDENT_THREADS = {
     "sm_90a": 2048,
     "sm_100": 2048,
     "sm_103": 2048,
+    "sm_107": 2048,  # as others of 10.x; not documented when this was written
     "sm_110": 1536,
     "sm_120": 1536,
     "sm_121": 1536,
@@ -52,6 +54,7 @@ MULTIPROCESSORS = {
     "sm_90a": (78, 132),
     "sm_100": (148, 152),  # B200, GB200
     "sm_103": (148, 160),  # B300, all of a Blackwell Ultra
+    "sm_107": (148, 224),  # Rubin as it was announced, and no fewer than B200
     "sm_110": (12, 20),  # Thor T4000, T5000
     "sm_120": (14, 188),  # RTX PRO 500 Laptop, RTX PRO 6000
     "sm_121": (48, 48),  # GB10

@@ -42,6 +42,16 @@ def missing(what: str, error: Exception) -> UnsupportedError:
     )
 
 
+def not_loaded(error: Exception) -> UnsupportedError:
+    """The error for an NVRTC that is not there, or that is and cannot be loaded."""
+    if absent():
+        return missing("NVRTC", error)
+    return UnsupportedError(
+        f"NVRTC {nvrtc_version()} is installed, and cannot be loaded ({error}): install its wheel "
+        "again, or name the folder of libnvrtc.so in LD_LIBRARY_PATH"
+    )
+
+
 def absent() -> str:
     """The packages that compiling needs and that are not there, such as ``cuda-bindings and
     NVRTC``, or "". The import of cuda.core by itself fails without saying that cuda.bindings is
@@ -100,18 +110,21 @@ os.register_at_fork(after_in_child=_after_in_child)
 
 @lru_cache(maxsize=1)
 def _wheel_version() -> str:
-    """The version of the wheel whose NVRTC cuda.bindings loads. NVRTC of both major versions may be
-    installed, since torch brings one; the major version of the bindings decides."""
+    return _version_of(_wheel() or "")
+
+
+def _wheel() -> str | None:
+    """The wheel whose NVRTC cuda.bindings loads; None without one. NVRTC of both major versions may
+    be installed, since torch brings one; the major version of the bindings decides."""
     bindings = _version_of("cuda-bindings").partition(".")[0]
     wheels = [wheel for wheel in NVRTC_WHEELS if bindings in (UNKNOWN_VERSION, NVRTC_WHEELS[wheel])]
-    found = [_version_of(wheel) for wheel in wheels]
-    return next((version for version in found if version != UNKNOWN_VERSION), UNKNOWN_VERSION)
+    return next((wheel for wheel in wheels if _version_of(wheel) != UNKNOWN_VERSION), None)
 
 
 def _version_of(wheel: str) -> str:
     try:
         return metadata.version(wheel)
-    except metadata.PackageNotFoundError:
+    except (metadata.PackageNotFoundError, ValueError):  # the second of a name that is empty
         return UNKNOWN_VERSION
 
 
@@ -143,11 +156,28 @@ def confirm_nvrtc() -> None:
 
 def nvrtc_caches() -> bool:
     """Whether NVRTC, which this loads, has a cache of its own, as it has from 12.9 on. Older ones
-    refuse the option that turns it off."""
+    refuse the option that turns it off. Raises OSError or RuntimeError where NVRTC is not found."""
     from cuda.bindings import nvrtc
 
-    status, *numbers = nvrtc.nvrtcVersion()
+    try:
+        status, *numbers = nvrtc.nvrtcVersion()
+    except (OSError, RuntimeError):  # cuda.bindings looks into site-packages, and not into sys.path
+        if not _load_wheel():
+            raise
+        status, *numbers = nvrtc.nvrtcVersion()
     return int(status) != 0 or numbers >= [12, 9]
+
+
+def _load_wheel() -> bool:
+    """Load the NVRTC of its wheel, wherever that is on ``sys.path``: whoever asks for NVRTC then
+    gets this one. False where its files are not known. Raises OSError for a file that is broken."""
+    import ctypes
+
+    files = metadata.files(_wheel() or "cuda-bindings") or ()
+    paths = [file.locate() for file in files if file.name.startswith("libnvrtc.so.")]
+    for path in paths:
+        ctypes.CDLL(str(path))
+    return bool(paths)
 
 
 @lru_cache(maxsize=1)

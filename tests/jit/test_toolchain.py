@@ -1,15 +1,19 @@
 """NVRTC: which one a key names, which of its failures are remembered, and who may call it."""
 
+import os
 import pickle
 import subprocess
 import sys
+import venv
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 import kernlib as kl
 from kernlib.errors import INSTALL
-from kernlib.jit import compiler, layers, service, toolchain
+from kernlib.jit import compiler, layers, service, targets, toolchain
 from kernlib.jit.compiler import NoVerdict
 from tests.jit.process_cases import forked, succeeds
 from tests.jit.service_cases import ARCH, SPEC, in_threads
@@ -72,6 +76,44 @@ def test_what_is_missing_is_named(hidden, named):
     assert found.stdout.rstrip().endswith(f"To install: {INSTALL}")
 
 
+ELSEWHERE = """
+import sysconfig
+from kernlib.jit import compiler
+from kernlib.jit.spec import KernelSpec
+assert not os.path.exists(sysconfig.get_path("purelib") + "/cuda"), "it is of site-packages"
+spec = KernelSpec("test", 'extern "C" __global__ void entry() {}', "entry", 32)
+print(compiler.compile_spec(spec, "sm_80").meta["nvrtc"])
+"""
+
+
+def test_packages_that_pip_has_put_elsewhere_compile(tmp_path):
+    """As ``pip install --target`` does, with PYTHONPATH, where no torch brings an NVRTC."""
+
+    (packages,) = {Path(find_spec(name).origin).parents[1] for name in ("lmdb", "click")}
+    (tmp_path / "target").mkdir()
+    for path in packages.iterdir():
+        if path.suffix != ".pth" and "kernlib" not in path.name:
+            (tmp_path / "target" / path.name).symlink_to(path)
+    venv.create(tmp_path / "bare", symlinks=True)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'target'}"}
+    command = [tmp_path / "bare" / "bin" / "python", "-c", "import os" + ELSEWHERE]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == toolchain.nvrtc_version(), found.stderr
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_the_error_says_whether_nvrtc_is_there(cache, monkeypatch, installed, is_installed):
+    def find():
+        raise RuntimeError("no file")
+
+    installed({**BOTH, "cuda-bindings": "13.4.4"} if is_installed else {"cuda-bindings": "13.4.4"})
+    monkeypatch.setattr(toolchain, "nvrtc_caches", find)
+    start = "NVRTC 13.0.88 is installed, and" if is_installed else "kernels cannot be compiled"
+    with pytest.raises(kl.UnsupportedError, match=start) as caught:
+        service.build(SPEC, ARCH)
+    assert (INSTALL in str(caught.value)) is not is_installed and "no file" in str(caught.value)
+
+
 def test_what_another_nvrtc_has_made_is_kept_under_its_name(cache, installed):
     from cuda.bindings import nvrtc
 
@@ -92,6 +134,15 @@ def test_the_wheel_of_this_machine_is_the_one_that_is_loaded(monkeypatch):
     monkeypatch.setattr(toolchain, "_loaded", None)  # another test may have named another wheel
     compiler.compile_spec(SPEC._replace(source='extern "C" __global__ void entry() {}'), ARCH)
     assert toolchain._loaded is None
+
+
+def test_every_target_that_nvrtc_knows_is_known():
+    """From the oldest GPU on that kernels run on: else a new GPU is refused. NVIDIA's list of GPUs
+    has none of sm_88."""
+    from cuda.bindings import nvrtc
+
+    numbers = [number for number in nvrtc.nvrtcGetSupportedArchs()[1] if number >= 80]
+    assert {f"sm_{number}" for number in numbers} - {"sm_88"} <= set(targets.SHARED_BYTES)
 
 
 class NVRTCError(Exception):

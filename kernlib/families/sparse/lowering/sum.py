@@ -17,7 +17,8 @@ from kernlib.lowering.steps import Step
 
 THREADS = 128
 FIXED = "<4q2i"
-OVERLAPPING = ("sm_90a", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")  # targets that know how
+# Targets that know how.
+OVERLAPPING = ("sm_90a", "sm_100", "sm_103", "sm_107", "sm_110", "sm_120", "sm_121")
 
 
 def step(
