@@ -12,6 +12,7 @@ import math
 from functools import cache
 from typing import NamedTuple
 
+from kernlib.descriptors import nesting
 from kernlib.descriptors.base import shown
 
 FUNCTIONS = {
@@ -85,8 +86,14 @@ def syntax(text: str, what: str = "expression", deepest: int = DEEPEST) -> ast.e
     """Python's tree of an expression, or of ``what`` it is, with no more than ``deepest``
     operations in one another: what all that walks it can bear.
 
-    Raises ValueError for others.
+    Raises ValueError for others, and before it is parsed for a text that is too long or too deep.
     """
+    advice = "several epilogues, or " if what == "expression" else ""
+    try:
+        nesting.check_size(text)
+    except ValueError as error:
+        why = f"{error}: use {advice}parentheses in long sums"
+        raise ValueError(f"{what} {shown(text)} {why}") from None
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
@@ -96,7 +103,6 @@ def syntax(text: str, what: str = "expression", deepest: int = DEEPEST) -> ast.e
         why = str(error) or "it is nested too deep"
         raise ValueError(f"{what} {shown(text)} does not parse: {why}") from None
     if (depth := _depth(body)) > deepest:
-        advice = "several epilogues, or " if what == "expression" else ""
         raise ValueError(
             f"{what} {shown(text)} has {depth} operations in one another, of at most "
             f"{deepest}: use {advice}parentheses in long sums"

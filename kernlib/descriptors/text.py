@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 
+from kernlib.descriptors import nesting
 from kernlib.descriptors.base import Descriptor, Part, parsed, render
 
 _CONSTANTS = (type(None), bool, int, float, str)
 NO_FUNCTIONS: Mapping[str, Callable] = {}
+LONGEST = 100_000  # characters; an expression in it has ten times fewer
+DEEPEST = 2 * nesting.DEEPEST  # an expression in it counts too
 _NAMED = {"inf": float("inf"), "nan": float("nan")}
 
 
@@ -50,6 +53,10 @@ def from_text(text: str, functions: Mapping[str, Callable] = NO_FUNCTIONS) -> De
 
 
 def _parse(text: str, functions: Mapping[str, Callable]) -> Descriptor:
+    try:
+        nesting.check_size(text, LONGEST, DEEPEST)
+    except ValueError as error:
+        raise ValueError(f"{_short(text)} {error}: no descriptor does") from None
     try:
         found = _build(ast.parse(text, mode="eval").body, functions)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:

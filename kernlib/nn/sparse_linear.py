@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from operator import index
 from typing import SupportsIndex
@@ -18,6 +17,7 @@ from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.layout import untransformed
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.moved import check_written, refuse_capture
+from kernlib.nn import json_bytes
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, computed
 from kernlib.nn.indexed import (
@@ -327,8 +327,7 @@ class SparseLinear(ComputesWeight, IndexedModule):
         """Everything but the tensors, as the bytes of a JSON text in a tensor: formats of files
         that hold tensors alone, such as safetensors, take it."""
         header = None if self._matrix is None else self._weight().state()[0]
-        text = json.dumps(header, sort_keys=True).encode()
-        return torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+        return json_bytes.written(header)
 
     def _saved_indices(self) -> dict[str, torch.Tensor]:
         held = self._matrix
@@ -455,8 +454,8 @@ def _makes_anew(fn: Callable, like: torch.Tensor) -> bool:
 def _header(state) -> dict:
     """The header in an extra state. Raises ValueError."""
     try:
-        header = json.loads(bytes(state.tolist()).decode())
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # RecursionError is the second
+        header = json_bytes.parsed(state)
+    except ValueError:
         raise ValueError("its extra state is no header of a SparseLinear") from None
     if not isinstance(header, dict):
         raise ValueError("what is loaded was saved of an empty SparseLinear")

@@ -1,5 +1,6 @@
 """Expressions nested as deep as is permitted, and deeper; numbers of every kind."""
 
+import ast
 import copy
 from fractions import Fraction
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.descriptors import nesting, text
 from kernlib.descriptors.derivative import Derivative, fits
 from kernlib.descriptors.text import from_text
 from kernlib.lowering.epilogue_source import EpilogueSource
@@ -33,12 +35,40 @@ NESTED = {
 
 
 @pytest.mark.parametrize("kind", NESTED)
-@pytest.mark.parametrize("depth", [101, 300, 5000, 200_000])
+@pytest.mark.parametrize("depth", [101, 300, nesting.DEEPEST + 1])
 def test_expressions_nested_too_deep_are_refused(kind, depth):
     if kind == "parentheses" and depth == 101:
         return  # which are no operations
     with pytest.raises(ValueError, match=r"does not parse|operations in one another"):
         kl.Custom(NESTED[kind](depth))
+
+
+def sizes(depth, count):
+    """Texts of so many operations in one another, and of so many characters."""
+    deep = {kind: NESTED[kind](depth) for kind in NESTED if kind != "parentheses"}
+    return deep | {"long": "v" * count, "no end": "(" * depth, "words": "not " * depth + "v"}
+
+
+@pytest.mark.few(10)
+@pytest.mark.parametrize("kind", sizes(0, 0))
+def test_no_parser_sees_a_text_beyond_the_bounds(kind, monkeypatch):
+    def refuse(*_, **__):
+        raise SyntaxError("it was parsed")
+
+    wide = sizes(nesting.DEEPEST + 1, nesting.LONGEST + 1)[kind]
+    wider = sizes(text.DEEPEST + 1, text.LONGEST + 1)[kind]
+    for make, given in (
+        (kl.Custom, wide),
+        (lambda score: kl.BlockSparseAttention(score=score), wide),
+        (lambda mask: kl.BlockSparseAttention(mask=mask), wide),
+        (from_text, wider),
+    ):
+        with (
+            pytest.raises(ValueError, match=r"(characters|in one another), of at most \d+"),
+            monkeypatch.context() as patched,
+        ):
+            patched.setattr(ast, "parse", refuse)
+            make(given)
 
 
 @pytest.mark.parametrize("kind", NESTED)

@@ -166,7 +166,7 @@ REFUSED = {
     "bytes": ("FutureFamily(part=b'x')", "is not part of the grammar"),
     "minus a string": ("FutureFamily(part=-'x')", "bad operand"),
     "deep": (
-        "FutureFamily(part=" + 5000 * "(" + 5000 * ")" + ")",
+        "FutureFamily(part=" + 201 * "(" + 201 * ")" + ")",
         "is not the text of a descriptor",
     ),
 }

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import prune
 
+from kernlib.descriptors import nesting
 from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import compress, magnitude
 from tests.families.sparse.cases import FORMATS
@@ -123,11 +124,13 @@ def test_a_layer_made_empty_holds_no_matrix(format, via):
     assert torch.equal(made.to_dense(), linear().weight)
 
 
-def test_headers_that_nest_too_deep_or_lie_nowhere_are_refused():
+def test_headers_too_long_or_too_deep_or_nowhere_are_refused():
     made = SparseLinear.from_linear(linear())
     state = made.state_dict()
-    deep = torch.tensor(list(b"[" * 100_000), dtype=torch.uint8)
-    for wrong in (deep, state["_extra_state"].to("meta"), torch.zeros(3), None):
+    deep = torch.tensor(list(b"[" * (nesting.DEEPEST + 1)), dtype=torch.uint8)
+    blanks = torch.full((nesting.LONGEST,), ord(" "), dtype=torch.uint8)
+    long = torch.cat([state["_extra_state"], blanks])
+    for wrong in (deep, long, state["_extra_state"].to("meta"), torch.zeros(3), None):
         with pytest.raises(RuntimeError, match="no header of a SparseLinear"):
             made.load_state_dict({**state, "_extra_state": wrong})
 

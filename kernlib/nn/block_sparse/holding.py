@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import torch
@@ -15,6 +14,7 @@ from kernlib.families.blocksparse.contents.given import has_values, outside
 from kernlib.families.blocksparse.contents.sizes import NAMES
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.saved import header_of
+from kernlib.nn import json_bytes
 from kernlib.nn.indexed import (
     DIGITS,
     MARK,
@@ -254,8 +254,7 @@ class LayoutModule(IndexedModule):
         held = self._saved()
         known = held is not None and has_values(*held.tensors)
         header = held.state()[0] if known else None
-        text = json.dumps(header, sort_keys=True).encode()
-        return torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+        return json_bytes.written(header)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Nothing: the layout was made of it together with its tensors."""
@@ -376,8 +375,8 @@ def mask_of(mark: torch.Tensor, layout: Layout) -> torch.Tensor | None:
 def _header(state) -> dict:
     """The header in an extra state. Raises ValueError."""
     try:
-        header = json.loads(bytes(state.tolist()).decode())
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # RecursionError is the second
+        header = json_bytes.parsed(state)
+    except ValueError:
         raise ValueError("its extra state is no header of a layout") from None
     if not isinstance(header, dict):
         raise ValueError("what is loaded was saved of a layer on meta, without contents")

@@ -217,6 +217,7 @@ def test_states_are_looked_at():
         (lambda s: s["layout_rows"].add_(1), "checksum"),
         (lambda s: s.pop("layout_cols"), "has the tensors"),
         (lambda s: s.update(_extra_state=torch.zeros(3)), "no header of a layout"),
+        (lambda s: s.update(_extra_state=s["_extra_state"].repeat(99)), "no header of a layout"),
         (lambda s: s.update(layer(device="meta").state_dict()), "saved of a layer on meta"),
         (lambda s: s.update(layer(capacity=9).state_dict()), "capacity 9, that of the layer"),
     ):
