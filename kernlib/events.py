@@ -43,7 +43,8 @@ _subscribers: list[Listener] = []
 # One entry for each subscriber and each open block of on_stderr, of any thread. A launch tests
 # whether this list is empty, in 5 ns; listening() takes 40.
 watched: list[object] = []
-_on_stderr: ContextVar[bool] = ContextVar("kernlib_debug", default=False)
+# Of each open block the names of its events.
+_on_stderr: ContextVar[list[str] | None] = ContextVar("kernlib_debug", default=None)
 _environment_read = False
 
 
@@ -51,7 +52,7 @@ def listening() -> bool:
     """Whether anybody would see an event."""
     if not _environment_read:
         _read_environment()
-    return bool(_subscribers) or _on_stderr.get()
+    return bool(_subscribers) or _on_stderr.get() is not None
 
 
 def emit(name: str, key: str, arch: str, description: str, **fields: object) -> None:
@@ -61,8 +62,11 @@ def emit(name: str, key: str, arch: str, description: str, **fields: object) -> 
     event = Event(name, key, arch, description, fields)
     for listener in tuple(_subscribers):
         listener(event)
-    if _on_stderr.get() and write_line not in _subscribers:
-        write_line(event)
+    block = _on_stderr.get()
+    if block is not None:
+        block.append(name)
+        if write_line not in _subscribers:
+            write_line(event)
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
@@ -86,18 +90,20 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 def is_debugging() -> bool:
     """Whether the call under way has ``debug=True``. Such a call may wait for the device, to find
     what is wrong with values there."""
-    return bool(watched) and _on_stderr.get()
+    return bool(watched) and _on_stderr.get() is not None
 
 
 @contextmanager
-def on_stderr() -> Iterator[None]:
-    """Write the events of this block, in this thread or task, to stderr."""
-    token, block = _on_stderr.set(True), object()
-    watched.append(block)
+def on_stderr() -> Iterator[list[str]]:
+    """Write the events of this block, in this thread or task, to stderr; the list grows by the name
+    of each."""
+    block: list[str] = []
+    token, mark = _on_stderr.set(block), object()
+    watched.append(mark)
     try:
-        yield
+        yield block
     finally:
-        watched.remove(block)
+        watched.remove(mark)
         _on_stderr.reset(token)
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernlib.ahead import build_all
+from kernlib.debug import takes_debug
 from kernlib.descriptors.base import Descriptor
 from kernlib.errors import CaptureError
 from kernlib.jit import targets, tuning
@@ -117,10 +118,12 @@ def _words(choice: dict) -> str:
     return " ".join(f"{name}={value}" for name, value in choice.items())
 
 
+@takes_debug
 def tune(
     descriptor: Descriptor,
     *tensors: torch.Tensor | Layout | SparseMatrix,
     progress: bool | None = None,
+    debug: bool = False,
     **arguments: Any,
 ) -> Tuning:
     """Time every kernel that could compute :func:`kernlib.run_kernel` of these arguments, and keep

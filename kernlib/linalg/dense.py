@@ -11,12 +11,14 @@ from types import ModuleType
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.linalg import cusolver, infos, layouts, native
 from kernlib.linalg.checks import System, check_flags, check_matrix, check_system
 from kernlib.linalg.layouts import Work
 from kernlib.runtime.precision import rounds
 
 
+@takes_debug
 def solve_cholesky(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -25,6 +27,7 @@ def solve_cholesky(
     overwrite_a: bool = False,
     overwrite_b: bool = False,
     check_errors: bool = False,
+    debug: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve ``a x = b`` for symmetric positive definite a by ``a = L L^T``.
 
@@ -62,6 +65,7 @@ def solve_cholesky(
         return _finish(system, x, info, check_errors, "solve_cholesky", infos.NOT_POSITIVE)
 
 
+@takes_debug
 def solve_lu(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -69,6 +73,7 @@ def solve_lu(
     overwrite_a: bool = False,
     overwrite_b: bool = False,
     check_errors: bool = False,
+    debug: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve ``a x = b`` for any square a by ``a = P L U`` with partial pivoting.
 
@@ -94,12 +99,14 @@ def solve_lu(
         return _finish(system, x, info, check_errors, "solve_lu", infos.SINGULAR)
 
 
+@takes_debug
 def eigh(
     a: torch.Tensor,
     *,
     upper: bool = False,
     overwrite_a: bool = False,
     check_errors: bool = False,
+    debug: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Eigenvalues and eigenvectors of symmetric a: ``a = V diag(w) V^T``.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.errors import CaptureError, ConvergenceWarning
 from kernlib.linalg.captured import Captured, is_busy, is_capturable
 from kernlib.linalg.checks import DTYPES, refuse_meta
@@ -42,6 +43,7 @@ class _State(NamedTuple):
     active: torch.Tensor  # columns that go on
 
 
+@takes_debug
 def conjugate_gradient(
     matmul: Product,
     b: torch.Tensor,
@@ -51,6 +53,7 @@ def conjugate_gradient(
     tol: float = 1e-6,
     max_iter: int = 1000,
     check_every: int = 10,
+    debug: bool = False,
 ) -> CGResult:
     """Solve ``A x = b`` for symmetric positive definite A until ``||b - A x|| <= tol ||b||``.
 

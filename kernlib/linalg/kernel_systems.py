@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.linalg import native
@@ -34,6 +35,7 @@ _CORRECTIONS = 3
 _OWN = "y", "rank", "tol", "max_iter", "check_every", "generator"  # arguments besides a kernel's
 
 
+@takes_debug
 def solve_kernel(
     descriptor: Pairwise,
     x: torch.Tensor,
@@ -45,6 +47,7 @@ def solve_kernel(
     max_iter: int = 1000,
     check_every: int = 10,
     generator: torch.Generator | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> CGResult:
     """Solve ``(K(x, x) + regularization I) w = y`` by :func:`conjugate_gradient`; with a

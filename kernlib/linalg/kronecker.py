@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.families.kronecker_product.matmul import check_factors
 from kernlib.linalg import infos
 from kernlib.linalg.checks import DTYPES, check_flags, refuse_meta
@@ -50,8 +51,9 @@ class KronEigh(NamedTuple):
 # What is called.
 
 
+@takes_debug
 def kron_cholesky(
-    factors: Sequence[torch.Tensor], *, check_errors: bool = False
+    factors: Sequence[torch.Tensor], *, check_errors: bool = False, debug: bool = False
 ) -> list[torch.Tensor]:
     """Lower triangular ``L_i`` with ``K_i = L_i L_i^T``, so that ``L1 ⊗ ... ⊗ LN`` is the Cholesky
     factor of ``K1 ⊗ ... ⊗ KN``.
@@ -72,8 +74,9 @@ def kron_cholesky(
     return _unless_failed("kron_cholesky", found, infos.NOT_POSITIVE, check_errors)
 
 
+@takes_debug
 def kron_inverse(
-    factors: Sequence[torch.Tensor], *, check_errors: bool = False
+    factors: Sequence[torch.Tensor], *, check_errors: bool = False, debug: bool = False
 ) -> list[torch.Tensor]:
     """The inverses of the factors, whose Kronecker product is the inverse of theirs.
 
@@ -90,7 +93,10 @@ def kron_inverse(
     return _unless_failed("kron_inverse", found, infos.SINGULAR, check_errors)
 
 
-def kron_eigh(factors: Sequence[torch.Tensor], *, check_errors: bool = False) -> KronEigh:
+@takes_debug
+def kron_eigh(
+    factors: Sequence[torch.Tensor], *, check_errors: bool = False, debug: bool = False
+) -> KronEigh:
     """Eigenvalues and eigenvectors of symmetric factors, ``K_i = V_i diag(w_i) V_i^T``, of which
     those of ``K1 ⊗ ... ⊗ KN`` are made:
 
@@ -111,6 +117,7 @@ def kron_eigh(factors: Sequence[torch.Tensor], *, check_errors: bool = False) ->
     return KronEigh([w for w, _, _ in found], [v for _, v, _ in found])
 
 
+@takes_debug
 def kron_solve(
     factors: Sequence[torch.Tensor],
     b: torch.Tensor,
@@ -118,6 +125,7 @@ def kron_solve(
     noise: float | torch.Tensor | None = None,
     cholesky: bool = False,
     check_errors: bool = False,
+    debug: bool = False,
 ) -> torch.Tensor:
     """``x = (K1 ⊗ ... ⊗ KN)^-1 b``, or ``x = (K1 ⊗ ... ⊗ KN + noise I)^-1 b``.
 
@@ -169,11 +177,13 @@ def kron_solve(
     return x.squeeze(-1) if vector else x
 
 
+@takes_debug
 def kron_logdet(
     factors: Sequence[torch.Tensor],
     *,
     noise: float | torch.Tensor | None = None,
     check_errors: bool = False,
+    debug: bool = False,
 ) -> torch.Tensor:
     """``log det(K1 ⊗ ... ⊗ KN) = sum_i (n / n_i) log det K_i``, or with ``noise``
     ``log det(K1 ⊗ ... ⊗ KN + noise I) = sum_j log(w_j + noise)``.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.debug import takes_debug
 from kernlib.families.kronecker_product.checks import TYPES
 from kernlib.families.kronecker_product.matmul import check_factors, kron_matmul
 from kernlib.linalg.checks import refuse_meta
@@ -35,6 +36,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 _NO_TRANSFORMS = "masked_kron_solve does not support; give it a batch instead"
 
 
+@takes_debug
 def masked_kron_matmul(
     x: torch.Tensor,
     factors: Sequence[torch.Tensor],
@@ -42,6 +44,7 @@ def masked_kron_matmul(
     columns: torch.Tensor | None = None,
     *,
     precision: str | None = None,
+    debug: bool = False,
 ) -> torch.Tensor:
     """``P (K1 ⊗ ... ⊗ KN) Q^T x``: the entries ``rows`` of ``(K1 ⊗ ... ⊗ KN) z``, where z has x at
     the entries ``columns`` and 0 at all others.
@@ -80,6 +83,7 @@ def masked_kron_matmul(
     return y.squeeze(-1) if vector else y
 
 
+@takes_debug
 def masked_kron_solve(
     factors: Sequence[torch.Tensor],
     b: torch.Tensor,
@@ -90,6 +94,7 @@ def masked_kron_solve(
     max_iter: int = 1000,
     check_every: int = 10,
     preconditioner: Product | None = None,
+    debug: bool = False,
 ) -> CGResult:
     """Solve ``(P (K1 ⊗ ... ⊗ KN) P^T + noise I) x = b`` by :func:`conjugate_gradient`.
 

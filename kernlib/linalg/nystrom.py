@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
@@ -51,6 +52,7 @@ class NystromPreconditioner(NamedTuple):
             )
 
 
+@takes_debug
 def nystrom(
     descriptor: Pairwise,
     x: torch.Tensor,
@@ -58,6 +60,7 @@ def nystrom(
     *,
     regularization: float,
     generator: torch.Generator | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> NystromPreconditioner:
     """A preconditioner of ``K(x, x) + regularization I`` from ``rank`` random columns of K.
@@ -144,7 +147,7 @@ def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> No
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
     for name, value in hyperparameters.items():
-        if name in ("out", "accumulate", "debug"):
+        if name in ("out", "accumulate"):
             raise TypeError(f"{name} is no argument of {task}")
         if name in _SPELT:
             raise TypeError(f"{name} is no argument of {task}; did you mean {_SPELT[name]}?")

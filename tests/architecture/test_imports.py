@@ -42,6 +42,7 @@ FORBIDDEN = {
     "settings.py": ("torch", "cuda", "lmdb", "kernlib"),
     "canonical.py": ("torch", "cuda", "lmdb", "kernlib"),
     "calls.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
+    "debug.py": ("cuda", "lmdb", "kernlib.families", "kernlib.jit", "kernlib.run", *ABOVE),
     "hints.py": ("torch", "cuda", "lmdb", "kernlib"),
     "errors.py": ("torch", "cuda", "lmdb", "kernlib"),
     "events.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),

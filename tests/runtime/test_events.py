@@ -1,9 +1,92 @@
 """Who listens to events, and until when."""
 
+import inspect
+
+import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
+from kernlib import blocksparse, events, linalg, sparse
+
+SPD, B = torch.eye(4) * 3 + 1, torch.randn(4, 2)
+X, COLUMN, BANDWIDTH = torch.randn(4, 3), torch.randn(4), {"bandwidth": 1.0}
+W, LAYOUT = sparse.compress(torch.eye(4), "u8"), blocksparse.dense(16, 16, 16)
+VALUES, HEADS = torch.randn(1, 16, 16), torch.randn(1, 1, 16, 16)
+Q, SCALES = torch.randn(16, 16).to(torch.float8_e4m3fn), (torch.ones(()), torch.ones(1))
+# A call of each public function that computes something of tensors.
+CALLS = {
+    kl.agop: (kl.gaussian(), X, X, COLUMN, BANDWIDTH),
+    kl.cdist: (X, X),
+    kl.cdist_expadd: (X, X, {"scale": -1.0}),
+    kl.cdist_grad: (SPD, SPD, SPD, SPD),
+    kl.cdist_grad_expadd: (SPD, SPD, SPD, SPD, {"scale": -1.0}),
+    kl.kernel_argmin: (kl.gaussian(), X, X, BANDWIDTH),
+    kl.kernel_logsumexp: (kl.gaussian(), X, X, BANDWIDTH),
+    kl.kernel_matmul: (kl.gaussian(), X, X, COLUMN, BANDWIDTH),
+    kl.kernel_min: (kl.gaussian(), X, X, BANDWIDTH),
+    kl.kernel_sum: (kl.gaussian(), X, X, BANDWIDTH),
+    kl.kernel_topk: (kl.gaussian(), X, X, 2, BANDWIDTH),
+    kl.kron_matmul: (X, [torch.randn(3, 2)]),
+    kl.run_kernel: (kl.gaussian(), X, X, BANDWIDTH),
+    sparse.compress: (torch.eye(4), "u8"),
+    sparse.from_csr: (torch.arange(5), torch.arange(4), torch.ones(4), (4, 4), "u8"),
+    sparse.magnitude: (X, 0.5),
+    sparse.matmul: (W, COLUMN),
+    blocksparse.attention: (HEADS, HEADS, HEADS, LAYOUT),
+    blocksparse.dds: (HEADS, VALUES, LAYOUT),
+    blocksparse.dsd: (VALUES, HEADS, LAYOUT),
+    blocksparse.quantize: (X,),
+    blocksparse.scaled_dds: (Q, Q[None], LAYOUT, *SCALES),
+    blocksparse.scaled_dsd: (Q[None], Q, LAYOUT, *SCALES[::-1]),
+    blocksparse.scaled_dot_product_attention: (HEADS, HEADS, HEADS, {"layout": LAYOUT}),
+    blocksparse.sdd: (HEADS, HEADS, LAYOUT),
+    blocksparse.softmax: (VALUES, LAYOUT),
+    blocksparse.top_k: (torch.randn(2, 2), 16, 1),
+    linalg.conjugate_gradient: (SPD.matmul, B),
+    linalg.eigh: (SPD,),
+    linalg.kron_cholesky: ([SPD],),
+    linalg.kron_eigh: ([SPD],),
+    linalg.kron_inverse: ([SPD],),
+    linalg.kron_logdet: ([SPD],),
+    linalg.kron_solve: ([SPD], B),
+    linalg.masked_kron_matmul: (COLUMN, [SPD], torch.arange(4)),
+    linalg.masked_kron_solve: ([SPD], COLUMN, torch.arange(4), {"noise": 1.0}),
+    linalg.nystrom: (kl.gaussian(), X, 2, {"regularization": 1.0, **BANDWIDTH}),
+    linalg.solve_cholesky: (SPD, B),
+    linalg.solve_kernel: (kl.gaussian(), X, COLUMN, {"regularization": 1.0, **BANDWIDTH}),
+    linalg.solve_lu: (SPD, B),
+}
+# What only describes, and what the tests of its own module cover.
+OTHERS = {
+    kl.compile, kl.prepare, kl.register_operators, kl.tune, blocksparse.block_diagonal,
+    blocksparse.causal, blocksparse.dense, blocksparse.fixed, blocksparse.random,
+    blocksparse.sliding_window,
+}  # fmt: skip
+
+
+def test_each_public_operation_has_its_call_here():
+    listed = {getattr(module, name) for module in (kl, sparse, blocksparse, linalg)
+              for name in module.__all__}  # fmt: skip
+    functions = {each for each in listed if inspect.isfunction(each)}
+    descriptors = {each for each in functions if each.__module__.endswith("descriptor")}
+    assert functions - descriptors - OTHERS - {kl.compile} == set(CALLS)
+
+
+@pytest.mark.few(99)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_every_operation_takes_debug(call, capsys):
+    """What it is says what was done; nothing else is, and what is no bool is refused."""
+    *values, last = CALLS[call]
+    named = last if isinstance(last, dict) else {}
+    values = values if named else [*values, last]
+    call(*values, **named)
+    assert not capsys.readouterr().err
+    call(*values, **named, debug=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(line.startswith("kernlib ") for line in lines)
+    with pytest.raises(TypeError, match=r"debug must be True or False, got 1"):
+        call(*values, **named, debug=1)
+    assert not capsys.readouterr().err
 
 
 def test_each_subscription_ends_once_and_alone():

@@ -1,4 +1,4 @@
-"""kermac's solvers: right-hand sides and solutions are rows. ``debug`` has nothing to show."""
+"""kermac's solvers: right-hand sides and solutions are rows."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def solve_cholesky(
     :func:`kernlib.linalg.solve_cholesky`; with ``check_errors`` the LinAlgError is a ValueError
     too, as kermac's was.
     """
-    _tensors.check_flag("debug", debug)
-    options = {"upper": _is_upper(fill_mode), "overwrite_a": overwrite_a}
+    options = {"upper": _is_upper(fill_mode), "overwrite_a": overwrite_a, "debug": debug}
     options |= {"overwrite_b": overwrite_b, "check_errors": check_errors}
     return _solve_rows(linalg.solve_cholesky, a, b, options)
 
@@ -56,9 +55,8 @@ def solve_lu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve ``x a = b`` for any square ``a`` of any layout: kermac's system for a row-major ``a``,
     where that for a column-major one was ``x a^T = b``. Else as :func:`solve_cholesky`."""
-    _tensors.check_flag("debug", debug)
     options = {"overwrite_a": overwrite_a, "overwrite_b": overwrite_b}
-    options |= {"check_errors": check_errors}
+    options |= {"check_errors": check_errors, "debug": debug}
     return _solve_rows(linalg.solve_lu, _transposed("a", a), b, options)
 
 

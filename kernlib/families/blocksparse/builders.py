@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.families.blocksparse.contents.given import as_tensor, place_of
 from kernlib.families.blocksparse.contents.sizes import (
     check_positions,
@@ -154,7 +155,8 @@ def fixed(
     return _made(mask[0] if heads is None else mask, pair, heads, device)
 
 
-def top_k(scores: torch.Tensor, block: Block, k: int) -> Layout:
+@takes_debug
+def top_k(scores: torch.Tensor, block: Block, k: int, *, debug: bool = False) -> Layout:
     """Of each row of blocks the ``k`` with the highest ``scores`` (RB, CB) or (heads, RB, CB), one
     a block; of equal ones those of the lowest columns, and NaN is the highest. Blocks whose score
     is -inf are left out, so rows may have fewer. The layout lies where the scores do and has room

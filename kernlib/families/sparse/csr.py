@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.families.sparse.formats.encoding import BITS
 from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.runtime.tensors import check_dense, materialised
@@ -12,6 +13,7 @@ from kernlib.runtime.tensors import check_dense, materialised
 INDICES = (torch.int32, torch.int64)
 
 
+@takes_debug
 def from_csr(
     crow: torch.Tensor,
     col: torch.Tensor,
@@ -19,6 +21,8 @@ def from_csr(
     shape: tuple[int, int],
     format: str = "auto",
     columns: int = 1,
+    *,
+    debug: bool = False,
 ) -> SparseMatrix:
     """:func:`kernlib.sparse.compress` of a matrix in CSR form: row ``r`` holds
     ``values[crow[r]:crow[r + 1]]`` in the columns ``col[crow[r]:crow[r + 1]]``, which rise within a

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.debug import takes_debug
 from kernlib.errors import warn
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.layout import (
@@ -368,7 +369,10 @@ def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
 torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
 
 
-def compress(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
+@takes_debug
+def compress(
+    dense: torch.Tensor, format: str = "auto", columns: int = 1, *, debug: bool = False
+) -> SparseMatrix:
     """A matrix (R, C) compressed where it lies, on the CPU or by kernels on a GPU.
 
     - ``dense``: float16, bfloat16 or float32, of any strides; torch's sparse layouts are laid out

@@ -6,6 +6,7 @@ from numbers import Real
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself
 
 PER = ("matrix", "row")
@@ -18,8 +19,14 @@ FLOATS = (
 )  # fmt: skip
 
 
+@takes_debug
 def magnitude(
-    weight: torch.Tensor, density: float, per: str = "matrix", inplace: bool = False
+    weight: torch.Tensor,
+    density: float,
+    per: str = "matrix",
+    inplace: bool = False,
+    *,
+    debug: bool = False,
 ) -> torch.Tensor:
     """``weight`` with its entries of largest magnitude, and 0 elsewhere.
 

@@ -26,6 +26,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     layout: Layout,
+    debug: bool = False,
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` over the stored blocks of a layout.
 
@@ -48,7 +49,7 @@ def scaled_dot_product_attention(
     _check_shapes(tensors, enable_gqa)
     *lead, heads, rows, _ = query.shape
     given = {name: _one_batch(t) for name, t in tensors.items()}
-    rest = {"scale": scale, "causal": is_causal, "dropout_p": dropout_p}
+    rest = {"scale": scale, "causal": is_causal, "dropout_p": dropout_p, "debug": debug}
     if attn_mask is not None and is_of(attn_mask, "CausalBias"):
         rest |= _causal(attn_mask, rows, key.shape[-2], query.device)
     elif attn_mask is not None:

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.debug import takes_debug
 from kernlib.descriptors.base import shown
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.scaled.checks import STORAGE
@@ -19,8 +20,9 @@ SMALLEST = torch.finfo(torch.float32).tiny
 _NAMES = {getattr(torch, name): name for name in OUT_DTYPES}
 
 
+@takes_debug
 def quantize(
-    x: torch.Tensor, dim: int | tuple[int, ...] = (-2, -1)
+    x: torch.Tensor, dim: int | tuple[int, ...] = (-2, -1), *, debug: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(q, scale)`` with ``x`` about ``q * scale``: q of ``torch.float8_e4m3fn``, which has 4
     significant bits, and one scale, float32, for all numbers along the dimensions ``dim``, of x's
@@ -75,6 +77,7 @@ def scaled_dsd(
     transpose_b: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
+    debug: bool = False,
 ) -> torch.Tensor:
     """``op(S) op(b)`` of float8, S with a scale for each stored block, b with one or one for each
     column: :func:`kernlib.blocksparse.dsd` of what :func:`quantize` made.
@@ -88,7 +91,7 @@ def scaled_dsd(
     that does.
     """
     made = _descriptor("dsd", transpose_a, transpose_b, out_dtype)
-    return run_kernel(made, layout, values, b, scale_a, scale_b, out=out)
+    return run_kernel(made, layout, values, b, scale_a, scale_b, out=out, debug=debug)
 
 
 def scaled_dds(
@@ -102,6 +105,7 @@ def scaled_dds(
     transpose_b: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
+    debug: bool = False,
 ) -> torch.Tensor:
     """``op(a) op(S)`` of float8, a with one scale or one for each row, S with one for each stored
     block: :func:`kernlib.blocksparse.dds` of what :func:`quantize` made.
@@ -115,7 +119,7 @@ def scaled_dds(
     that does.
     """
     made = _descriptor("dds", transpose_a, transpose_b, out_dtype)
-    return run_kernel(made, layout, a, values, scale_a, scale_b, out=out)
+    return run_kernel(made, layout, a, values, scale_a, scale_b, out=out, debug=debug)
 
 
 def _descriptor(mode: str, of_a, of_b, out_dtype) -> BlockSparseScaledMatmul:

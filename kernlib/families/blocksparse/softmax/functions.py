@@ -24,6 +24,8 @@ def softmax(
     attn_mask_mode: str = "add",
     causal: bool = False,
     out: torch.Tensor | None = None,
+    *,
+    debug: bool = False,
 ) -> torch.Tensor:
     """Softmax of ``x * scale + rpe + key_padding_mask + attn_mask`` over the stored blocks of each
     row of a block-sparse matrix (R, C), or of one matrix a head.
@@ -48,7 +50,7 @@ def softmax(
     make = _new if is_dynamo_compiling() or type(causal) is not bool else _kept
     descriptor = make(causal, *masks, rpe is not None)
     return run_kernel(
-        descriptor, layout, x, out=out, scale=scale, rpe=rpe,
+        descriptor, layout, x, out=out, debug=debug, scale=scale, rpe=rpe,
         key_padding_mask=key_padding_mask, attn_mask=attn_mask,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernlib.debug import takes_debug
 from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise import checks, per_point
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -83,6 +84,7 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
     )
 
 
+@takes_debug
 def agop(
     descriptor: Pairwise,
     x: torch.Tensor,
@@ -92,6 +94,7 @@ def agop(
     diagonal: bool = False,
     centred: bool = False,
     out: torch.Tensor | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """The average gradient outer product of ``f_o(x) = sum_t coefficients[o,t] K(x, z_t)``:

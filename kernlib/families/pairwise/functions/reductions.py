@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import torch
 
+from kernlib.debug import heard
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import arguments, operation
@@ -33,6 +34,7 @@ def kernel_matmul(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``out[l,m,c] = sum_n K[l,m,n] v[l,n,c]`` with ``K = run_kernel(descriptor, a, b, ...)``.
@@ -61,7 +63,7 @@ def kernel_matmul(
     if v is None:
         raise TypeError("v must be a tensor, got NoneType")
     offsets = row_offset, col_offset
-    return _run("matmul", descriptor, a, b, v, out, *offsets, feature_map, hyperparameters)
+    return _run("matmul", descriptor, a, b, v, out, *offsets, feature_map, hyperparameters, debug)
 
 
 def kernel_sum(
@@ -72,6 +74,7 @@ def kernel_sum(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``out[l,m] = sum_n K[l,m,n]``, (M,) or (L, M): the product with ones.
@@ -80,7 +83,7 @@ def kernel_sum(
     ``out``. After the Sum reduction of the KeOps project.
     """
     offsets = row_offset, col_offset
-    return _run("sum", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters)
+    return _run("sum", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters, debug)
 
 
 def kernel_logsumexp(
@@ -91,6 +94,7 @@ def kernel_logsumexp(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``out[l,m] = log sum_n exp(K[l,m,n])``, (M,) or (L, M), with no overflow on the way; -inf for
@@ -102,7 +106,9 @@ def kernel_logsumexp(
     logarithms. After the LogSumExp reduction of the KeOps project.
     """
     offsets = row_offset, col_offset
-    return _run("logsumexp", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters)
+    return _run(
+        "logsumexp", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters, debug
+    )
 
 
 def kernel_min(
@@ -113,6 +119,7 @@ def kernel_min(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest entry of each row of K and its column: values of the inputs' dtype, and int64
@@ -123,6 +130,9 @@ def kernel_min(
     ValueError where b has no points. Blocks of K are those of :func:`kernel_logsumexp`. Values are
     differentiable, each by its own pair. After the Min_ArgMin reduction of the KeOps project.
     """
+    if debug is not False:
+        maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
+        return heard(debug, kernel_min, descriptor, a, b, **maps, **hyperparameters)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     made = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
     if made is not None:
@@ -148,15 +158,14 @@ def kernel_argmin(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """The column of the smallest entry of each row of K, int64, (M,) or (L, M): the nearest point,
     for a distance. As the indices of :func:`kernel_min`, with its arguments and errors."""
-    offsets = {"row_offset": row_offset, "col_offset": col_offset}
+    maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
     with torch.no_grad():
-        return kernel_min(descriptor, a, b, feature_map=feature_map, **offsets, **hyperparameters)[
-            1
-        ]
+        return kernel_min(descriptor, a, b, debug=debug, **maps, **hyperparameters)[1]
 
 
 def kernel_topk(
@@ -169,6 +178,7 @@ def kernel_topk(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` smallest (or ``largest``) entries of each row of K in order, and their columns:
@@ -184,6 +194,9 @@ def kernel_topk(
     """
     from kernlib.families.pairwise.reductions import pairs
 
+    if debug is not False:
+        maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
+        return heard(debug, kernel_topk, descriptor, a, b, k, largest, **maps, **hyperparameters)
     arguments.refuse_own_names("kernel_topk", descriptor, ("k", "largest"))
     check_flag("largest", largest)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
@@ -200,9 +213,12 @@ def kernel_topk(
 
 
 def _run(
-    reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values: dict
+    reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values, debug=False
 ) -> torch.Tensor:
     """A reduction that has one tensor for its result."""
+    if debug is not False:
+        request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values)
+        return heard(debug, _run, *request)
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     made = _respelled(a, b, v, (row_offset, col_offset), values)
     if made is not None:

@@ -1,0 +1,43 @@
+"""``debug=True`` of calls that are more than one ``run_kernel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from torch.compiler import is_dynamo_compiling
+
+from kernlib import events
+from kernlib.runtime.tensors import check_flag
+
+Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def heard(debug: bool, function: Callable[..., Result], *values: Any, **named: Any) -> Result:
+    """``function(*values, **named)``, with its events on stderr where ``debug`` is True, or one
+    that says that there were none; while Dynamo traces nothing happens yet. Raises TypeError for
+    what is no bool."""
+    check_flag("debug", debug)
+    if not debug or is_dynamo_compiling():
+        return function(*values, **named)
+    with events.on_stderr() as names:
+        result = function(*values, **named)
+        if not names:
+            said = f"{function.__name__}: no kernel, computed by torch and libraries of CUDA"
+            events.emit("torch", "", "", said)
+    return result
+
+
+def takes_debug(function: Function) -> Function:
+    """A function whose ``debug`` is seen to here: it never gets another one than its default. For
+    calls that wait for the device or copy anyway, since it costs a frame."""
+
+    @wraps(function)
+    def call(*values: Any, debug: bool = False, **named: Any) -> Any:
+        if debug is False:
+            return function(*values, **named)
+        return heard(debug, function, *values, **named)
+
+    return cast(Function, call)
