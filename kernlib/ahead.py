@@ -61,7 +61,8 @@ def compile(
       ``specs=(a, b, v)``, without b for a symmetric descriptor.
 
     ``workers`` threads compile, by default one for each core that the process may use.
-    ``progress`` shows a bar on stderr: True always, False never, None if stderr is a terminal.
+    ``progress`` shows a bar on stderr if that is a terminal or a notebook's, else a line every ten
+    seconds, which work of less than that does not reach. False shows nothing, True the end too.
 
     Returns the entries in order. The first failure cancels what has not begun and is raised:
     CompileError, or UnsupportedError when no compiler is installed. Raises ValueError for an

@@ -2,7 +2,8 @@
 
 Off unless somebody listens: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr
 without any logging set-up, :func:`subscribe` hands events to a function. A hot call without
-listeners pays for one test of an empty list.
+listeners pays for one test of an empty list. The logger ``kernlib`` of :mod:`logging` gets those of
+kernels that are looked for, compiled, stored and loaded, and calls too by ``subscribe(log)``.
 """
 
 from __future__ import annotations
@@ -12,18 +13,26 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernlib import settings
 
-NAMES = ("lookup", "hit", "wait", "compile", "store", "load", "launch", "failed", "torch")
+NAMES = ("lookup", "hit", "wait", "compile", "evict", "store", "load", "launch", "failed", "torch")
+
+_DEBUG, _INFO, _WARNING = 10, 20, 30  # as logging numbers them
+LEVELS = {name: _DEBUG for name in NAMES} | {"compile": _INFO, "evict": _INFO, "failed": _WARNING}
+_CALLS = ("launch", "torch")  # events of calls, too many to log unasked
+
+if TYPE_CHECKING:
+    import logging
 
 
 class Event(NamedTuple):
     """``name`` is one of :data:`NAMES`; ``key`` is the kernel's digest in hex; ``fields`` holds
     what is worth knowing of this event (``ms``, ``registers``, ``spill_bytes``, ``shared_bytes``,
     ``where``, ``grid``, ``block`` ...), units in the names. "torch" is a call without a kernel,
-    computed by torch's own operators, as on a CPU."""
+    computed by torch's own operators, as on a CPU; "evict" is of kernels that made room for
+    another, and has no key."""
 
     name: str
     key: str
@@ -57,9 +66,12 @@ def listening() -> bool:
 
 def emit(name: str, key: str, arch: str, description: str, **fields: object) -> None:
     """Hand an event to everybody who listens. What a listener raises reaches the caller."""
-    if not listening():
+    is_logged = name not in _CALLS and log not in _subscribers and _is_enabled(LEVELS[name])
+    if not (is_logged or listening()):
         return
     event = Event(name, key, arch, description, fields)
+    if is_logged:
+        log(event)
     for listener in tuple(_subscribers):
         listener(event)
     block = _on_stderr.get()
@@ -113,6 +125,29 @@ def write_line(event: Event) -> None:
     # event may come in between.
     if sys.stderr is not None:  # None where it is closed: print would write to stdout then
         print(f"{event}\n", end="", file=sys.stderr, flush=True)
+
+
+def log(event: Event) -> None:
+    """Hand an event to the logger ``kernlib``: what is compiled or evicted as information, what
+    fails to compile as a warning, everything else for debugging; with it as ``record.event``.
+    Subscribed, it passes launches and calls of torch too, which do not go there by themselves."""
+    if _is_enabled(LEVELS[event.name]):
+        text = str(event).removeprefix("kernlib ")
+        _logger().log(LEVELS[event.name], "%s", text, extra={"event": event})
+
+
+def _is_enabled(level: int) -> bool:
+    """Whether the logger would pass an event on. Who has not loaded logging has set up nothing."""
+    return "logging" in sys.modules and _logger().isEnabledFor(level)
+
+
+def _logger() -> logging.Logger:
+    import logging
+
+    logger = logging.getLogger("kernlib")
+    if not logger.handlers:  # of its own: without one logging would write warnings to stderr
+        logger.addHandler(logging.NullHandler())
+    return logger
 
 
 def _read_environment() -> None:

@@ -1,21 +1,38 @@
-"""Progress bars on stderr, for work that takes seconds."""
+"""Progress on stderr, for work that takes seconds: bars where these can be drawn, on terminals and
+in notebooks, and a line now and then elsewhere, as in logs."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 Value = TypeVar("Value")
+SECONDS = 10.0  # between two lines
+clock = time.monotonic
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show progress: as told, and for None if stderr is a terminal. Raises TypeError."""
+    """Whether to show at once what is done: as told, and for None if somebody looks on. Raises
+    TypeError."""
     check(progress)
-    if progress is None:
-        return sys.stderr is not None and sys.stderr.isatty()
-    return progress
+    return is_drawn() if progress is None else progress
+
+
+def is_drawn() -> bool:
+    """Whether bars can be drawn: stderr is a terminal, or a cell of a notebook with widgets."""
+    return (sys.stderr is not None and sys.stderr.isatty()) or _has_widgets()
+
+
+def _has_widgets() -> bool:
+    """Whether this is a notebook's kernel, and has what rich draws with there."""
+    from importlib.util import find_spec
+
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel") and find_spec("ipywidgets") is not None
 
 
 def check(progress: bool | None) -> None:
@@ -47,12 +64,47 @@ class Bar(Silent):
         return value
 
 
+class Lines(Silent):
+    """A line of text every ten seconds in which something ended: of work that takes less, none."""
+
+    def __init__(self, title: str, total: int):
+        self._title, self._total, self._done, self._what = title, total, 0, ""
+        self._begun = self._written = clock()
+        self._lock = threading.Lock()
+
+    def count(self, what: str, work: Callable[[], Value]) -> Value:
+        value = work()
+        with self._lock:
+            self._done, self._what = self._done + 1, what
+            if clock() - self._written >= SECONDS:
+                self.write()
+        return value
+
+    def write(self) -> None:
+        """Write the state."""
+        self._written = clock()
+        text = f"{self._title} {self._done}/{self._total}, {self._written - self._begun:.0f} s"
+        if sys.stderr is not None:
+            # With its end of line in one text, as other threads write too.
+            print(f"kernlib {text}: {self._what}\n", end="", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def shown(progress: bool | None, title: str, total: int) -> Iterator[Silent]:
-    """A bar for ``total`` pieces of work. With ``progress=True`` it stays on the screen, else it is
-    removed when the work ends. If stderr is no terminal, only the final state is written."""
-    if not total or not wanted(progress):
+    """A bar for ``total`` pieces of work, or :class:`Lines` where none can be drawn. With
+    ``progress=True`` the bar stays on the screen, else it is removed when the work ends; lines end
+    with one of the final state."""
+    check(progress)
+    if not total or progress is False:
         yield Silent()
+        return
+    if not is_drawn():
+        lines = Lines(title, total)
+        try:
+            yield lines
+        finally:
+            if progress:
+                lines.write()
         return
     from rich import progress as rich  # 20 ms that only those who watch pay
     from rich.console import Console

@@ -132,7 +132,7 @@ def tune(
     The kernels run on the tensors' device and current stream, for some seconds at most unless one
     launch takes longer. They write into an output of their own, as large as the call's; ``out`` is
     not touched. ``progress`` shows a bar and the table on stderr: True always, False never, None if
-    stderr is a terminal.
+    stderr is a terminal or a notebook's; elsewhere None writes a line every ten seconds.
 
     Raises what run_kernel raises, UnsupportedError for tensors that are on no GPU, and CaptureError
     while the stream captures a CUDA graph, since nothing runs then that could be timed.

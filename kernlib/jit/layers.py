@@ -85,7 +85,11 @@ class Layers(NamedTuple):
         """Put a compiled kernel into the store, which may decline it."""
         meta = {**made.meta, "portable": kernel.portable.hex()}
         value = entry.pack(kernel.key, Entry(made.kernel, made.cubin, meta))
-        if self.store.put(kernel.key, value):
+        is_kept = self.store.put(kernel.key, value)
+        kernels, freed = self.store.take_evicted()
+        if kernels:
+            events.emit("evict", "", "", "", kernels=kernels, bytes=freed, where=self.kind)
+        if is_kept:
             kernel.emit("store", bytes=len(value), where=self.kind)
 
     def drop(self, kernel: Request) -> None:

@@ -28,6 +28,7 @@ class MemoryStore:
         self._values: dict[bytes, bytes] = {}
         self._tuning: dict[bytes, bytes] = {}
         self._bytes = 0
+        self._evicted = (0, 0)
         self._lock = threading.RLock()
         _instances.add(self)
 
@@ -49,11 +50,19 @@ class MemoryStore:
             return False
         with self._lock:
             self._forget(key)
+            kernels, used = len(self._values), self._bytes
             while self._bytes + len(value) > self.budget:
                 self._forget(next(iter(self._values)))
+            gone = kernels - len(self._values), used - self._bytes
+            self._evicted = self._evicted[0] + gone[0], self._evicted[1] + gone[1]
             self._values[key] = bytes(value)
             self._bytes += len(value)
         return True
+
+    def take_evicted(self) -> tuple[int, int]:
+        """How many kernels, and of how many bytes, :meth:`put` has dropped since this was asked."""
+        evicted, self._evicted = self._evicted, (0, 0)
+        return evicted
 
     def delete(self, key: bytes) -> None:
         """Delete one key, here and as far as this process sees what is behind."""

@@ -106,6 +106,7 @@ class LmdbStore(Environment):
         super().__init__(directory, map_bytes)
         self.budget = budget
         self._hits: dict[bytes, int] = {}  # day of last use, for keys whose stored day is older
+        self._evicted = (0, 0)
 
     @property
     def budget(self) -> int:
@@ -130,6 +131,11 @@ class LmdbStore(Environment):
         """Keep the value, and drop the longest unused ones where the budget asks for it. False if
         the value cannot be kept."""
         return bool(self._safely(self._put, key, value))
+
+    def take_evicted(self) -> tuple[int, int]:
+        """How many kernels, and of how many bytes, :meth:`put` has dropped since this was asked."""
+        evicted, self._evicted = self._evicted, (0, 0)
+        return evicted
 
     def delete(self, key: bytes) -> None:
         """Delete one key, if it is there and can be deleted."""
@@ -237,14 +243,21 @@ class LmdbStore(Environment):
             return False
         _, used = self._transact(self._count)
         if used + len(value) > self.budget:
-            self._evict(int(self.budget * EVICT_TO) - len(value))
+            self._make_room(int(self.budget * EVICT_TO) - len(value))
         try:
             return self._transact(lambda txn: self._write(txn, key, value), True)
         except lmdb.MapFullError:
             _, used = self._transact(self._count)
-        self._evict(int(used * EVICT_TO) - len(value), RESCUE_ROUNDS)
+        self._make_room(int(used * EVICT_TO) - len(value), RESCUE_ROUNDS)
         self._settle()
         return self._transact(lambda txn: self._write(txn, key, value), True)
+
+    def _make_room(self, target: int, small: int = 0) -> None:
+        """:meth:`_evict`, and count what went."""
+        kernels, used = self._transact(self._count)
+        self._evict(target, small)
+        left, uses = self._transact(self._count)
+        self._evicted = self._evicted[0] + kernels - left, self._evicted[1] + used - uses
 
     def _write(self, txn: lmdb.Transaction, key: bytes, value: bytes) -> bool:
         hits, self._hits = self._hits, {}

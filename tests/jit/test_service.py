@@ -10,8 +10,13 @@ import pytest
 
 from kernlib import settings
 from kernlib.errors import CompileError, NotCachedError
-from kernlib.jit import service
+from kernlib.jit import compiler, layers, service
+from kernlib.jit.entry import Entry
+from kernlib.jit.layers import Layers
+from kernlib.jit.locks import MemoryLocks
+from kernlib.jit.memory import MemoryStore
 from tests.jit.service_cases import ARCH, SPEC, in_threads, loading, made_of, spec
+from tests.jit.store_cases import MIB
 from tests.support.limits import LIMIT_S
 
 # Single flight between threads.
@@ -159,6 +164,25 @@ def test_events_of_a_miss_and_of_a_hit(fake, seen):
     service.build(SPEC, ARCH)
     assert [event.name for event in seen] == ["lookup", "hit"]
     assert seen[1].fields["where"] == "store"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("where", ["store", "memory"])
+def test_kernels_that_make_room_are_an_event(fake, seen, cache, where, monkeypatch):
+    if where == "memory":
+        monkeypatch.setattr(layers, "_open", lambda *_: Layers(MemoryStore(MIB), MemoryLocks()))
+    big = Entry("entry", bytes(MIB // 3), made_of(SPEC, ARCH).meta)
+    monkeypatch.setattr(compiler, "compile_spec", lambda *_: big)
+    with settings.override(cache_bytes=MIB):
+        for number in range(5):
+            service.build(spec(number), ARCH)
+        stored = layers.layers().store.info()["entries"]
+    gone = [event for event in seen if event.name == "evict"]
+    assert sum(event.fields["kernels"] for event in gone) == 5 - stored > 0
+    assert all(event.fields["bytes"] >= MIB // 3 for event in gone)
+    assert {event.fields["where"] for event in gone} == {where}
+    names = [event.name for event in seen]
+    assert names[names.index("evict") + 1] == "store"
 
 
 def test_events_of_a_failure(fake, seen):

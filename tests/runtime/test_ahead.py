@@ -1,6 +1,9 @@
 """Compiling for GPUs that are not here, and preparing those that are."""
 
+import importlib.machinery
+import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
+from kernlib.progress import wanted
 from tests.support.fakes import OnGpu, OnSecondGpu, on_gpu
 from tests.support.limits import LIMIT_S
 
@@ -201,6 +205,38 @@ def test_progress_says_what_is_done(built, capsys, monkeypatch):
     kl.compile(L1)
     assert "compiling" in capsys.readouterr().err
     assert len(built) == 5 * 37
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("progress", [None, True])
+def test_where_nothing_can_be_drawn_a_line_is_written_every_ten_seconds(
+    built, capsys, monkeypatch, progress
+):
+    ticks = iter(range(0, 4000, 3))  # seconds; each look at the clock takes three
+    monkeypatch.setattr("kernlib.progress.clock", lambda: next(ticks))
+    kl.compile(L1, workers=1, progress=progress)
+    lines = capsys.readouterr().err.splitlines()
+    counts = [int(line.split()[2].partition("/")[0]) for line in lines]
+    assert counts == [*range(4, 38, 4), *([37] if progress else [])]
+    assert lines[0].startswith("kernlib compiling 4/37, 15 s: sm_90a l1_distance")
+
+
+class Shell:
+    """What IPython gives in a notebook's process."""
+
+    kernel = None
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("shell, widgets", [(Shell(), True), (Shell(), False), (None, True)])
+def test_a_notebook_with_widgets_is_drawn_in(monkeypatch, shell, widgets):
+    notebook = types.ModuleType("IPython")
+    notebook.get_ipython = lambda: shell
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    spec = importlib.machinery.ModuleSpec("ipywidgets", None) if widgets else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert wanted(None) is (shell is not None and widgets)
+    assert wanted(True) and not wanted(False)
 
 
 # prepare.

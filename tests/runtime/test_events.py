@@ -103,6 +103,27 @@ def test_each_subscription_ends_once_and_alone():
     assert len(heard) == 1 and heard.append not in events.watched
 
 
+def test_the_logger_gets_events_of_kernels_and_launches_by_subscription(caplog, capsys):
+    def emit_all():
+        caplog.clear()
+        for name in events.NAMES:
+            events.emit(name, "0f", "sm_90a", "a kernel", ms=2)
+        return [(record.levelname, record.event.name) for record in caplog.records]
+
+    assert emit_all() == [("WARNING", "failed")]  # without any set-up
+    caplog.set_level("INFO", "kernlib")
+    assert emit_all() == [("INFO", "compile"), ("INFO", "evict"), ("WARNING", "failed")]
+    assert caplog.records[0].getMessage() == "compile 0f sm_90a ms=2 a kernel"
+    caplog.set_level("DEBUG", "kernlib")
+    assert {name for _, name in emit_all()} == {*events.NAMES} - {"launch", "torch"}
+    end = events.subscribe(events.log)
+    try:
+        assert [name for _, name in emit_all()] == list(events.NAMES)
+    finally:
+        end()
+    assert capsys.readouterr().err == ""
+
+
 def test_every_call_that_torch_computes_is_heard_of():
     """Those without a pair and gradients of matrices too, whatever describes them."""
     a, b, none, heard = torch.randn(9, 5), torch.randn(7, 5), torch.randn(0, 5), []
