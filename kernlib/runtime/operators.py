@@ -4,10 +4,12 @@ torch.export, make_fx, fake tensors. All operators of kernlib are registered her
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 class _Library(torch.library.Library):
@@ -60,7 +62,31 @@ def register(
         )
     if vmap is not None:
         torch.library.register_vmap(f"kernlib::{name}", vmap, lib=_library)
+    _register_flops(operator, fake.__module__)
     return operator
+
+
+def _register_flops(operator: torch._ops.OpOverload, module: str) -> None:
+    """Have FlopCounterMode count an operator by the formula in ``flops`` of its family, whose
+    ``FORMULAS`` are functions of the result and the operator's arguments by name."""
+    from torch.utils import flop_counter  # 8 ms that only who records calls pays
+
+    names = [argument.name for argument in operator._schema.arguments]
+    family = ".".join(module.split(".")[:3])
+
+    def count(*values, out_val=None, **named) -> int:
+        formula = import_module(f"{family}.flops").FORMULAS.get(operator._opname)
+        named |= dict(zip(names, values, strict=False))
+        return 0 if formula is None else formula(out_val, **named)
+
+    packet = operator._overloadpacket
+    flop_counter.register_flop_formula(packet, get_raw=True)(count)
+    for (
+        mode
+    ) in _get_current_dispatch_mode_stack():  # a counter copies what it knows when it is made
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, flop_counter.FlopCounterMode):
+            counter.flop_registry[packet] = count
 
 
 def _seen_by_autograd(operator: torch._ops.OpOverload, recorded: Callable) -> Callable:
