@@ -13,6 +13,7 @@ import torch
 
 from kernlib.debug import takes_debug
 from kernlib.linalg import cusolver, infos, layouts, native
+from kernlib.linalg.batches import by_parts
 from kernlib.linalg.checks import System, check_flags, check_matrix, check_system
 from kernlib.linalg.layouts import Work
 from kernlib.runtime.precision import rounds
@@ -56,10 +57,11 @@ def solve_cholesky(
         steps, flipped = steps_for(matrix.matrix, overwrite_a), upper != matrix.transposed
         info = _zeros(system.a)
         if system.a.numel():
-            info = infos.of_cholesky(steps.cholesky(matrix.matrix, flipped), matrix.matrix)
+            info = by_parts(lambda part: steps.cholesky(part, flipped), matrix.matrix)
+            info = infos.of_cholesky(info, matrix.matrix)
 
         def solve(factor: torch.Tensor, columns: torch.Tensor, _) -> None:
-            steps.cholesky_solve(factor, columns, flipped)
+            by_parts(lambda *parts: steps.cholesky_solve(*parts, flipped), factor, columns)
 
         x = _substitute(system, matrix, None, overwrite_b, solve)
         return _finish(system, x, info, check_errors, "solve_cholesky", infos.NOT_POSITIVE)
@@ -89,11 +91,12 @@ def solve_lu(
         steps, pivots, info = lu_steps_for(matrix.matrix, overwrite_a), None, _zeros(system.a)
         if system.a.numel():
             spoilt = infos.holds_nan(matrix.matrix)
-            pivots, info = steps.lu(matrix.matrix)
+            pivots, info = by_parts(steps.lu, matrix.matrix)
             info = infos.of_lu(info, spoilt, matrix.matrix.shape[-1])
 
         def solve(factors: torch.Tensor, columns: torch.Tensor, pivots: torch.Tensor) -> None:
-            steps.lu_solve(factors, pivots, columns, matrix.transposed)
+            flag = matrix.transposed
+            by_parts(lambda *parts: steps.lu_solve(*parts, flag), factors, pivots, columns)
 
         x = _substitute(system, matrix, pivots, overwrite_b, solve)
         return _finish(system, x, info, check_errors, "solve_lu", infos.SINGULAR)
@@ -131,7 +134,8 @@ def eigh(
         work = layouts.square_work(a, overwrite_a)
         matrix = work.matrix
         if a.numel():
-            w, info = eigh_steps_for(matrix).eigh(matrix, upper != work.transposed)
+            steps, flipped = eigh_steps_for(matrix), upper != work.transposed
+            w, info = by_parts(lambda part: steps.eigh(part, flipped), matrix)
         else:
             w, info = matrix.new_empty(matrix.shape[:2]), _zeros(a)
         # Of one NaN in a, LAPACK may make one in w, finite vectors and no error.

@@ -17,6 +17,7 @@ import torch
 from kernlib.debug import takes_debug
 from kernlib.families.kronecker_product.matmul import check_factors
 from kernlib.linalg import infos
+from kernlib.linalg.batches import by_parts
 from kernlib.linalg.checks import DTYPES, check_flags, refuse_meta
 from kernlib.linalg.kronecker_gradients import (
     NOT_CONVERGED,
@@ -87,7 +88,7 @@ def kron_inverse(
     check_square(factors, check_errors=check_errors)
     found = []
     for factor in factors:
-        inverse, info = torch.linalg.inv_ex(_exact(factor))
+        inverse, info = by_parts(torch.linalg.inv_ex, _exact(factor))
         info = infos.of_lu(info, infos.holds_nan(factor), factor.shape[-1])
         found.append((inverse.to(factor.dtype), info))
     return _unless_failed("kron_inverse", found, infos.SINGULAR, check_errors)
@@ -317,7 +318,7 @@ def _unless_failed(task: str, found: list, failure: str, check_errors: bool) -> 
 
 
 def _cholesky(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    root, info = torch.linalg.cholesky_ex(_exact(factor))
+    root, info = by_parts(torch.linalg.cholesky_ex, _exact(factor))
     return root.to(factor.dtype), infos.of_cholesky(info, root)
 
 
@@ -366,9 +367,9 @@ def _solve_along(factor: torch.Tensor, x: torch.Tensor, cholesky: bool):
     columns = turned.flatten(len(shared) + 1)
     if cholesky:
         root, info = _cholesky(matrix)
-        found = torch.cholesky_solve(columns, root)
+        found = by_parts(torch.cholesky_solve, columns, root)
     else:
-        found, info = torch.linalg.solve_ex(matrix, columns)
+        found, info = by_parts(torch.linalg.solve_ex, matrix, columns)
         info = infos.of_lu(info, infos.holds_nan(matrix), size)
     back = sorted(range(len(order)), key=order.__getitem__)
     return found.reshape(turned.shape).permute(back), info.view(lead)
@@ -380,7 +381,7 @@ def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
     negative = torch.zeros(batch, dtype=torch.bool, device=total.device)
     singular = negative
     for index, factor in enumerate(factors):
-        sign, logarithm = torch.linalg.slogdet(_exact(factor))
+        sign, logarithm = by_parts(torch.linalg.slogdet, _exact(factor))
         zero, spoilt, own = sign == 0, infos.holds_nan(factor), factor.shape[-1]
         singular = singular | zero
         if check_errors:

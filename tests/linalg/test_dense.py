@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernlib import linalg
-from kernlib.linalg import cusolver, dense, layouts, native
+from kernlib.linalg import batches, cusolver, dense, layouts, native
 from tests.linalg import hostile
 from tests.linalg.cases import (
     LAYOUTS,
@@ -276,3 +276,58 @@ def _check_memory(a, b, x, kept, overwrite: bool) -> None:
         assert x.data_ptr() == b.data_ptr() and torch.equal(x, b)
     else:
         assert torch.equal(a.nan_to_num(7), kept[0].nan_to_num(7)) and torch.equal(b, kept[1])
+
+
+# Batches that libraries of CUDA do not take whole.
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The numbers of matrices in each part of a batch, which has at most three."""
+    monkeypatch.setattr(batches, "MOST", 3)
+    monkeypatch.setattr(batches, "is_limited", lambda t: True)
+    counts = []
+
+    def cholesky(a, upper, whole=native.cholesky):
+        counts.append(a.shape[0])
+        return whole(a, upper)
+
+    monkeypatch.setattr(native, "cholesky", cholesky)
+    return counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_large_batches_are_solved_in_parts(parts, layout, overwrite):
+    values, b = positive(2, 4, 5, 5, dtype=torch.float64), torch.randn(2, 4, 5, 3).double()
+    values[1, 2, :, 0] = values[1, 2, 0] = 0  # singular, and positive no more
+    good = torch.ones(2, 4, dtype=torch.bool)
+    good[1, 2] = False
+    options = {"overwrite_a": overwrite, "overwrite_b": overwrite}
+    for solve in (linalg.solve_cholesky, linalg.solve_lu):
+        a, right = laid_out(values, layout), laid_out(b, layout)
+        x, info, _ = solve(a, right, **options)
+        check_solution(values[good], x[good], b[good])
+        assert torch.equal(info == 0, good) and x[1, 2].isnan().all()
+        assert (x.data_ptr() == right.data_ptr()) is overwrite
+        assert overwrite or (torch.equal(a, values) and torch.equal(right, b))
+    a = laid_out(values, layout)
+    w, v, info = linalg.eigh(a, overwrite_a=overwrite)
+    check_eigh(values, w, v)
+    assert info.shape == (2, 4) and not info.any()
+    assert parts == [3, 3, 2]
+
+
+def test_large_batches_of_factors_are_solved_in_parts(parts):
+    factors = [positive(2, 4, n, n, dtype=torch.float64).requires_grad_() for n in (3, 2)]
+    b = torch.randn(2, 4, 6, 2, dtype=torch.float64)
+    flat = zip(*(factor.flatten(0, 1) for factor in factors), strict=True)
+    whole = torch.stack([torch.kron(*pair) for pair in flat]).view(2, 4, 6, 6)
+    for cholesky in (False, True):
+        assert torch.allclose(linalg.kron_solve(factors, b, cholesky=cholesky), whole.inverse() @ b)
+    roots = linalg.kron_cholesky(factors)
+    for factor, root, inverse in zip(factors, roots, linalg.kron_inverse(factors), strict=True):
+        assert torch.allclose(root @ root.mT, factor) and torch.allclose(inverse, factor.inverse())
+    pair = linalg.kron_logdet(factors), whole.logdet()
+    assert torch.allclose(*pair)
+    assert torch.allclose(*(torch.autograd.grad(t.sum(), factors[0])[0] for t in pair))

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+import kernlib as kl
 from kernlib import linalg
 from kernlib.linalg import cusolver, dense, native
 from tests.gpu.watched import nothing_waits, peak
@@ -247,3 +248,32 @@ def test_conjugate_gradient_waits_in_its_checks_alone(device):
     with nothing_waits(), pytest.raises(RuntimeError, match="synchroniz"):
         linalg.conjugate_gradient(matmul, b, max_iter=30, check_every=10)
     assert waits[-10:] == [2] * 10  # ten products before the first check
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batches_beyond_a_grid_of_blocks(route, dtype, device):
+    """Of 70,000 matrices, more than 65,535."""
+    values = positive(70_000, 3, 3, dtype=dtype, device=device)
+    b = torch.randn(70_000, 3, 2, dtype=dtype, device=device)
+    for solve in (linalg.solve_cholesky, linalg.solve_lu):
+        x, info, _ = solve(values, b)
+        check_solution(values, x, b)
+        assert info.shape == (70_000,) and not info.any()
+    w, v, info = linalg.eigh(values)
+    check_eigh(values, w, v, rough=route == "native")
+    assert not info.any()
+
+
+def test_batches_of_factors_beyond_a_grid_of_blocks(device):
+    factors = [positive(70_000, n, n, dtype=torch.float64, device=device) for n in (3, 2)]
+    b = torch.randn(70_000, 6, 1, dtype=torch.float64, device=device)
+    for cholesky in (False, True):
+        x = linalg.kron_solve(factors, b, cholesky=cholesky)
+        assert torch.allclose(kl.kron_matmul(x, factors, side="left"), b)
+    for factor, root in zip(factors, linalg.kron_cholesky(factors), strict=True):
+        assert torch.allclose(root @ root.mT, factor)
+    for factor, inverse in zip(factors, linalg.kron_inverse(factors), strict=True):
+        eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=device)
+        assert torch.allclose(factor @ inverse, eye.expand_as(factor))
+    assert linalg.kron_logdet(factors).shape == (70_000,)
