@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from kernlib import events
 from kernlib.descriptors.base import Descriptor, refuse_descriptor
 from kernlib.families import OPERATORS
-from kernlib.runtime.tensors import check_flag
+from kernlib.runtime.tensors import check_flag, refuse_proxy
 
 if TYPE_CHECKING:
     from kernlib.families.blocksparse.layout import Layout
@@ -137,7 +137,11 @@ def run_kernel(
     if is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing():
         return _operators_of(descriptor).run(descriptor, *tensors, debug=debug, **arguments)
     run = _runs.get(type(descriptor)) or _run_of(descriptor)
-    if debug:
-        with events.on_stderr():
-            return run(descriptor, *tensors, **arguments)
-    return run(descriptor, *tensors, **arguments)
+    try:
+        if debug:
+            with events.on_stderr():
+                return run(descriptor, *tensors, **arguments)
+        return run(descriptor, *tensors, **arguments)
+    except ValueError as error:
+        refuse_proxy(error)
+        raise

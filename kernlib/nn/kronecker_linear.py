@@ -15,6 +15,7 @@ from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
+from kernlib.nn import inputs
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed
 from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
@@ -161,6 +162,8 @@ class KroneckerLinear(ComputesWeight, nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
+        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+            return result
         check_dense(("input",), input=input)
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():

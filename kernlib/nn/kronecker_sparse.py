@@ -18,6 +18,7 @@ from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import CompileError, UnsupportedError
 from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse, KroneckerSparseChain
+from kernlib.nn import inputs
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.computed_weight import ChainWeight, ComputesWeight, computed
 from kernlib.nn.derived import Kept, derived
@@ -205,6 +206,8 @@ class KSLinear(ComputesWeight, nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features), or with the batch last."""
+        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+            return result
         return self._computed(self._layer, input)
 
     def forward_bs_first(self, output: torch.Tensor) -> torch.Tensor:

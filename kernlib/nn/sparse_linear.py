@@ -17,7 +17,7 @@ from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.layout import untransformed
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.moved import check_written, refuse_capture
-from kernlib.nn import json_bytes
+from kernlib.nn import inputs, json_bytes
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, computed
 from kernlib.nn.indexed import (
@@ -195,6 +195,8 @@ class SparseLinear(ComputesWeight, IndexedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
+        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+            return result
         try:
             bias = self._parameters["bias"]
         except KeyError:  # parametrized

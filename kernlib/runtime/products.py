@@ -189,7 +189,7 @@ def requires_gradient(values: Iterable, *tensors) -> bool:
     """Whether one of a call's tensors requires a gradient; others than tensors do not."""
     for group in (tensors, values):  # any() over a generator would double the time
         for value in group:
-            if getattr(value, "requires_grad", False):
+            if getattr(value, "requires_grad", False) is True:  # no Proxy is
                 return True
     return False
 

@@ -22,6 +22,13 @@ APART = {
     ),
     "MaskedTensor": "in which some values are none; pass its get_data(), or to_tensor(value)",
 }
+# Of what stands for a tensor and is none, what to do.
+INSTEAD = {
+    "Proxy": (
+        "; torch.fx.symbolic_trace takes layers of kernlib.nn, and of other calls those in a "
+        "function whose name torch.fx.wrap was given"
+    )
+}
 
 
 def signature(t: torch.Tensor) -> tuple:
@@ -66,8 +73,16 @@ def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:
         if tensor is None and name not in required:
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            kind = type(tensor).__name__
+            raise TypeError(f"{name} must be a tensor, got {kind}{INSTEAD.get(kind, '')}")
         check_layout(name, tensor)
+
+
+def refuse_proxy(error: ValueError) -> None:
+    """Raises TypeError in place of the error that a Proxy of torch.fx raises when it is looked at;
+    nothing for other errors."""
+    if type(error).__name__ == "TraceError":
+        raise TypeError(f"an argument must be a tensor, got Proxy{INSTEAD['Proxy']}") from None
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.nn import inputs
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.linear import describe_layout
@@ -126,6 +127,8 @@ class BlockSparseConv2d(BlockSparseModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(N, in_channels, H, W) to (N, out_channels, H', W'), also without N. Raises TypeError and
         ValueError for another input."""
+        if isinstance(input, inputs.Proxy):
+            return inputs.recorded(self, input)
         check_dense(("input",), input=input)
         layout, weight, bias = self._here(), self.weight, self.bias
         self._check_input(input)

@@ -15,6 +15,7 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.nn import inputs
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.weight import (
@@ -168,6 +169,8 @@ class BlockSparseLinear(BlockSparseModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features). Raises TypeError and ValueError for another
         input."""
+        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+            return result
         check_dense(("input",), input=input)
         layout, weight, bias = self._here(), self.weight, self.bias
         check_input(input, weight, layout.shape[1])

@@ -330,5 +330,9 @@ def _far_bandwidth(bandwidth: object) -> float | None:
 
 def _requires_gradient(a, b, v, out, values: dict) -> bool:
     """Whether one of a call's tensors requires a gradient; others than tensors do not."""
-    # any() over a generator would double the time
-    return True in [getattr(t, "requires_grad", False) for t in (a, b, v, out, *values.values())]
+    try:  # any() over a generator would double the time
+        return True in [
+            getattr(t, "requires_grad", False) for t in (a, b, v, out, *values.values())
+        ]
+    except ValueError:  # of a Proxy of torch.fx, which checks refuse
+        return False

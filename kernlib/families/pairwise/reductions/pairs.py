@@ -21,7 +21,7 @@ def run(
     :mod:`kernlib.families.pairwise.functions.reductions` documents them. ``rows`` and ``columns``
     are the offsets."""
     recorded = operation.is_recorded() or stand_ins(a, b) or is_mapped(a, b, *values.values())
-    if recorded or (getattr(a, "is_meta", False) and rehearsal.current() is None):
+    if recorded or (getattr(a, "is_meta", False) is True and rehearsal.current() is None):
         from kernlib import run as ops
 
         if not recorded:  # of meta tensors operators would say less
