@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernlib import events, hints
-from kernlib.descriptors.base import Descriptor
+from kernlib.descriptors.base import Descriptor, whole
 from kernlib.errors import UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
@@ -183,10 +183,11 @@ def _check_workers(workers: int | None) -> None:
     """Raises TypeError and ValueError for what is neither a positive int nor None."""
     if workers is None:
         return
-    if not isinstance(workers, int) or isinstance(workers, bool):
+    number = whole(workers)
+    if number is None:
         raise TypeError(f"workers must be a positive int or None, got {workers!r}")
-    if workers < 1:
-        raise ValueError(f"workers must be a positive int, got {workers}; None takes one a core")
+    if number < 1:
+        raise ValueError(f"workers must be a positive int, got {number}; None takes one a core")
 
 
 def _device_of(tensors: tuple) -> int | None:

@@ -61,11 +61,11 @@ class ConvergenceWarning(KernlibWarning):
     exception."""
 
 
-SILENCE = "warnings.filterwarnings('ignore', category=kernlib.KernlibWarning) hides this"
+SILENCE = "warnings.filterwarnings('ignore', category=kernlib.{}) hides this"
 
 
-def warn(text: str) -> None:
-    """A :class:`KernlibWarning` at the line outside of kernlib that the call came from."""
+def warn(text: str, kind: type[KernlibWarning] = KernlibWarning) -> None:
+    """A warning of a kind at the line outside of kernlib that the call came from."""
     import sys
     import warnings
 
@@ -73,7 +73,8 @@ def warn(text: str) -> None:
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == package:
         frame, level = frame.f_back, level + 1
-    warnings.warn(f"{text}; {SILENCE}", KernlibWarning, stacklevel=level)
+    silence = SILENCE.format(kind.__name__)
+    warnings.warn(f"{text}; {silence}", kind, stacklevel=level)
 
 
 def _excerpt(log: str, source: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from numbers import Real
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from kernlib.canonical import encode
@@ -205,17 +206,61 @@ def shown(value: object) -> str:
         return f"{type(value).__name__} of many digits"
 
 
+def real(value: object) -> Real | None:
+    """The real number that a value is: Python's, NumPy's, an array's of no dimensions, a Decimal.
+    None for others, such as a bool and a tensor of torch."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, Real):
+        return value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and not _is_tensor(value):
+        return real(value.item())
+    if type(value).__name__ == "Decimal" and not value.is_snan():
+        from fractions import Fraction  # which other numbers do without
+
+        return Fraction(value) if value.is_finite() else float(value)
+    return None
+
+
+def whole(value: object) -> int | None:
+    """The whole number that a value is: Python's, NumPy's, or an integer array's of no dimensions.
+    None for others, such as a bool, a float, a tensor of torch, and a symbol of a traced size, of
+    which ``index`` would make a constant."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or _is_tensor(value) or type(value).__name__ == "SymInt":
+        return None
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "requires_grad")
+
+
 def as_number(name: str, value: object) -> float:
     """A real number, such as a Fraction, as a float. Raises TypeError for what is none, ValueError
     for one beyond any float64."""
     if type(value) is float:
         return value
-    if isinstance(value, bool) or not isinstance(value, Real):
+    number = real(value)
+    if number is None:
         raise TypeError(f"{name} must be a number, got {shown(value)}")
     try:
-        return float(value)
+        return float(number)
     except OverflowError:
         raise ValueError(f"{name} must fit a float64, got {shown(value)}") from None
+
+
+def as_int(name: str, value: object) -> int:
+    """A whole number, such as NumPy's, as an int. Raises TypeError for what is none."""
+    number = whole(value)
+    if number is None:
+        advice = ": pass its item()" if _is_tensor(value) else ""
+        raise TypeError(f"{name} must be an int, got {shown(value)}{advice}")
+    return number
 
 
 def check_flag(name: str, value: object) -> None:

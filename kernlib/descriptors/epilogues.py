@@ -12,7 +12,7 @@ import keyword
 import math
 from dataclasses import dataclass, field
 
-from kernlib.descriptors.base import Descriptor, Part, Value, as_number, require, shown
+from kernlib.descriptors.base import Descriptor, Part, Value, as_number, require, shown, whole
 from kernlib.descriptors.expression import LANGUAGE, RESERVED, names, parse
 
 
@@ -162,9 +162,10 @@ class Polynomial(Epilogue):
     degree: int = 3
 
     def __post_init__(self):
-        valid = type(self.degree) is int and 1 <= self.degree <= 16
-        if not valid:
+        degree = whole(self.degree)
+        if degree is None or not 1 <= degree <= 16:
             raise ValueError(f"degree must be an int from 1 to 16, got {shown(self.degree)}")
+        object.__setattr__(self, "degree", degree)
 
     @property
     def expression(self) -> str:

@@ -34,6 +34,12 @@ _OF_CALLS = {
 }
 
 
+TRACED = (  # what to do with a Proxy
+    "torch.fx.symbolic_trace takes layers of kernlib.nn, and of other calls those in a function "
+    "whose name torch.fx.wrap was given"
+)
+
+
 def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable) -> None:
     """Raises TypeError for the first of the keywords that is none of the ``fields`` of ``what``,
     and says where an argument of a call goes. ``make`` makes a descriptor of the other keywords."""
@@ -123,6 +129,37 @@ def instead_of_part(value: object, known: Iterable[type]) -> str:
 
 
 _SETTINGS = ("negative_slope", "approximate")  # of torch's modules, which epilogues call the same
+
+
+def instead_of_tensor(name: str, value: object) -> str:
+    """What stands in the place of the tensor ``name``, such as "ndarray", and the line that makes
+    one of it, where there is one."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if type(value).__name__ == "Proxy":  # which has every attribute
+        return f"Proxy; {TRACED}"
+    place = name if name.replace("[", "").replace("]", "").isidentifier() else "value"
+    line = _line_of_tensor(value, place)
+    return type(value).__name__ + (f": pass {line}" if line else "")
+
+
+def _line_of_tensor(value: object, name: str) -> str:
+    package = type(value).__module__.partition(".")[0]
+    if package == "numpy" and hasattr(value, "strides"):
+        if getattr(value, "ndim", 0) == 0:
+            return f"torch.tensor({name})"
+        turned = any(step < 0 for step in value.strides)  # which torch.from_numpy refuses
+        return f"torch.from_numpy({name}{'.copy()' if turned else ''})"
+    if hasattr(value, "to_numpy"):  # of pandas and polars
+        return f"torch.from_numpy({name}.to_numpy())"
+    if hasattr(value, "toarray"):  # a sparse matrix of scipy
+        return f"torch.from_numpy({name}.toarray())"
+    if hasattr(value, "__dlpack__"):
+        return f"torch.from_dlpack({name})"
+    if hasattr(value, "__array__"):
+        return f"torch.from_numpy(numpy.asarray({name}))"
+    numbers = isinstance(value, (list, tuple, int, float)) and not isinstance(value, bool)
+    return f"torch.tensor({name})" if numbers and name != "out" else ""
 
 
 def _makes_descriptor(whole: str) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kernlib.debug import takes_debug
-from kernlib.errors import CaptureError, ConvergenceWarning
+from kernlib.descriptors.base import as_int, shown
+from kernlib.errors import CaptureError, ConvergenceWarning, warn
 from kernlib.linalg.captured import Captured, is_busy, is_capturable
 from kernlib.linalg.checks import DTYPES, refuse_meta
 from kernlib.runtime.numbers import check_kind, host_value
@@ -76,7 +76,7 @@ def conjugate_gradient(
     Raises ValueError and TypeError that name the argument, RuntimeError for a ``b`` that requires a
     gradient while gradients are recorded. Hestenes and Stiefel 1952.
     """
-    _check(b, x0, tol, max_iter, check_every)
+    tol, max_iter, check_every = _check(b, x0, tol, max_iter, check_every)
     _check_functions(matmul, preconditioner)
     found = solve(matmul, b, preconditioner, x0, tol, max_iter, check_every)
     warn_unless_converged("conjugate_gradient", found, tol)
@@ -85,20 +85,27 @@ def conjugate_gradient(
 
 def warn_unless_converged(task: str, found: CGResult, tol: float) -> None:
     """Warns of columns whose residual is above ``tol``; waits for the device."""
-    above = ~(found.residual <= float(tol))  # a NaN is
-    count = int(above.sum())
+    above = ~(found.residual <= tol)  # a NaN is
+    count, blank = int(above.sum()), int(found.residual.isnan().sum())
     if not count or not tol:
+        return
+    if blank:
+        several = f"{blank} of {above.numel()} residuals are NaN, as their x is"
+        which = several if above.dim() else "the residual is NaN, as x is"
+        warn(
+            f"{task}: {which}: the matrix, the right-hand side, x0 or the preconditioner has NaN "
+            "or infinity",
+            ConvergenceWarning,
+        )
         return
     worst = f"{float(found.residual[above].max()):.2g}"
     several = f"{count} of {above.numel()} residuals, up to {worst}, are"
     which = several if above.dim() else f"the residual {worst} is"
-    warnings.warn(
-        f"{task}: {which} above tol={float(tol):g} after {found.iterations} iterations. More of "
-        "them (max_iter), a better conditioned matrix (regularization, preconditioner) or float64 "
-        "come nearer; warnings.filterwarnings('ignore', category=kernlib.ConvergenceWarning) hides "
-        "this",
+    warn(
+        f"{task}: {which} above tol={tol:g} after {found.iterations} iterations. More of them "
+        "(max_iter), a better conditioned matrix (regularization, preconditioner) or float64 come "
+        "nearer",
         ConvergenceWarning,
-        stacklevel=3,
     )
 
 
@@ -107,7 +114,6 @@ def solve(
 ) -> CGResult:
     """:func:`conjugate_gradient` of checked arguments, without its warning. ``capture`` says that
     matmul and preconditioner never wait for the device, so that a CUDA graph may hold them."""
-    tol = float(tol)
     with torch.no_grad(), without_autocast(b.device):
         scale = _scales(b)
         b = b * scale
@@ -126,14 +132,19 @@ def solve(
                 norm = _norm(r)
                 again = (norm > limit) & (norm < _PROGRESS * best)
                 if not again.any():
-                    return CGResult(state.x / scale, _relative(norm, b), done)
+                    return _result(state.x / scale, _relative(norm, b), done)
                 best = torch.minimum(best, norm)
                 # By half less than asked for: the recurrence drifts from the residual again, which
                 # would end beside the limit, without the progress that another start takes.
                 target = torch.where(again, target / 2, target)
                 state = _start(state.x, r, limit, preconditioner, again)
         norm = _norm(b - _product("matmul", matmul, state.x))
-        return CGResult(state.x / scale, _relative(norm, b), done)
+        return _result(state.x / scale, _relative(norm, b), done)
+
+
+def _result(x: torch.Tensor, residual: torch.Tensor, iterations: int) -> CGResult:
+    """A column whose residual is NaN has no x: what it began with would look like an answer."""
+    return CGResult(x.masked_fill(residual.isnan(), torch.nan), residual, iterations)
 
 
 def _scales(b: torch.Tensor) -> torch.Tensor:
@@ -254,7 +265,7 @@ def _check_functions(matmul, preconditioner) -> None:
             )
 
 
-def _check(b, x0, tol, max_iter: int, check_every: int) -> None:
+def _check(b, x0, tol, max_iter, check_every) -> tuple[float, int, int]:
     check_dense(("b",), b=b, x0=x0)
     refuse_transforms(_NO_TRANSFORMS, b=b, x0=x0)
     refuse_meta("b", b)
@@ -271,18 +282,20 @@ def _check(b, x0, tol, max_iter: int, check_every: int) -> None:
             f"x0 must have b's shape {tuple(b.shape)}, dtype {b.dtype} and device {b.device}, got "
             f"{tuple(x0.shape)}, {x0.dtype}, {x0.device}"
         )
-    check_limits(tol, max_iter, check_every)
+    return check_limits(tol, max_iter, check_every)
 
 
-def check_limits(tol, max_iter, check_every) -> None:
-    """When to end, and how often to look. Raises TypeError and ValueError."""
-    if host_value("tol", tol, 0) is None:
+def check_limits(tol, max_iter, check_every) -> tuple[float, int, int]:
+    """When to end, and how often to look, as plain numbers. Raises TypeError and ValueError."""
+    number = host_value("tol", tol, 0)
+    if number is None:
         check_kind("tol", tol, 0)
         refuse_meta("tol", tol)
-    if not tol >= 0:
-        raise ValueError(f"tol must be 0 or greater, got {tol}")
+        number = float(tol)
+    if not number >= 0:
+        raise ValueError(f"tol must be 0 or greater, got {number}")
+    max_iter, check_every = as_int("max_iter", max_iter), as_int("check_every", check_every)
     for name, value, least in (("max_iter", max_iter, 0), ("check_every", check_every, 1)):
-        if type(value) is not int:
-            raise TypeError(f"{name} must be an int, got {value!r}")
         if value < least:
-            raise ValueError(f"{name} must be {least} or greater, got {value}")
+            raise ValueError(f"{name} must be {least} or greater, got {shown(value)}")
+    return number, max_iter, check_every

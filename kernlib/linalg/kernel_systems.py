@@ -18,8 +18,8 @@ from kernlib.linalg.nystrom import (
     OF_FEATURES,
     check_one_matrix,
     check_points,
-    check_rank,
-    check_rest,
+    checked_rank,
+    checked_rest,
     nystrom,
 )
 from kernlib.run import run_kernel
@@ -77,8 +77,8 @@ def solve_kernel(
     refuse_own_names("solve_kernel", descriptor, _OWN)
     _check_targets(x, y)
     given = {"x": x, "y": y, "regularization": regularization}
-    check_rest("solve_kernel", generator, given, hyperparameters)
-    check_limits(tol, max_iter, check_every)
+    hyperparameters = checked_rest("solve_kernel", generator, given, hyperparameters)
+    tol, max_iter, check_every = check_limits(tol, max_iter, check_every)
     refuse_not_finite("y", y)
     if x.is_cuda:
         hyperparameters = as_numbers(hyperparameters)
@@ -91,7 +91,7 @@ def solve_kernel(
             return _answer(found, y, tol)
     if rank is None:
         rank = min(count, math.ceil(2 * math.sqrt(count)))
-    check_rank(rank, count, least=0)
+    rank = checked_rank(rank, count, least=0)
     if rank:
         preconditioner = nystrom(
             plain, x, rank, regularization=mean, generator=generator, **hyperparameters

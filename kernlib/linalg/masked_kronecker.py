@@ -122,7 +122,7 @@ def masked_kron_solve(
     torch.func. Latent Kronecker Gaussian processes, arXiv 2506.06895.
     """
     check_square(factors)
-    check_limits(tol, max_iter, check_every)
+    tol, max_iter, check_every = check_limits(tol, max_iter, check_every)
     if preconditioner is not None and not callable(preconditioner):
         raise TypeError(f"preconditioner must be a function of v, got {preconditioner!r}")
     check_dense(("index",), index=index)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.debug import takes_debug
-from kernlib.descriptors.base import refuse_descriptor
+from kernlib.descriptors.base import as_int, refuse_descriptor, shown
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.linalg import native
@@ -18,7 +18,7 @@ from kernlib.linalg.infos import of_cholesky
 from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.tensors import check_dense, refuse_gradients
+from kernlib.runtime.tensors import check_dense, check_layout, refuse_gradients
 
 # Rows that are widened to float64 at once: 2^22 numbers, 32 MiB, whatever the rank.
 _CHUNK = 1 << 22
@@ -83,9 +83,9 @@ def nystrom(
     """
     mu = check_points(descriptor, x, regularization)
     refuse_own_names("nystrom", descriptor, ("rank", "generator"))
-    check_rest("nystrom", generator, {"x": x}, hyperparameters)
+    hyperparameters = checked_rest("nystrom", generator, {"x": x}, hyperparameters)
     count = x.shape[0]
-    check_rank(rank, count, least=1)
+    rank = checked_rank(rank, count, least=1)
     with torch.no_grad():
         chosen = _landmarks(x, rank, generator)
         plain = dataclasses.replace(descriptor, symmetric=False)
@@ -126,12 +126,12 @@ def check_one_matrix(k: torch.Tensor) -> None:
         raise ValueError(f"feature_map must give one matrix here, got shape {tuple(k.shape)} for K")
 
 
-def check_rank(rank, count: int, least: int) -> None:
+def checked_rank(rank, count: int, least: int) -> int:
     """Raises TypeError and ValueError for what is no number of points."""
-    if type(rank) is not int:
-        raise TypeError(f"rank must be an int, got {rank!r}")
+    rank = as_int("rank", rank)
     if not least <= rank <= count:
-        raise ValueError(f"rank must be {least} to {count}, the points of x, got {rank}")
+        raise ValueError(f"rank must be {least} to {count}, the points of x, got {shown(rank)}")
+    return rank
 
 
 _SPELT = {  # other libraries' names of a solver's arguments
@@ -141,11 +141,12 @@ _SPELT = {  # other libraries' names of a solver's arguments
 OF_FEATURES = ("feature_map", "lengthscale")  # hyperparameters that hold a value for each
 
 
-def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> None:
-    """Raises TypeError, ValueError and RuntimeError for what ``task`` does not take of a call's
-    other arguments."""
+def checked_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> dict:
+    """The hyperparameters, those of one number without dimensions. Raises TypeError, ValueError and
+    RuntimeError for what ``task`` does not take of a call's other arguments."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+    single = {}
     for name, value in hyperparameters.items():
         if name in ("out", "accumulate"):
             raise TypeError(f"{name} is no argument of {task}")
@@ -153,11 +154,14 @@ def check_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> No
             raise TypeError(f"{name} is no argument of {task}; did you mean {_SPELT[name]}?")
         if name in OF_FEATURES or not isinstance(value, torch.Tensor):
             continue
-        if value.dim() and tuple(value.shape) != (1,):
+        check_layout(name, value)
+        if value.numel() != 1:
             raise ValueError(
                 f"{name} must be one number here, of shape () or (1,), got {tuple(value.shape)}"
             )
+        single[name] = value.reshape(())
     refuse_gradients(task, **tensors, **hyperparameters)
+    return hyperparameters | single
 
 
 def _landmarks(x: torch.Tensor, rank: int, generator: torch.Generator | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from kernlib.nn.computed_weight import ChainWeight, ComputesWeight, computed
 from kernlib.nn.derived import Kept, derived
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, refuse_other
 
 ALGOS = ("auto", "kernel", *ALGORITHMS)
 INITS = ("linear", "ksmm")
@@ -409,9 +409,10 @@ def _checked_weights(weights, patterns: tuple[Pattern, ...]) -> list[torch.Tenso
             f"weights must hold one tensor for each of {len(patterns)} patterns, got {len(weights)}"
         )
     for index, (weight, pattern) in enumerate(zip(weights, patterns, strict=True)):
-        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-            kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
-            raise TypeError(f"weights[{index}] must be a tensor of floats, got {kind}")
+        if not isinstance(weight, torch.Tensor):
+            refuse_other(f"weights[{index}]", weight, "a tensor of floats")
+        if not weight.is_floating_point():
+            raise TypeError(f"weights[{index}] must be a tensor of floats, got {weight.dtype}")
         check_dense((), **{f"weights[{index}]": weight})
         if tuple(weight.shape) != pattern:
             raise ValueError(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import index
-from typing import SupportsIndex
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.calls import hinted
+from kernlib.descriptors.base import shown, whole
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import warn
 from kernlib.families.sparse.descriptor import SparseMatmul
@@ -426,10 +425,10 @@ class _DenseKey(str):
 
 
 def _checked_size(name: str, size) -> int:
-    known = isinstance(size, SupportsIndex) and not isinstance(size, (bool, torch.Tensor))
-    if not known or not 0 <= index(size) <= MOST_FEATURES:
-        raise ValueError(f"{name} must be an int of at least 0 and below 2^61, got {size!r}")
-    return index(size)
+    number = whole(size)
+    if number is None or not 0 <= number <= MOST_FEATURES:
+        raise ValueError(f"{name} must be an int of at least 0 and below 2^61, got {shown(size)}")
+    return number
 
 
 def _checked_device(device) -> torch.device | None:

@@ -18,6 +18,7 @@ from kernlib.runtime.tensors import (
     check_out_shape,
     is_itself,
     materialised,
+    refuse_other,
     signature,
 )
 
@@ -70,9 +71,7 @@ def check_vector(
     """A vector has one value for each feature of the result, and the dtype and device of x. If
     ``dtypes`` are given, the dtype must be one of them. Raises ValueError and TypeError."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{name} must be a dense tensor of shape ({features},), got {type(value).__name__}"
-        )
+        refuse_other(name, value, f"a dense tensor of shape ({features},)")
     check_layout(name, value)
     if value.dim() != 1 or value.shape[0] != features:
         raise ValueError(f"{name} must have shape ({features},), got {tuple(value.shape)}")
@@ -89,7 +88,7 @@ def check_summand(
     """A summand broadcasts to the result's shape, and has the dtype and device of x. If ``dtypes``
     are given, the dtype must be one of them. Raises ValueError and TypeError."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        refuse_other(name, value)
     check_layout(name, value)
     check_broadcast(shape, name, value)
     check_same_kind("x", x, name, value, dtypes)

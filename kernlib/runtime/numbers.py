@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Real
 
 import torch
 
+from kernlib.descriptors.base import real, shown
 from kernlib.errors import CaptureError
 from kernlib.runtime.tensors import check_layout
 
@@ -33,15 +33,16 @@ def host_value(name: str, value: object, dimensions: int = 1) -> float | None:
         return value
     if isinstance(value, torch.Tensor):
         return None
-    if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name} must fit a float64, got one of many digits") from None
-    raise TypeError(
-        f"{name} must be a real number or a tensor of shape {_SHAPES[dimensions]}, got {value!r} "
-        f"({type(value).__name__})"
-    )
+    number = real(value)
+    if number is None:
+        raise TypeError(
+            f"{name} must be a real number or a tensor of shape {_SHAPES[dimensions]}, got "
+            f"{shown(value)} ({type(value).__name__})"
+        )
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float64, got one of many digits") from None
 
 
 def plain(name: str, value: object, dimensions: int = 1) -> float | torch.Tensor:
@@ -56,7 +57,8 @@ def check_kind(name: str, value: torch.Tensor, dimensions: int = 1) -> None:
     dimension. Raises ValueError, TypeError."""
     check_layout(name, value)
     if value.dim() > dimensions:
-        shape = tuple(value.shape)
+        advice = "; one for each feature is a lengthscale" if name == "bandwidth" else ""
+        shape = f"{tuple(value.shape)}{advice}"
         raise ValueError(f"{name} must have shape {_SHAPES[dimensions]}, got {shape}")
     if value.dtype not in _REAL:
         raise TypeError(f"{name} must be real, got {value.dtype}")

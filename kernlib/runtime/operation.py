@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib import events
+from kernlib.descriptors.base import whole
 from kernlib.errors import UnsupportedError
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import stand_ins
@@ -63,6 +64,9 @@ def bind(operation: Operation) -> Bound:
         try:
             plan = cache.plans.get(key)
         except TypeError:  # an argument cannot be hashed: the check says which one is wrong
+            plain = _with_ints(request)
+            if plain is not None:
+                return execute(*plain)
             check(*request)
             raise
         return first(key, *request) if plan is None else launch(plan, *request)
@@ -93,6 +97,9 @@ def bind(operation: Operation) -> Bound:
         try:
             return cache.plans.get(key)
         except TypeError:  # as in execute
+            plain = _with_ints(request)
+            if plain is not None:
+                return find(*plain)
             check(*request)
             raise
 
@@ -102,6 +109,13 @@ def bind(operation: Operation) -> Bound:
         return plan
 
     return Bound(execute, launch, first, find, make, cache)
+
+
+def _with_ints(request: tuple) -> tuple | None:
+    """A request whose arrays of no dimensions, which cannot be hashed, are ints; None without."""
+    plain = tuple(value if whole(value) is None else whole(value) for value in request)
+    changed = any(value is not given for value, given in zip(plain, request, strict=True))
+    return plain if changed else None
 
 
 def _planned(operation: Operation, call, request: tuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -21,13 +22,6 @@ APART = {
         "attn_mask, elsewhere use causal=True or a mask of bools"
     ),
     "MaskedTensor": "in which some values are none; pass its get_data(), or to_tensor(value)",
-}
-# Of what stands for a tensor and is none, what to do.
-INSTEAD = {
-    "Proxy": (
-        "; torch.fx.symbolic_trace takes layers of kernlib.nn, and of other calls those in a "
-        "function whose name torch.fx.wrap was given"
-    )
 }
 
 
@@ -73,23 +67,33 @@ def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:
         if tensor is None and name not in required:
             continue
         if not isinstance(tensor, torch.Tensor):
-            kind = type(tensor).__name__
-            raise TypeError(f"{name} must be a tensor, got {kind}{INSTEAD.get(kind, '')}")
+            refuse_other(name, tensor)
         check_layout(name, tensor)
+
+
+def refuse_other(name: str, value: object, wanted: str = "a tensor") -> NoReturn:
+    """Raises TypeError for what is no tensor, and names the line that would make it one."""
+    from kernlib.descriptors.words import instead_of_tensor  # which right calls do without
+
+    raise TypeError(f"{name} must be {wanted}, got {instead_of_tensor(name, value)}")
 
 
 def refuse_proxy(error: ValueError) -> None:
     """Raises TypeError in place of the error that a Proxy of torch.fx raises when it is looked at;
     nothing for other errors."""
     if type(error).__name__ == "TraceError":
-        raise TypeError(f"an argument must be a tensor, got Proxy{INSTEAD['Proxy']}") from None
+        from kernlib.descriptors.words import TRACED
+
+        raise TypeError(f"an argument must be a tensor, got Proxy; {TRACED}") from None
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor that is not stored as its values, with a stride for each
     dimension."""
     if tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+        raise TypeError(
+            f"{name} must be a dense tensor, got layout {tensor.layout}; pass its to_dense()"
+        )
     if not is_dynamo_compiling() and is_uninitialized(tensor):
         raise TypeError(f"{name} must be a dense tensor, got a parameter without its values yet")
     if tensor.is_nested:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -31,6 +33,8 @@ def same_kind(*tensors) -> None:
 def number(value, least=-math.inf, above=-math.inf, most=math.inf):
     """A number within limits, of those of a tensor on a device as they are; (L, 1, 1) of (L,)."""
     if isinstance(value, torch.Tensor):
+        if value.dim() == 2 and value.shape == (1, 1):
+            value = value.reshape(())
         if value.dim() > 1 or value.is_complex() or value.dtype == torch.bool:
             raise ValueError("no number")
         found = value.detach().clone().double()
@@ -38,8 +42,10 @@ def number(value, least=-math.inf, above=-math.inf, most=math.inf):
         for one in looked:
             number(one, least, above, most)
         return found[:, None, None] if found.numel() != 1 else found.reshape(())
+    if isinstance(value, np.ndarray) and not value.ndim:
+        value = value.item()
     if isinstance(value, (bool, np.bool_)) or not isinstance(
-        value, (int, float, Fraction, np.number)
+        value, (int, float, Fraction, Decimal, np.number)
     ):
         raise TypeError("no number")
     if isinstance(value, np.complexfloating):
@@ -58,7 +64,10 @@ def flag(*values) -> None:
 
 
 def integer(value, least=-(2**61), most=2**61) -> int:
-    if type(value) is not int or not least <= value <= most:
+    if isinstance(value, (bool, np.bool_, torch.Tensor)):
+        raise TypeError("no int")
+    value = operator.index(value)
+    if not least <= value <= most:
         raise TypeError("no int in range")
     return value
 
@@ -181,9 +190,12 @@ def _gathered(count, points, dtype, values):
 def _lengths(x, lengths):
     lengths = wide(lengths)
     if lengths.shape != (x.shape[-1],) and (
-        lengths.dim() != 3 or lengths.shape[1:] != (1, x.shape[-1])
+        lengths.dim() not in (2, 3)
+        or lengths.shape[-2] != 1
+        or lengths.shape[-1] not in (1, x.shape[-1])
     ):
         raise ValueError("features")
+    lengths = lengths[0] if lengths.dim() == 2 else lengths
     if not (lengths > 0).all():
         raise ValueError("sign")
     return lengths

@@ -1,6 +1,7 @@
 """What a call is told of its arguments is about those that it was given: ``out`` must not share
 memory with them, copied first or not, flags are flags, and names are the caller's."""
 
+import re
 from fractions import Fraction
 from functools import partial
 
@@ -214,6 +215,54 @@ def test_errors_name_the_argument_as_the_caller_does(case):
     call, message = NAMES[case]
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+class OfDlpack:
+    """An array of a library that knows DLPack alone."""
+
+    def __dlpack__(self, **_):
+        raise AssertionError
+
+    def __dlpack_device__(self):
+        raise AssertionError
+
+
+class Frame:
+    def to_numpy(self):
+        raise AssertionError
+
+
+ARRAYS = {
+    "torch.from_numpy({})": X.numpy(),
+    "torch.from_numpy({}.copy())": X.numpy()[::-1],
+    "torch.tensor({})": X.tolist(),
+    "torch.from_dlpack({})": OfDlpack(),
+    "torch.from_numpy({}.to_numpy())": Frame(),
+}
+OF_ARRAYS = {
+    "a": lambda x: kl.run_kernel(GAUSSIAN, x, Y, bandwidth=1.0),
+    "x2": lambda x: kl.cdist(X, x),
+    "v": lambda x: kl.kernel_matmul(GAUSSIAN, X, Y, x, bandwidth=1.0),
+    "lengthscale": lambda x: kl.run_kernel(GAUSSIAN, X, Y, lengthscale=x),
+    "input": lambda x: kl.nn.KroneckerLinear([3], [2])(x),
+    "factors[0]": lambda x: kl.kron_matmul(X, [x]),
+    "bias": lambda x: kl.run_kernel(
+        kl.KroneckerSparse(1, 3, 3, 1, epilogue=kl.Bias()), X, torch.ones(1, 3, 3, 1), bias=x
+    ),
+    "values": lambda x: kl.blocksparse.dsd(x, Y, kl.blocksparse.Layout([[1]], 16)),
+    "dense": lambda x: kl.sparse.compress(x),
+    "weight": lambda x: kl.sparse.magnitude(x, 0.5),
+    "b": lambda x: linalg.conjugate_gradient(lambda v: v, x),
+}
+
+
+@pytest.mark.few(1000)
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_arrays_are_refused_with_the_line_that_makes_a_tensor_of_them(name):
+    for line, value in ARRAYS.items():
+        with pytest.raises(TypeError, match=re.escape(name)) as caught:
+            OF_ARRAYS[name](value)
+        assert line.format(name) in str(caught.value), caught.value
 
 
 def test_a_gradient_beside_out_is_refused_by_the_callers_name():

@@ -165,8 +165,10 @@ NUMBERS = {
     "-inf": -math.inf, "huge": 10**400, "large": 1e300, "small": 1e-300, "fraction": Fraction(3, 2),
     "huge fraction": Fraction(10**400, 3), "decimal": Decimal("1.5"), "complex": 1j, "bool": True,
     "numpy": np.float32(1.5), "numpy int": np.int64(2), "numpy array": np.ones(1),
+    "numpy scalar": np.array(1.5), "numpy text": np.array("1.5"), "numpy bool": np.array(True),
     "tensor": torch.tensor(1.5), "tensor (1,)": torch.tensor([1.5]), "tensor 3": torch.ones(3),
     "int tensor": torch.tensor(2), "bool tensor": torch.tensor(True),
+    "tensor (1, 1)": torch.full((1, 1), 1.5),
     "matrix": torch.ones(2, 2), "no numbers": torch.ones(0), "nan tensor": torch.tensor(math.nan),
     "inf tensor": torch.tensor(math.inf), "negative tensor": torch.tensor([-1.0]),
     "complex tensor": torch.tensor(1j), "sparse tensor": torch.ones(1).to_sparse(),
@@ -179,6 +181,8 @@ NUMBERS = {
 INTS = {
     "0": 0, "1": 1, "2": 2, "-1": -1, "1.0": 1.0, "1.5": 1.5, "bool": True, "2**31": 2**31,
     "2**62": 2**62, "2**63": 2**63, "-2**63": -(2**63), "huge": 10**30, "numpy": np.int64(1),
+    "numpy scalar": np.array(2), "numpy array": np.array([1]), "numpy float": np.float64(1),
+    "many digits": 10**5000,
     "tensor": torch.tensor(1), "nan": math.nan, "text": "1", "fraction": Fraction(1),
 }  # fmt: skip
 TEXTS = {

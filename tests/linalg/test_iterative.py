@@ -364,6 +364,30 @@ def test_the_residual_is_that_of_the_system_in_float64(scale, regularization, ra
     assert bool(said) == bool((residual > 1e-6).any())
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_matrix_of_nan_has_no_solution(bad):
+    b = torch.ones(3, 2)
+    with pytest.warns(kernlib.ConvergenceWarning, match="2 of 2 residuals are NaN, as their x is"):
+        found = linalg.conjugate_gradient(lambda v: v * bad, b)
+    assert found.x.isnan().all() and found.residual.isnan().all()
+    factor = torch.full((2, 2), bad)
+    with pytest.warns(kernlib.ConvergenceWarning, match="1 of 1 residuals are NaN, as their x is"):
+        found = linalg.masked_kron_solve([factor], b[:2, 0], torch.tensor([0, 1]), noise=1.0)
+    assert found.x.isnan().all()
+
+
+def test_each_line_of_a_caller_is_warned_of_its_own_solution(points):
+    x, y = points[:100], torch.randn(100, dtype=torch.float64)
+    given = {"regularization": 1e-3, "bandwidth": 2.0, "max_iter": 1, "rank": 0}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            linalg.solve_kernel(kernlib.gaussian(), x, y, **given)
+        linalg.solve_kernel(kernlib.gaussian(), x, y, **given)
+    places = [(each.filename, each.lineno) for each in said]
+    assert len(set(places)) == 2 and {file for file, _ in places} == {__file__}
+
+
 def test_what_did_not_converge_warns(points):
     x, y = points[:100], torch.randn(100, dtype=torch.float64)
     arguments = {"regularization": 1e-3, "bandwidth": 2.0}
@@ -374,8 +398,9 @@ def test_what_did_not_converge_warns(points):
     with pytest.warns(kernlib.ConvergenceWarning, match="3 of 3 residuals.* after 2 iterations"):
         linalg.conjugate_gradient(a.__matmul__, b, max_iter=2)
     b[7, 1] = torch.nan
-    with pytest.warns(kernlib.ConvergenceWarning, match="up to nan"):
+    with pytest.warns(kernlib.ConvergenceWarning, match="1 of 3 residuals are NaN") as said:
         linalg.conjugate_gradient(a.__matmul__, b)
+    assert said[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         linalg.solve_kernel(kernlib.gaussian(), x, y, **arguments)

@@ -23,8 +23,6 @@ sum that decays. ``Symmetry`` is a name alone, and no call takes it.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 from kernlib.compat.kermac import linalg
@@ -61,6 +59,7 @@ from kernlib.compat.kermac._tools import (
     tensor_stats,
 )
 from kernlib.compat.kermac.linalg import FillMode, eigh, solve_cholesky, solve_lu
+from kernlib.descriptors.base import as_int, shown
 from kernlib.families.pairwise import descriptor as named
 from kernlib.families.pairwise.checks import MAX_OFFSET, check_has_sums
 from kernlib.families.pairwise.functions import expadd
@@ -187,15 +186,10 @@ def _check_combination(descriptor: KernelDescriptor, exponents: dict, of_kernel:
 def _offset(name: str, value) -> int:
     if isinstance(value, torch.SymInt):
         return value
-    try:
-        found = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r}") from None
-    if isinstance(value, (bool, torch.Tensor)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if abs(found) > MAX_OFFSET:
-        raise ValueError(f"{name} must be at most 2**61 in magnitude, got {found}")
-    return found
+    offset = as_int(name, value)
+    if abs(offset) > MAX_OFFSET:
+        raise ValueError(f"{name} must be at most 2**61 in magnitude, got {shown(offset)}")
+    return offset
 
 
 def _with_batch(result: torch.Tensor, out: torch.Tensor | None, dimensions: int) -> torch.Tensor:

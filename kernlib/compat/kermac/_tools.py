@@ -11,6 +11,7 @@ import torch
 
 from kernlib import ahead
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
+from kernlib.descriptors.base import as_int
 from kernlib.errors import UnsupportedError
 from kernlib.run import ahead_of
 from kernlib.runtime import devices
@@ -127,9 +128,7 @@ def tensor_stats(tensor: torch.Tensor) -> TensorStats:
 def ceil_div(a: int, b: int) -> int:
     """``a / b`` rounded up, for a b greater than 0. Raises TypeError for what is no int, ValueError
     for another b."""
-    for name, value in (("a", a), ("b", b)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {value!r}")
+    a, b = as_int("a", a), as_int("b", b)
     if b <= 0:
         raise ValueError(f"b must be greater than 0, got {b}")
     return -(-a // b)

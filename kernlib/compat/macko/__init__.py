@@ -22,6 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from kernlib.compat.macko import product
+from kernlib.descriptors.base import as_int, shown
 from kernlib.families.sparse.formats import macko as codec
 from kernlib.families.sparse.state import check_whole
 from kernlib.families.sparse.tensors import placed
@@ -128,10 +129,12 @@ def _check_matrix(values, deltas, row_ptr, rows: int, columns: int) -> None:
     without looking at them."""
     check_dense(("values", "deltas", "row_ptr"), values=values, deltas=deltas, row_ptr=row_ptr)
     for name, size in (("rows", rows), ("columns", columns)):
-        if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
-            raise TypeError(f"{name} must be an int, got {size!r}")
+        if not isinstance(size, torch.SymInt):
+            size = as_int(name, size)
         if size < 0:
-            raise ValueError(f"{name} must be at least 0, got {size}")
+            raise ValueError(f"{name} must be at least 0, got {shown(size)}")
+        if size >= 1 << 61:
+            raise ValueError(f"{name} must be below 2**61, got {shown(size)}")
     entries = values.numel()
     wanted = {
         "values": (values, torch.float16, (entries // 8 * 8,)),

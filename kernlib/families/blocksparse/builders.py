@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
+from kernlib.descriptors.base import as_int, as_number
 from kernlib.families.blocksparse.contents.given import as_tensor, place_of
 from kernlib.families.blocksparse.contents.sizes import (
     check_positions,
     checked_block,
     checked_count,
-    is_int,
 )
 from kernlib.families.blocksparse.layout import Layout
 
@@ -92,12 +92,9 @@ def random(
     """Of each head's blocks of a matrix (rows, cols) the nearest number to ``density`` times all,
     drawn by ``seed``: the same on all devices."""
     grid, block = _grid(rows, cols, block, heads)
-    if not isinstance(density, (int, float)) or isinstance(density, bool):
-        raise TypeError(f"density must be a number from 0 to 1, got {density!r}")
+    density, seed = as_number("density", density), as_int("seed", seed)
     if not 0 <= density <= 1:
         raise ValueError(f"density must be 0 to 1, got {density}")
-    if not is_int(seed):
-        raise TypeError(f"seed must be an int, got {seed!r}")
     generator, total = torch.Generator("cpu").manual_seed(seed % 2**64), grid[0] * grid[1]
     mask = torch.zeros(heads or 1, total, dtype=torch.bool, device="cpu")
     for line in mask:
@@ -128,8 +125,7 @@ def fixed(
     and for ``numverts`` above s / vertsize. Of Torch-Blocksparse, after Child et al. 2019; there,
     columns of unidirectional attention may lie behind the diagonal.
     """
-    if not is_int(block):
-        raise TypeError(f"block must be an int, got {block!r}")
+    block = as_int("block", block)
     grid, pair = _square(length, block, heads)
     if attention not in ATTENTIONS:
         known = " or ".join(map(repr, ATTENTIONS))

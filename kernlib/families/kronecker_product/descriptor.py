@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from kernlib.descriptors.base import check_precision, explained, render, shown
+from kernlib.descriptors.base import check_precision, explained, render, shown, whole
 from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 
 SIDES = ("right", "left")  # of x, where the factors stand
@@ -132,15 +132,15 @@ def _checked_shapes(shapes: object) -> tuple[tuple[int, int], ...]:
         raise ValueError("shapes must hold at least one factor's (rows, columns), got none")
     made = []
     for index, given in enumerate(shapes):
-        shape = (given, given) if type(given) is int else given
+        shape = given if whole(given) is None else (given, given)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             raise TypeError(f"shapes[{index}] must be (rows, columns), got {shown(given)}")
-        for size in shape:
-            if type(size) is not int:
-                raise TypeError(f"shapes[{index}] must hold ints, got {shown(given)}")
-            if size < 1:
-                raise ValueError(f"shapes[{index}] must hold sizes above 0, got {shown(given)}")
-        made.append(tuple(shape))
+        sizes = tuple(map(whole, shape))
+        if None in sizes:
+            raise TypeError(f"shapes[{index}] must hold ints, got {shown(given)}")
+        if min(sizes) < 1:
+            raise ValueError(f"shapes[{index}] must hold sizes above 0, got {shown(given)}")
+        made.append(sizes)
     for name, sizes in (("rows", [s[0] for s in made]), ("columns", [s[1] for s in made])):
         if math.prod(sizes) >= MOST:
             raise ValueError(f"the {name} of shapes multiply to 2**60 or more: {shown(sizes)}")

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from kernlib.descriptors.base import (
     Descriptor,
+    as_int,
     check_flag,
     check_precision,
     explained,
@@ -78,10 +79,10 @@ class KroneckerSparse(Product):
 
     def __post_init__(self):
         for name, size in (("a", self.a), ("b", self.b), ("c", self.c), ("d", self.d)):
-            if type(size) is not int:
-                raise TypeError(f"{name} must be an int, got {shown(size)}")
+            size = as_int(name, size)
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {shown(size)}")
+            object.__setattr__(self, name, size)
         numbers = self.a * self.b * self.c * self.d
         if numbers >= MOST:
             raise ValueError(f"a * b * c * d must be below 2**60, got {shown(numbers)}")

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernlib.descriptors.base import refuse_argument
+from kernlib.descriptors.base import as_int, refuse_argument, shown
 from kernlib.errors import warn
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
@@ -24,6 +24,7 @@ from kernlib.runtime.tensors import (
     check_memory,
     check_out_shape,
     refuse_any_overlap,
+    refuse_other,
     refuse_transforms,
     stand_ins,
 )
@@ -73,10 +74,8 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
     second = a if b is None else b
     _check_inputs(a, second)
     for name, offset in (("row_offset", row_offset), ("col_offset", col_offset)):
-        if type(offset) is not int:
-            raise TypeError(f"{name} must be an int, got {offset!r}")
-        if abs(offset) > MAX_OFFSET:
-            raise ValueError(f"{name} must be at most 2**61 in magnitude, got {offset}")
+        if abs(as_int(name, offset)) > MAX_OFFSET:
+            raise ValueError(f"{name} must be at most 2**61 in magnitude, got {shown(offset)}")
     if descriptor.symmetric and row_offset != col_offset:
         raise ValueError(
             f"symmetric=True needs row_offset == col_offset, got {row_offset} and {col_offset}"
@@ -363,7 +362,7 @@ def are_matrices(x1: torch.Tensor, x2: torch.Tensor) -> bool:
     """Whether two cdist inputs have no batch. Raises TypeError and ValueError for bad ones."""
     for name, x in (("x1", x1), ("x2", x2)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+            refuse_other(name, x)
         if x.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(x.shape)}")
     if x1.shape[-1] != x2.shape[-1]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kernlib.descriptors.base import (
     Descriptor,
+    as_int,
     check_flag,
     check_precision,
     explained,
@@ -128,7 +129,8 @@ class Pairwise(Descriptor):
         check_precision(self.precision)
         check_flag("symmetric", self.symmetric)
         check_flag("direct", self.direct)
-        _check_categories(self.categories, self.symmetric)
+        count = _checked_categories(self.categories, self.symmetric)
+        object.__setattr__(self, "categories", count)
         # NOTE: texts are made when they are needed: Dynamo warns of a dataclass's repr.
         if isinstance(self.outer, norms.Root) and not isinstance(self.inner, norms.Power):
             raise ValueError(f"outer=Root() needs inner=Power(), got inner={self.inner}")
@@ -253,9 +255,8 @@ def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
         raise TypeError(f"{argument} must be one of {known}, got {shown(stage)}{advice}")
 
 
-def _check_categories(count: object, symmetric: bool) -> None:
-    if type(count) is not int:
-        raise TypeError(f"categories must be an int, the number of them, got {shown(count)}")
+def _checked_categories(value: object, symmetric: bool) -> int:
+    count = as_int("categories", value)
     if not 0 <= count <= MOST_CATEGORIES:
         raise ValueError(f"categories must be from 0 to {MOST_CATEGORIES}, got {shown(count)}")
     if count and symmetric:
@@ -263,6 +264,7 @@ def _check_categories(count: object, symmetric: bool) -> None:
             "symmetric=True takes no categories, whose tables need not be symmetric: for K(a, a) "
             "pass a and its codes twice"
         )
+    return count
 
 
 def _named(*more: str) -> Callable[[_Function], _Function]:

@@ -1,8 +1,8 @@
 """Hyperparameters of one dimension: a value for each entry of a batch, or for each point.
 
 Beside points without a batch (L,) is a batch. Where L is the number of points it could be either,
-and is refused; (L, 1, 1) is always a batch. A ``regularization`` of K(x, x) with a value for each
-point of x is added to the diagonal, behind the kernel.
+and is refused; (L, 1, 1) is always a batch, and (1, 1) one value. A ``regularization`` of K(x, x)
+with a value for each point of x is added to the diagonal, behind the kernel.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respe
     it; None for all others. ``beside`` is an argument of which three dimensions say that there is a
     batch, or None, and ``offsets`` are those of rows and columns. Raises ValueError for a value of
     which nobody can tell whether it belongs to points or to a batch."""
-    entries, diagonal = [], None
+    entries, single, diagonal = [], [], None
     others = (beside, *(values.get(name) for name in ("a_codes", "b_codes")))
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or name in CODES:
             continue
         if value.dim() == 3 and value.shape[1] == 1 and value.shape[2] == 1:
             entries.append(name)
+        elif value.dim() == 2 and value.shape[0] == 1 and value.shape[1] == 1:
+            single.append(name)
         elif value.dim() == 1 and _is_of_points(value.shape[0], a, b, others):
             _check_diagonal(name, value.shape[0], a, b, offsets)
             diagonal = value
-    if not entries and diagonal is None:
+    if not entries and not single and diagonal is None:
         return None
     values = values | {name: values[name].reshape(-1) for name in entries}
+    values |= {name: values[name].reshape(()) for name in single}
     if diagonal is not None:
         check_kind(DIAGONAL, diagonal)
         values[DIAGONAL] = 0.0

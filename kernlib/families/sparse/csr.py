@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
+from kernlib.descriptors.base import whole
 from kernlib.families.sparse.formats.encoding import BITS
 from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.runtime.tensors import check_dense, materialised
@@ -49,8 +50,8 @@ def from_csr(
 
 def _checked_shape(shape) -> tuple[int, int]:
     """Raises TypeError for what is not two ints, ValueError for sizes below 0."""
-    found = tuple(shape) if isinstance(shape, (tuple, list)) else ()
-    if len(found) != 2 or any(type(size) is not int for size in found):
+    found = tuple(map(whole, shape)) if isinstance(shape, (tuple, list)) else ()
+    if len(found) != 2 or None in found:
         raise TypeError(f"shape must be two ints (rows, columns), got {shape!r}")
     if min(found) < 0:
         raise ValueError(f"shape must be (rows, columns) of at least 0, got {found}")

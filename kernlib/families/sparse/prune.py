@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 
 from kernlib.debug import takes_debug
-from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself
+from kernlib.descriptors.base import real, shown
+from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself, refuse_other
 
 PER = ("matrix", "row")
 _KEYS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -114,10 +113,11 @@ def _counter(entries: int) -> torch.dtype:
 
 
 def _check(weight, density, per: str) -> None:
-    if not isinstance(weight, torch.Tensor) or weight.dtype not in FLOATS:
-        kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
-        zero = " that have a zero" if isinstance(kind, torch.dtype) and kind.itemsize == 1 else ""
-        raise TypeError(f"weight must be a tensor of floats{zero}, got {kind}")
+    if not isinstance(weight, torch.Tensor):
+        refuse_other("weight", weight, "a tensor of floats")
+    if weight.dtype not in FLOATS:
+        zero = " that have a zero" if weight.dtype.itemsize == 1 else ""
+        raise TypeError(f"weight must be a tensor of floats{zero}, got {weight.dtype}")
     check_dense(("weight",), weight=weight)
     check_density(density)
     check_per(per)
@@ -125,11 +125,12 @@ def _check(weight, density, per: str) -> None:
 
 def check_density(density) -> None:
     """Raises TypeError for what is no number, ValueError for one outside of 0 to 1."""
-    if isinstance(density, bool) or not isinstance(density, Real):
-        raise TypeError(f"density must be a number from 0 to 1, got {density!r}")
-    if not 0 <= density <= 1:
-        shown = "a number past 2^64" if abs(density) > 2**64 else density
-        raise ValueError(f"density must be from 0 to 1, got {shown}")
+    number = real(density)
+    if number is None:
+        raise TypeError(f"density must be a number from 0 to 1, got {shown(density)}")
+    if not 0 <= number <= 1:
+        given = "a number past 2^64" if abs(number) > 2**64 else density
+        raise ValueError(f"density must be from 0 to 1, got {given}")
 
 
 def check_per(per: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kernlib.descriptors.base import shown
 from kernlib.families.sparse.formats.encoding import check_names
 from kernlib.families.sparse.layout import DTYPES, VERSION, format_of
 from kernlib.families.sparse.tensors import placed
@@ -56,8 +57,8 @@ def _check_names_of(given: Mapping[str, object]) -> None:
     if type(version) is not int or version not in READABLE:
         known = " and ".join(map(str, READABLE))
         raise ValueError(
-            f"header is of version {version!r}, this kernlib reads versions {known}: compress the "
-            "matrix again"
+            f"header is of version {shown(version)}, this kernlib reads versions {known}: compress "
+            "the matrix again"
         )
     format_of(format)
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -72,7 +73,7 @@ def _integers(name: str, values) -> tuple[int, ...]:
         raise ValueError(f"{name} must hold ints, got {values!r}") from None
     for value in found:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} must hold ints of at least 0, got {value!r}")
+            raise ValueError(f"{name} must hold ints of at least 0, got {shown(value)}")
     return found
 
 

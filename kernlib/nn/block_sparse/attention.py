@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.calls import hinted
-from kernlib.descriptors.base import check_flag, shown
+from kernlib.descriptors.base import check_flag, real, shown
 from kernlib.families.blocksparse.attention.arguments import checked_dropout
 from kernlib.families.blocksparse.checks import check_layout
 from kernlib.families.blocksparse.conditions import BEYOND_CAUSAL, warn_of_whole_blocks
@@ -326,11 +325,12 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
 
 def _checked_rate(dropout) -> float:
     """Raises TypeError and ValueError."""
-    if isinstance(dropout, bool) or not isinstance(dropout, Real):
+    number = real(dropout)
+    if number is None:
         raise TypeError(f"dropout must be a number from 0 to 1, without 1, got {shown(dropout)}")
-    if not 0 <= dropout < 1:
+    if not 0 <= number < 1:
         raise ValueError(f"dropout must be a number from 0 to 1, without 1, got {shown(dropout)}")
-    return float(dropout)
+    return float(number)
 
 
 def _refuse(add_bias_kv, add_zero_attn) -> None:

@@ -141,6 +141,55 @@ def test_a_lengthscale_stands_beside_a_batch():
     torch.testing.assert_close(found, torch.stack(expected))
 
 
+# Shapes of GPyTorch's parameters, and the shape of the values that they stand for.
+OF_GPYTORCH = {(1, 1): (), (1, K): (K,), (2, 1, 1): (2,), (2, 1, K): (2, 1, K)}
+
+
+@pytest.mark.parametrize("shape", OF_GPYTORCH, ids=str)
+def test_lengthscales_and_bandwidths_have_the_shapes_of_gpytorch(shape):
+    x = draw(*shape, seed=5).abs() + 0.5
+    v = draw(N, 2, seed=3)
+    calls = [
+        lambda **given: kl.run_kernel(kl.gaussian(), A, B, **given),
+        lambda **given: kl.run_kernel(kl.gaussian(symmetric=True), A, **given),
+        lambda **given: kl.kernel_matmul(kl.gaussian(), A, B, v, **given),
+        lambda **given: kl.kernel_logsumexp(kl.gaussian(), A, B, **given),
+        lambda **given: kl.kernel_topk(kl.gaussian(), A, B, k=2, **given)[0],
+    ]
+    if len(shape) == 2:
+        calls.append(
+            lambda **given: (
+                kl.linalg.solve_kernel(kl.gaussian(), A, A, regularization=1.0, **given).x
+            )
+        )
+    for call in calls:
+        wide = x.expand(*shape[:-1], K)
+        wanted = call(lengthscale=wide if x.dim() == 3 else wide[0])
+        torch.testing.assert_close(call(lengthscale=x), wanted)
+        if shape[-1] == 1:
+            torch.testing.assert_close(
+                call(bandwidth=x), call(bandwidth=x.reshape(OF_GPYTORCH[shape]))
+            )
+            torch.testing.assert_close(call(bandwidth=x), wanted)
+        else:
+            with pytest.raises(
+                ValueError, match=r"bandwidth must .*(a lengthscale|one number here)"
+            ):
+                call(bandwidth=x)
+    leaf = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(calls[0](lengthscale=leaf).square().sum(), leaf)
+    flat = x.reshape(-1, shape[-1]).clone().requires_grad_()
+    batch = [calls[0](lengthscale=row.expand(K)) for row in flat]
+    (wanted,) = torch.autograd.grad(torch.stack(batch).square().sum(), flat)
+    torch.testing.assert_close(found.reshape(wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, K), (1, 2), (2, 2, 1), (1, 1, 1, 1)], ids=str)
+def test_a_lengthscale_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"lengthscale must be \(K,\) or \(1, K\), with K = "):
+        kl.run_kernel(kl.gaussian(), A, B, lengthscale=torch.ones(shape, dtype=A.dtype))
+
+
 def test_reductions_and_solvers_take_a_lengthscale():
     v = draw(N, 2, seed=3)
     expected = wanted_of_lengthscales(A, B, LENGTHS)

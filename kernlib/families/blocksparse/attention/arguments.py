@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from kernlib import events
-from kernlib.descriptors.base import shown
+from kernlib.descriptors.base import shown, whole
 from kernlib.families.blocksparse.attention.descriptor import (
     AXES,
     BY_DIMENSIONS,
@@ -173,7 +173,9 @@ def checked_window(window) -> tuple[int, int]:
     if window is None:
         return OPEN, OPEN
     pair = window if isinstance(window, (tuple, list)) else (window, window)
-    if len(pair) != 2 or not all(side is None or _is_int(side) for side in pair):
+    known = [side is None or _is_int(side) for side in pair]
+    pair = [side if side is None else _plain(side) for side in pair]
+    if len(pair) != 2 or not all(known):
         raise TypeError(
             f"window must be an int or two (left, right), None for an open side, got "
             f"{shown(window)}"
@@ -188,6 +190,12 @@ def checked_window(window) -> tuple[int, int]:
 
 def _is_int(value) -> bool:
     return is_int(value) or isinstance(value, torch.SymInt)
+
+
+def _plain(value):
+    """A whole number as an int, anything else as it is."""
+    number = whole(value)
+    return value if number is None else number
 
 
 def checked_dropout(p) -> float:
@@ -228,7 +236,7 @@ def checked_seed(q: torch.Tensor, seed) -> int | torch.Tensor:
         raise ValueError(
             f"seed must be an int from 0 to 2**53 - 1, or an int64 tensor, got {shown(seed)}"
         )
-    return seed
+    return _plain(seed)
 
 
 def check_kinds(descriptor: BlockSparseAttention, operands: tuple) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from numbers import Integral
 
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.descriptors.base import as_int, shown, whole
 from kernlib.families.blocksparse.lowering.problem import Blocks
 
 NAMES = ("row_bits", "row_ranks", "col_bits", "rows", "cols", "counts")
@@ -77,11 +77,10 @@ def checked_grid(grid: object) -> tuple[int, int]:
 
 def checked_count(name: str, value: object, least: int) -> int:
     """Raises TypeError for what is no int, ValueError for one that is not ``least`` to MOST."""
-    if not is_int(value):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if not least <= value <= MOST:
-        raise ValueError(f"{name} must be {least} to {MOST}, got {value}")
-    return int(value)
+    number = as_int(name, value)
+    if not least <= number <= MOST:
+        raise ValueError(f"{name} must be {least} to {MOST}, got {shown(number)}")
+    return number
 
 
 def check_positions(grid: tuple[int, int], heads: int | None) -> None:
@@ -97,4 +96,4 @@ def check_positions(grid: tuple[int, int], heads: int | None) -> None:
 
 def is_int(value: object) -> bool:
     """Whether it is a whole number and no truth value."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return whole(value) is not None

@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import takes_debug
-from kernlib.descriptors.base import shown
+from kernlib.descriptors.base import shown, whole
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.scaled.checks import STORAGE
 from kernlib.families.blocksparse.scaled.descriptor import OUT_DTYPES, BlockSparseScaledMatmul
@@ -32,8 +32,8 @@ def quantize(
     With the default a block has a scale, of values (..., capacity, rows, columns); with ``-1`` each
     row of a dense operand (..., M, C). NaN and infinity make the scale what they are. Raises
     TypeError for what is no tensor of float32, float64, float16 or bfloat16, and for what is
-    neither an int nor a tuple of ints, IndexError for a dimension that x has not, ValueError for
-    one that is there twice.
+    neither an int nor a tuple of ints, ValueError for a dimension that x has not, which is an
+    IndexError too, and for one that is there twice.
     """
     check_dense(("x",), x=x)
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
@@ -52,14 +52,19 @@ def quantize(
     return q, scale.reshape([size for i, size in enumerate(x.shape) if i not in dims])
 
 
+class DimensionError(ValueError, IndexError):
+    """A dimension that a tensor has not: an IndexError, as torch's is."""
+
+
 def _dims(dim, rank: int) -> tuple[int, ...]:
     """Dimensions as they are counted from the first. A number has one, as torch counts."""
     rank = max(rank, 1)
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if any(type(each) is not int for each in dims):
+    dims = tuple(map(whole, dims))
+    if None in dims:
         raise TypeError(f"dim must be an int or a tuple of ints, got {shown(dim)}")
     if any(not -rank <= each < rank for each in dims):
-        raise IndexError(f"dim must be of x's {rank} dimensions, got {shown(dim)}")
+        raise DimensionError(f"dim must be of x's {rank} dimensions, got {shown(dim)}")
     found = tuple(each % rank for each in dims)
     if len(set(found)) < len(found):
         raise ValueError(f"dim must name each dimension once, got {shown(dim)}")

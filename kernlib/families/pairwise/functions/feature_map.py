@@ -9,11 +9,16 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.descriptors.base import shown
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import check_host, extremes
-from kernlib.runtime.tensors import check_dense, is_wrapped, refuse_any_overlap, stand_ins
+from kernlib.runtime.tensors import (
+    check_dense,
+    is_wrapped,
+    refuse_any_overlap,
+    refuse_other,
+    stand_ins,
+)
 
 SHAPES = "(K,) or (L, 1, K) for weights, (K, K2) or (L, K, K2) for a matrix"
 
@@ -61,24 +66,19 @@ def scaled(
     """The points divided by ``lengthscale``, which has a value for each feature, and the
     hyperparameters of the call, among which a bandwidth is 1 unless it is given.
 
-    ``lengthscale`` is (K,), or (L, 1, K) for one in each entry of the batch, greater than 0, of the
-    inputs' dtype or that of the arithmetic: :func:`apply` of its reciprocal, and differentiable as
+    ``lengthscale`` is (K,) or (1, K), or (L, 1, K) for one in each entry of the batch, greater than
+    0, of the inputs' dtype or that of the arithmetic; a 1 in the place of K is one for all
+    features, as GPyTorch's kernels have it. :func:`apply` of its reciprocal, and differentiable as
     that is. Raises TypeError and ValueError that name the argument.
     """
     if feature_map is not None:
         raise TypeError("lengthscale and feature_map both map the features: give either")
     if not isinstance(lengthscale, torch.Tensor):
-        raise TypeError(
-            "lengthscale must be a tensor with a value for each feature, got "
-            f"{shown(lengthscale)}; one number for all of them is a bandwidth"
-        )
+        wanted = "a tensor with a value for each feature (one number for all is a bandwidth)"
+        refuse_other("lengthscale", lengthscale, wanted)
     check_dense(("lengthscale", "a"), lengthscale=lengthscale, a=a, b=b)
     refuse_any_overlap(out, lengthscale=lengthscale)
-    shape, features = tuple(lengthscale.shape), a.shape[-1] if a.dim() else 0
-    if shape != (features,) and (len(shape) != 3 or shape[1:] != (1, features)):
-        raise ValueError(
-            f"lengthscale must be (K,) or (L, 1, K), with K = {features} features, got {shape}"
-        )
+    lengthscale = _of_features(lengthscale, a.shape[-1] if a.dim() else 0)
     _check(lengthscale, a, b, "lengthscale")
     if not (is_dynamo_compiling() or stand_ins(lengthscale) or is_wrapped(lengthscale)):
         for number in extremes(lengthscale):
@@ -87,6 +87,20 @@ def scaled(
     if "bandwidth" in descriptor.parameters:
         values = {"bandwidth": 1.0} | values
     return *apply(weights, a, b, out), values
+
+
+def _of_features(lengthscale: torch.Tensor, features: int) -> torch.Tensor:
+    """A lengthscale as (K,) or (L, 1, K). Raises ValueError for other shapes."""
+    shape = tuple(lengthscale.shape)
+    if shape == (features,):
+        return lengthscale
+    if len(shape) not in (2, 3) or shape[-2] != 1 or shape[-1] not in (1, features):
+        raise ValueError(
+            f"lengthscale must be (K,) or (1, K), with K = {features} features, (L, 1, K) for a "
+            f"batch, or (1, 1) or (L, 1, 1) for one of all features, got {shape}"
+        )
+    wide = lengthscale.expand(*shape[:-1], features)
+    return wide if wide.dim() == 3 else wide[0]
 
 
 def _check(

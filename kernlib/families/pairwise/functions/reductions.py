@@ -8,12 +8,12 @@ Gradients take half a gigabyte more at most; those that are differentiated thems
 from __future__ import annotations
 
 from math import inf
-from numbers import Real
 from typing import NoReturn
 
 import torch
 
 from kernlib.debug import heard
+from kernlib.descriptors.base import as_int, real
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import arguments, operation
@@ -199,6 +199,7 @@ def kernel_topk(
         return heard(debug, kernel_topk, descriptor, a, b, k, largest, **maps, **hyperparameters)
     arguments.refuse_own_names("kernel_topk", descriptor, ("k", "largest"))
     check_flag("largest", largest)
+    k = k if type(k) is int else as_int("k", k)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     made = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
     if made is not None:
@@ -319,7 +320,7 @@ def _far_bandwidth(bandwidth: object) -> float | None:
     """A bandwidth that is a number and no usual one; None for others, and for what is none."""
     if type(bandwidth) is float and _USUAL[0] <= bandwidth <= _USUAL[1]:
         return None  # before what takes 0.4 us
-    if isinstance(bandwidth, torch.Tensor) or not isinstance(bandwidth, Real):
+    if isinstance(bandwidth, torch.Tensor) or real(bandwidth) is None:
         return None
     try:
         bandwidth = float(bandwidth)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kernlib.descriptors.base import shown, whole
 from kernlib.families.sparse.lowering.codes import SLICES
 
 
@@ -178,8 +179,9 @@ def _dense(columns: int, nbytes: int, row: int, itemsize: int) -> float:
 
 def check_columns(columns: int) -> None:
     """Raises ValueError for what is no number of vectors."""
-    if type(columns) is not int or columns < 1:
-        raise ValueError(f"columns must be a positive int, got {columns!r}")
+    number = whole(columns)
+    if number is None or number < 1:
+        raise ValueError(f"columns must be a positive int, got {shown(columns)}")
 
 
 def _between(rates: tuple[Rate, ...], density: float) -> tuple[float, float]:
