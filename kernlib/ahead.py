@@ -166,7 +166,8 @@ def _check_named(misplaced: tuple, arguments: dict, descriptors) -> None:
             "specs, as in compile(descriptor, specs=(a, b), bandwidth=1.0), and several "
             "descriptors a list"
         )
-    taken = {name for each in _several(descriptors) for name in getattr(each, "required", ())}
+    known = [each for each in _several(descriptors) if isinstance(each, Descriptor)]
+    taken = {name for each in known for name in each.required}
     for name in {*arguments} - taken:
         if hint := hints.argument(name, ("archs", "specs", "dtypes", "workers", "progress")):
             raise TypeError(f"compile() got an unexpected keyword argument {name!r}{hint}")

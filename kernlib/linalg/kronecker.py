@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.debug import takes_debug
-from kernlib.families.kronecker_product.matmul import check_factors
+from kernlib.families.kronecker_product.matmul import as_factors
 from kernlib.linalg import infos
 from kernlib.linalg.batches import by_parts
 from kernlib.linalg.checks import DTYPES, check_flags, refuse_meta
@@ -70,7 +70,7 @@ def kron_cholesky(
     the argument, RuntimeError inside transforms of torch.func. Van Loan, The ubiquitous Kronecker
     product, 2000.
     """
-    check_square(factors, check_errors=check_errors)
+    factors = as_square(factors, check_errors=check_errors)
     found = [_cholesky(factor) for factor in factors]
     return _unless_failed("kron_cholesky", found, infos.NOT_POSITIVE, check_errors)
 
@@ -85,7 +85,7 @@ def kron_inverse(
     inverse. Solutions with :func:`kron_solve` have smaller residuals than products with inverses,
     which :func:`kernlib.kron_matmul` makes faster. The rest is as for :func:`kron_cholesky`.
     """
-    check_square(factors, check_errors=check_errors)
+    factors = as_square(factors, check_errors=check_errors)
     found = []
     for factor in factors:
         inverse, info = by_parts(torch.linalg.inv_ex, _exact(factor))
@@ -110,7 +110,7 @@ def kron_eigh(
     derivatives of the values, have the factor's differences of eigenvalues as divisors, and are not
     finite where two are equal. :func:`kron_solve` and :func:`kron_logdet` have no such divisors.
     """
-    check_square(factors, check_errors=check_errors)
+    factors = as_square(factors, check_errors=check_errors)
     found = [Eigh.apply(symmetric(factor)) for factor in factors]
     if check_errors:
         for index, (_, _, info) in enumerate(found):
@@ -159,7 +159,7 @@ def kron_solve(
     KroneckerProductAddedDiagLinearOperator of the linear_operator project.
     """
     check_flags(cholesky=cholesky)
-    check_square(factors, check_errors=check_errors)
+    factors = as_square(factors, check_errors=check_errors)
     if noise is None:
         batch = broadcast_batches(factors)
         columns, vector = as_columns(b, "b", factors, batch, features(factors))
@@ -204,7 +204,7 @@ def kron_logdet(
     numbers to 100, and grows with them: 4e-6 at 1e4, 3e-4 at 1e6, where eigenvalues near 0 have few
     digits.
     """
-    check_square(factors, check_errors=check_errors)
+    factors = as_square(factors, check_errors=check_errors)
     if noise is None:
         return _logdet_of_factors(factors, check_errors)
     noise = as_noise(noise, factors)
@@ -217,10 +217,11 @@ def kron_logdet(
 # What may be wrong.
 
 
-def check_square(factors, *, check_errors: bool = False) -> None:
-    """Square matrices of one dtype and device. Raises ValueError, TypeError and RuntimeError."""
+def as_square(factors, *, check_errors: bool = False) -> Sequence[torch.Tensor]:
+    """Square matrices of one dtype and device, whose batches broadcast. Raises ValueError,
+    TypeError and RuntimeError."""
     check_flags(check_errors=check_errors)
-    check_factors(factors)
+    factors = as_factors(factors)
     for index, factor in enumerate(factors):
         name = f"factors[{index}]"
         refuse_transforms(_NO_TRANSFORMS, **{name: factor})
@@ -232,6 +233,8 @@ def check_square(factors, *, check_errors: bool = False) -> None:
             raise ValueError(f"{name} must have sizes above 0, got shape {shape}")
         if check_errors:
             refuse_meta(f"{name}, of which check_errors=True reads the outcome,", factor)
+    broadcast_batches(factors)
+    return factors
 
 
 def as_noise(noise, factors, rows: int | None = None) -> torch.Tensor:
@@ -270,9 +273,10 @@ def as_columns(b, name: str, factors, batch: torch.Size, size: int) -> tuple[tor
     vector = b.dim() == 1 or b.shape == (*batch, size)
     columns = b.unsqueeze(-1) if vector else b
     if columns.dim() < 2 or columns.shape[-2] != size:
+        single = f"({size},), {(*batch, size)}" if batch else f"({size},)"
         raise ValueError(
-            f"{name} must be ({size},), {(*batch, size)} or (..., {size}, C) for these factors, "
-            f"got shape {tuple(b.shape)}"
+            f"{name} must be {single} or (..., {size}, C) for these factors, got shape "
+            f"{tuple(b.shape)}"
         )
     try:
         broadcast_shapes(columns.shape[:-2], batch)

@@ -17,14 +17,14 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import takes_debug
 from kernlib.families.kronecker_product.checks import TYPES
-from kernlib.families.kronecker_product.matmul import check_factors, kron_matmul
+from kernlib.families.kronecker_product.matmul import as_factors, kron_matmul
 from kernlib.linalg.checks import refuse_meta
 from kernlib.linalg.iterative import CGResult, check_limits, solve, warn_unless_converged
 from kernlib.linalg.kronecker import (
     as_columns,
     as_noise,
+    as_square,
     broadcast_batches,
-    check_square,
     features,
 )
 from kernlib.linalg.kronecker_gradients import ImplicitSolve, product, symmetric
@@ -63,6 +63,7 @@ def masked_kron_matmul(
     argument. The latent Kronecker structure of arXiv 2506.06895.
     """
     check_dense(("x",), x=x)
+    factors = as_factors(factors)
     made, given = _sizes(x, factors)
     if columns is None and made != given:
         raise ValueError(
@@ -121,7 +122,7 @@ def masked_kron_solve(
     Raises ValueError and TypeError that name the argument, RuntimeError inside transforms of
     torch.func. Latent Kronecker Gaussian processes, arXiv 2506.06895.
     """
-    check_square(factors)
+    factors = as_square(factors)
     tol, max_iter, check_every = check_limits(tol, max_iter, check_every)
     if preconditioner is not None and not callable(preconditioner):
         raise TypeError(f"preconditioner must be a function of v, got {preconditioner!r}")
@@ -220,7 +221,6 @@ class _Columns(NamedTuple):
 
 def _sizes(x: torch.Tensor, factors) -> list[int]:
     """Rows and columns of the product of factors. Raises ValueError and TypeError."""
-    check_factors(factors)
     for index, factor in enumerate(factors):
         name = f"factors[{index}]"
         check_same_kind("x", x, name, factor, TYPES)
@@ -251,7 +251,8 @@ def _checked(name: str, index, size: int, like: torch.Tensor) -> torch.Tensor:
     least, most = map(int, index.aminmax())
     if least < 0 or most >= size:
         wrong = least if least < 0 else most
-        raise ValueError(f"{name} must be 0 to {size - 1}, entries of the grid, got {wrong}")
+        entries = f"0 to {size - 1}, entries of the grid" if size else "empty, as the grid is"
+        raise ValueError(f"{name} must be {entries}, got {wrong}")
     there = torch.zeros(size, dtype=torch.bool, device="cpu")
     there[index] = True
     twice = index.numel() - int(there.sum())

@@ -90,14 +90,14 @@ def refuse_proxy(error: ValueError) -> None:
 def check_layout(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError for a tensor that is not stored as its values, with a stride for each
     dimension."""
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it, or pass parts")
     if tensor.layout != torch.strided:
         raise TypeError(
             f"{name} must be a dense tensor, got layout {tensor.layout}; pass its to_dense()"
         )
     if not is_dynamo_compiling() and is_uninitialized(tensor):
         raise TypeError(f"{name} must be a dense tensor, got a parameter without its values yet")
-    if tensor.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one; pad it, or pass parts")
     if tensor.is_quantized:
         raise TypeError(f"{name} must be a dense tensor, got {tensor.dtype}; dequantize() it")
     if type(tensor) is not torch.Tensor:

@@ -285,7 +285,25 @@ WRONG = {
         lambda: compat.Softmax(ONES, 16)(torch.rand(1, 4, 16, 16), inplace=1),
         TypeError, "inplace must be",
     ),
-    "sparsity": (lambda: compat.MultiheadAttention(32, 2, ONES), TypeError, "a SparsityInfo"),
+    "sparsity": (lambda: compat.MultiheadAttention(32, 2, "fixed"), TypeError, "a SparsityInfo"),
+    "layout alone": (lambda: compat.MultiheadAttention(32, 2, ONES), TypeError, "block must be"),
+    "block alone": (
+        lambda: compat.MultiheadAttention(32, 2, compat.SparsityInfo("dense"), block=16),
+        TypeError, "block goes with a layout",
+    ),
+    "both": (
+        lambda: compat.MultiheadAttention(32, 2, compat.SparsityInfo(), layout=ONES, block=16),
+        TypeError, "sparsity and layout both say",
+    ),
+    "argument": (
+        lambda: compat.MultiheadAttention(32, 2, ONES, 16, droput=0.1),
+        TypeError, "unexpected keyword argument 'droput'; it takes .*dropout",
+    ),
+    "twice": (
+        lambda: compat.MultiheadAttention(32, 2, ONES, 16, 0.1, dropout=0.1),
+        TypeError, "multiple values for argument 'dropout'",
+    ),
+    "heads": (lambda: compat.MultiheadAttention(32, 2, ONES, 16), ValueError, "num_heads = 2"),
     "sparsity's mode": (
         lambda: compat.SparsityInfo("strided", 16).layout(1, 32, 32), ValueError,
         "mode of the sparsity must be one of",

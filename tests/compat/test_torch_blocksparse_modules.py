@@ -36,6 +36,21 @@ def test_attention():
     close(y, wanted.half())
 
 
+def test_attention_of_a_layout_and_its_block():
+    layout = random_layout(2, 4, 4)
+    x = torch.rand(64, 3, 32)
+    found = []
+    for given, named in (
+        ((Layout(layout, 16), 0.0, False), {}),
+        ((layout, 16, 0.0, False), {}),
+        ((layout, 16), {"bias": False}),
+        ((), {"layout": layout, "block": 16, "bias": False}),
+    ):
+        torch.manual_seed(0)
+        found.append(compat.MultiheadAttention(32, 2, *given, **named)(x, x, x)[0])
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 def relu_case(shape: tuple, dtype) -> None:
     x, residual, grad = (torch.randn(shape, dtype=dtype) for _ in range(3))
     scale, bias = torch.randn(1, dtype=dtype), torch.randn(1, dtype=dtype)

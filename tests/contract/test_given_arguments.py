@@ -10,7 +10,7 @@ import torch
 
 import kernlib as kl
 from kernlib import linalg
-from kernlib.compat import kermac
+from kernlib.compat import kermac, torch_blocksparse
 
 pytestmark = pytest.mark.few(1000)  # each public function is a promise
 
@@ -169,6 +169,18 @@ def test_power_sums_of_an_infinite_exponent_are_refused_in_tensors_too():
 # Names and kinds.
 
 X, Y = POINTS
+LAYOUT = kl.blocksparse.Layout([[1, 0], [1, 1]], 16)
+Q = torch.ones(1, 1, 32, 16)
+SIZES = {
+    "num_heads": 2, "num_blocks": 4, "mode": "fixed", "block_stride": 4, "unidirectional": False,
+    "numverts": 1, "vertsize": 1,
+}  # fmt: skip
+
+
+def attention(**given):
+    return kl.blocksparse.attention(Q, Q, Q, LAYOUT, **given)
+
+
 NAMES = {
     "x1's dtype": (lambda: kl.cdist(X.int(), Y.int()), "x1 must be one of"),
     "dtypes": (lambda: kl.cdist(X, Y.double()), "x1 and x2 must have one dtype"),
@@ -207,6 +219,75 @@ NAMES = {
         lambda: kermac.cdist_grad_expadd(*PAIRS[:3], PAIRS[3].int(), lengthscale=1.0),
         "d must be one of",
     ),
+    "a jagged": (
+        lambda: kl.run_kernel(
+            GAUSSIAN, torch.nested.nested_tensor([X, Y], layout=torch.jagged), Y, bandwidth=1.0
+        ),
+        "a must be a dense tensor, got a nested one",
+    ),
+    "a class to compile": (lambda: kl.compile(kl.Pairwise), r"call it, kernlib.Pairwise\(\)"),
+    "a function to compile": (lambda: kl.compile([kl.gaussian]), r"call it, kernlib.gaussian\(\)"),
+    "a class to prepare": (
+        lambda: kl.prepare(kl.BlockSparseAttention), r"call it, kernlib.BlockSparseAttention\(\)"
+    ),
+    "scales left out": (
+        lambda: kl.run_kernel(kl.BlockSparseScaledMatmul("dsd"), LAYOUT, Q),
+        r"takes layout, a, b, scale_a and scale_b, got 2 operands",
+    ),
+    "an index of a score": (
+        lambda: attention(score="v + bias[row - col]", bias=torch.zeros(63)),
+        r"^score 'v \+ bias\[row - col\]': 'bias\[row - col\]' has an index; .*is a tensor of row "
+        r"and col, as of bias\[torch.arange\(rows\)\[:, None\] - torch.arange\(cols\)\]",
+    ),
+    "an index of a mask": (
+        lambda: attention(mask="docs[row] == docs[col]", docs=torch.zeros(32)),
+        r"^mask 'docs\[row\] == docs\[col\]': 'docs\[row\]' has an index; .*with axes=\{'docs': "
+        r"\('row',\)\}; what is read at two places has two names, as in query_docs == key_docs",
+    ),
+    "an index of axes that are given": (
+        lambda: attention(score="v + x[head]", x=torch.zeros(1), axes={"x": "head"}),
+        r"'x\[head\]' has an index; .*with axes=\{'x': \('head',\)\}",
+    ),
+    "factors of one matrix": (
+        lambda: kl.kron_matmul(X, square()), r"factors must be a list .*, got one tensor"
+    ),
+    "factors of an array": (
+        lambda: kl.kron_matmul(X, square().numpy()),
+        r"factors must .*got ndarray: pass \[torch.from_numpy\(factor\) for factor in factors\]",
+    ),
+    "factors of an iterator": (
+        lambda: kl.kron_matmul(X, iter([square()])), r"factors must .*: pass list\(factors\)"
+    ),
+    "batches of factors": (
+        lambda: linalg.kron_eigh([square().expand(2, 6, 6), square().expand(3, 6, 6)]),
+        r"the batches of factors \(2,\), \(3,\) do not broadcast",
+    ),
+    "the right-hand side of a system": (
+        lambda: linalg.kron_solve([square()], X[0]),
+        r"b must be \(6,\) or \(\.\.\., 6, C\) for these factors, got shape",
+    ),
+    "rows of no grid": (
+        lambda: linalg.masked_kron_matmul(
+            X[0], [torch.ones(0, X.shape[1])], torch.tensor([0]), torch.arange(X.shape[1])
+        ),
+        "rows must be empty, as the grid is, got 0",
+    ),
+    "a nested layout": (
+        lambda: torch_blocksparse.MatMul(torch.nested.nested_tensor([X]), 16, "sdd"),
+        "layout must be a dense tensor, got a nested one",
+    ),
+    "a jagged layout": (
+        lambda: torch_blocksparse.Softmax(
+            torch.nested.nested_tensor([X, Y], layout=torch.jagged), 16
+        ),
+        "layout must be a dense tensor, got a nested one",
+    ),
+    **{
+        f"{name} of make_layout": (
+            partial(torch_blocksparse.make_layout, **SIZES | {name: None}), f"{name} must be an int"
+        )
+        for name in ("num_heads", "num_blocks", "block_stride", "numverts", "vertsize")
+    },
 }  # fmt: skip
 
 

@@ -329,9 +329,13 @@ def test_which_factors_are_refused(call):
 
 def test_what_else_is_refused():
     factors, b = [torch.eye(3), torch.eye(2)], torch.ones(6)
-    with pytest.raises(ValueError, match=r"b must be \(6,\), .* got shape \(5,\)"):
+    with pytest.raises(
+        ValueError, match=r"b must be \(6,\) or \(\.\.\., 6, C\) for .* got shape \(5,\)"
+    ):
         kron_solve(factors, torch.ones(5))
-    with pytest.raises(ValueError, match=r"b must be \(6,\), .* got shape \(3, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"b must be \(6,\) or \(\.\.\., 6, C\) for .* got shape \(3, 6\)"
+    ):
         kron_solve(factors, torch.ones(3, 6))
     with pytest.raises(TypeError, match="b must have one dtype"):
         kron_solve(factors, b.double())

@@ -280,7 +280,9 @@ def test_what_else_products_refuse():
 
 def test_what_else_systems_refuse():
     factors, b, index = [torch.eye(3), torch.eye(2)], torch.ones(2), torch.tensor([0, 4])
-    with pytest.raises(ValueError, match=r"b must be \(2,\), .* got shape \(6,\)"):
+    with pytest.raises(
+        ValueError, match=r"b must be \(2,\) or \(\.\.\., 2, C\) for .* got shape \(6,\)"
+    ):
         masked_kron_solve(factors, torch.ones(6), index, noise=1.0)
     with pytest.raises(ValueError, match="noise must be 0 or greater"):
         masked_kron_solve(factors, b, index, noise=-1.0)

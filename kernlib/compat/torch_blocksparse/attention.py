@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from typing import Any
+
 import torch
 from torch import nn
 
 from kernlib.calls import hinted
+from kernlib.compat.torch_blocksparse.matmul import OnDevices
+from kernlib.descriptors.base import shown
 from kernlib.families.blocksparse import builders
+from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.nn.block_sparse.attention import (
     BlockSparseMultiheadAttention,
@@ -67,42 +73,73 @@ class _OfLengths:
         return self.sparsity.layout(self.heads, query_length, key_length)
 
 
+def _arguments(
+    embed_dim: int,
+    num_heads: int,
+    sparsity: Sparsity,
+    dropout: float = 0.0,
+    bias: bool = True,
+    add_bias_kv: bool = False,
+    add_zero_attn: bool = False,
+    kdim: int | None = None,
+    vdim: int | None = None,
+    key_padding_mask_mode: str = "add",
+    attn_mask_mode: str = "mul",
+) -> dict[str, Any]:
+    """The arguments of a module by name, as Torch-Blocksparse's last published version has them."""
+    return locals()
+
+
+_arguments.__qualname__ = "MultiheadAttention"  # which errors name
+_arguments = hinted(_arguments)
+
+
 @hinted
 class MultiheadAttention(BlockSparseMultiheadAttention):
     """:class:`kernlib.nn.BlockSparseMultiheadAttention` with Torch-Blocksparse's arguments.
 
     ``sparsity`` is a :class:`SparsityInfo`, of which the module makes a layout for each length that
-    it meets, or a :class:`kernlib.blocksparse.Layout`. Called ``op(query, key, value,
+    it meets, or a :class:`kernlib.blocksparse.Layout`. In its place there may be a ``layout``, a
+    tensor of 0 and 1 [H, rows / block, cols / block], and its ``block``, which come in this order
+    before all that follows, as in the project's newest commit. Called ``op(query, key, value,
     key_padding_mask=None, need_weights=True, attn_mask=None)`` with (L, B, E) inputs it returns
     ``(output, None)``. ``attn_mask_mode`` is "mul", by which an ``attn_mask`` is 0 or False where
     nothing is seen.
+
+    Raises TypeError and ValueError for other arguments.
     """
 
     SparsityInfo = SparsityInfo
+    __signature__ = signature(_arguments)
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
-        sparsity: Sparsity,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        key_padding_mask_mode: str = "add",
-        attn_mask_mode: str = "mul",
+        sparsity: Sparsity | torch.Tensor | None = None,
+        *arguments: Any,
+        layout: torch.Tensor | Layout | None = None,
+        block: int | None = None,
+        **named: Any,
     ):
+        if layout is None and isinstance(sparsity, torch.Tensor):
+            sparsity, layout = None, sparsity
+        if layout is not None:
+            if sparsity is not None:
+                raise TypeError("sparsity and layout both say what is stored: give either")
+            if block is None and arguments:
+                block, *arguments = arguments
+            sparsity = OnDevices(layout, block).on_any()
+        elif block is not None:
+            raise TypeError("block goes with a layout, a tensor; a sparsity has its own")
         if not isinstance(sparsity, (SparsityInfo, Layout)):
             raise TypeError(
-                f"sparsity must be a SparsityInfo or a Layout, got {type(sparsity).__name__}"
+                "sparsity must be a SparsityInfo, a Layout, or a tensor of 0 and 1 with its block "
+                f"behind it, got {shown(sparsity)}"
             )
         made = sparsity if isinstance(sparsity, Layout) else _OfLengths(sparsity, num_heads)
-        super().__init__(
-            embed_dim, num_heads, made, None, dropout, bias, add_bias_kv, add_zero_attn, kdim,
-            vdim, key_padding_mask_mode, attn_mask_mode,
-        )  # fmt: skip
+        given = _arguments(embed_dim, num_heads, made, *arguments, **named)
+        super().__init__(block=None, layout=given.pop("sparsity"), **given)
         self.sparsity = sparsity
 
 
@@ -184,8 +221,11 @@ def make_layout(
     num_blocks]; sizes are counted in blocks. Raises what :meth:`SparsityInfo.layout` does. Where
     Torch-Blocksparse indexes out of range, in a last window that is cut, and sees columns behind
     the diagonal, this does not."""
-    info = SparsityInfo(mode, 16, 16 * block_stride, unidirectional, numverts, vertsize)
-    return info.layout(num_heads, 16 * num_blocks, 16 * num_blocks).mask().long()
+    num_heads = checked_count("num_heads", num_heads, 1)
+    length = 16 * checked_count("num_blocks", num_blocks, 0)
+    stride = 16 * checked_count("block_stride", block_stride, 1)
+    info = SparsityInfo(mode, 16, stride, unidirectional, numverts, vertsize)
+    return info.layout(num_heads, length, length).mask().long()
 
 
 def replace_mha(model: nn.Module, info: Sparsity) -> None:

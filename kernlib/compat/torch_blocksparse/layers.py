@@ -9,7 +9,7 @@ from torch import nn
 
 from kernlib.calls import hinted
 from kernlib.compat.torch_blocksparse.elementwise import checked_order, in_memory
-from kernlib.descriptors.base import check_flag
+from kernlib.descriptors.base import check_flag, shown, whole
 from kernlib.descriptors.epilogues import Bias
 from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
@@ -20,7 +20,7 @@ from kernlib.nn.block_sparse.conv import BlockSparseConv2d, taps_layout
 from kernlib.nn.block_sparse.linear import check_input, describe_layout
 from kernlib.nn.block_sparse.weight import BlockSparseModule, checked_dtype
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, check_layout
 
 ORDERS = ("NHWC", "CHWN")
 
@@ -156,9 +156,12 @@ class Conv2d(BlockSparseConv2d):
 
 def _matrix_layout(layout, block: int, shape: tuple[int, int], device) -> Layout:
     """The layout of one matrix of a shape. Raises ValueError for other tensors."""
-    grid = tuple(size // block if isinstance(block, int) and block else 0 for size in shape)
+    by = whole(block)
+    grid = tuple(size // by if by else 0 for size in shape)
+    if isinstance(layout, torch.Tensor):
+        check_layout("layout", layout)
     if not isinstance(layout, torch.Tensor) or tuple(layout.shape) != (1, *grid):
-        got = tuple(layout.shape) if isinstance(layout, torch.Tensor) else type(layout).__name__
+        got = tuple(layout.shape) if isinstance(layout, torch.Tensor) else shown(layout)
         raise ValueError(
             "layout must be a tensor [1, in_features / block, out_features / block] = "
             f"{[1, *grid]}, got {got}"

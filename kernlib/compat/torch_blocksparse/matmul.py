@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from kernlib.calls import hinted
-from kernlib.descriptors.base import check_flag
+from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse.functions import dds, dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, check_layout
 
 MODES = ("sdd", "dsd", "dds")
 
@@ -24,12 +24,15 @@ class OnDevices:
         self.sizes = torch.Size((made.heads, *made.grid))
         self._made = {made.device: made}
 
+    def on_any(self) -> Layout:
+        """The layout wherever it was made."""
+        return next(iter(self._made.values()))
+
     def on(self, device: torch.device) -> Layout:
         """The layout there."""
         found = self._made.get(device)
         if found is None:
-            first = next(iter(self._made.values()))
-            found = self._made[device] = first.to(device)
+            found = self._made[device] = self.on_any().to(device)
         return found
 
 
@@ -145,11 +148,12 @@ class Softmax:
 
 def _with_heads(layout) -> torch.Tensor:
     """Raises ValueError for what has no dimension of heads."""
-    dimensions = layout.dim() if isinstance(layout, torch.Tensor) else None
-    if dimensions != 3:
-        got = type(layout).__name__ if dimensions is None else tuple(layout.shape)
+    if isinstance(layout, torch.Tensor):
+        check_layout("layout", layout)
+    if not isinstance(layout, torch.Tensor) or layout.dim() != 3:
         raise ValueError(
-            f"layout must be a tensor of 0 and 1 [H, rows / block, cols / block], got {got}"
+            "layout must be a tensor of 0 and 1 [H, rows / block, cols / block], got "
+            f"{shown(layout)}"
         )
     return layout
 

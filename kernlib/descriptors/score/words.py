@@ -78,6 +78,25 @@ def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
     return f"is not known to a {what}; known are {', '.join(known)}, pi, e and inf{hint}"
 
 
+def indexed(name: str, index: str) -> str:
+    """Why an index of a captured tensor is refused, and what does the same."""
+    axes = tuple(part.strip() for part in index.split(","))
+    if set(axes) <= set(POSITIONS):
+        meant = (
+            f"{name}[{index}] is {name} with axes={{{name!r}: {axes!r}}}; what is read at two "
+            f"places has two names, as in query_{name} == key_{name}"
+        )
+    else:
+        meant = (
+            f"what is looked up by {index} is a tensor of row and col, as of "
+            f"{name}[torch.arange(rows)[:, None] - torch.arange(cols)] for row - col"
+        )
+    return (
+        "has an index; a captured tensor is named without one, and read where the axes that it was "
+        f"declared with say: {meant}"
+    )
+
+
 def wrong_call(name: str, node: ast.Call, calls: dict[str, int]) -> str:
     """Why a call is refused."""
     if name in calls and node.keywords:
@@ -96,11 +115,10 @@ def wrong_call(name: str, node: ast.Call, calls: dict[str, int]) -> str:
 
 def unknown_part(node: ast.expr, calls: Iterable[str]) -> str:
     """Why something else is refused."""
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        return indexed(node.value.id, ast.unparse(node.slice))
     if isinstance(node, ast.Subscript):
-        return (
-            "has an index; a captured tensor is named without one, and read where the axes that it "
-            "was declared with say: what is looked up by row - col is a tensor of row and col"
-        )
+        return "has an index; captured tensors are read where their axes say, without one"
     return (
         "is not part of the language; use numbers, v, row, col, head, batch, names of captured "
         "tensors, + - * / ** // %, comparisons, and, or, not, & | ~, parentheses and "

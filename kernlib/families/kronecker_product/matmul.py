@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
+from torch import nn
 from torch._C import _are_functorch_transforms_active, _is_tracing
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
@@ -29,6 +30,7 @@ from kernlib.runtime.products import is_on_gpu, requires_gradient
 from kernlib.runtime.tensors import (
     check_dense,
     check_flag,
+    check_layout,
     check_memory,
     refuse_any_overlap,
     refuse_partial_overlap,
@@ -59,9 +61,10 @@ def kron_matmul(
     - ``x`` (..., M, in) with the factors on the right, (..., in, M) on the left; of one dimension,
       it is one row or column, and so is the result.
     - ``factors``: matrices ``F_i`` (..., rows_i, columns_i), rectangular and distinct as they may
-      be, in any number; ``in`` is the product of all rows, ``out`` that of all columns, on the left
-      the other way round. A transposed view is read where it lies. Dimensions in front of the last
-      two of x and of each factor broadcast as those of ``torch.matmul`` do.
+      be, in any number, as a list, a tuple, an ``nn.ParameterList`` or, of one shape, a tensor that
+      stacks them in its first dimension; ``in`` is the product of all rows, ``out`` that of all
+      columns, on the left the other way round. A transposed view is read where it lies. Dimensions
+      in front of the last two of x and of each factor broadcast as those of ``torch.matmul`` do.
     - ``y``: broadcasts to the result, of any strides. With ``beta=0`` it is not read, and may hold
       NaN.
     - ``alpha``, ``beta``: real numbers, or tensors of shape () that stay on their device.
@@ -78,7 +81,7 @@ def kron_matmul(
     shuffle algorithm is of Fackler, "Algorithm 993", ACM TOMS 45 (2019).
     """
     check_dense(("x",), x=x, y=y, out=out)
-    check_factors(factors)
+    factors = as_factors(factors)
     scale, share = _number("alpha", alpha), _number("beta", beta)
     if y is None and share != 0:
         raise ValueError("beta says how much of y is added, and no y is given")
@@ -182,18 +185,40 @@ def _written(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return out.copy_(made)
 
 
-def check_factors(factors) -> None:
-    """Raises TypeError for what is no sequence of dense tensors, ValueError for one that holds
+def as_factors(factors) -> Sequence[torch.Tensor]:
+    """The factors one by one: of a list, a tuple, a ParameterList, or a tensor that stacks them.
+    Raises TypeError for what is no sequence of dense tensors, ValueError for one that holds
     none."""
-    if isinstance(factors, torch.Tensor) or not isinstance(factors, Sequence):
-        kind = type(factors).__name__
-        raise TypeError(f"factors must be a list or tuple of matrices, got {kind}")
+    if type(factors) not in (list, tuple):
+        factors = _one_by_one(factors)
     if not factors:
         raise ValueError("factors must hold at least one matrix, got none")
     for index, factor in enumerate(factors):
         if not _is_plain(factor):
             name = f"factors[{index}]"
             check_dense((name,), **{name: factor})
+    return factors
+
+
+def _one_by_one(factors) -> Sequence[torch.Tensor]:
+    if isinstance(factors, nn.ParameterList):
+        return tuple(factors)
+    if isinstance(factors, torch.Tensor):
+        check_layout("factors", factors)
+        if factors.dim() < 3:
+            raise TypeError(
+                "factors must be a list or tuple of matrices, or a stack (n, rows, columns) of "
+                f"them, got one tensor of shape {tuple(factors.shape)}"
+            )
+        return factors.unbind()
+    if not isinstance(factors, Sequence) or isinstance(factors, (str, bytes)):
+        kind, advice = type(factors).__name__, ""
+        if hasattr(factors, "__array__"):
+            advice = ": pass [torch.from_numpy(factor) for factor in factors]"
+        elif isinstance(factors, Iterable) and not isinstance(factors, (str, bytes)):
+            advice = ": pass list(factors)"
+        raise TypeError(f"factors must be a list or tuple of matrices, got {kind}{advice}")
+    return factors
 
 
 def _is_plain(t: object) -> bool:
@@ -206,7 +231,7 @@ def _is_plain(t: object) -> bool:
 def descriptor_of(
     factors, side: str, precision: str | None, epilogue: tuple[Epilogue, ...] = ()
 ) -> KroneckerProduct:
-    """What describes the product with factors that :func:`check_factors` passes. Raises ValueError
+    """What describes the product with factors that :func:`as_factors` passes. Raises ValueError
     and TypeError."""
     shapes = []
     for index, factor in enumerate(factors):

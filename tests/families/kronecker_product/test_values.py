@@ -40,7 +40,18 @@ def test_a_product_is_its_formula(name, side, dtype, seed):
     assert found.dtype == dtype and found.is_contiguous()
     assert_near(found, product(x, factors, side))
     assert torch.equal(found, by_descriptor(x, factors, side))
-    assert torch.equal(found, kl.kron_matmul(x, tuple(factors), side=side))
+    for again in (tuple(factors), torch.nn.ParameterList(factors)):
+        assert torch.equal(found, kl.kron_matmul(x, again, side=side))
+
+
+@SIDE
+def test_factors_may_be_stacked(side, seed):
+    factors = randn(3, 4, 4, dtype=torch.float64).requires_grad_()
+    x = randn(*((5, 64) if side == "right" else (64, 5)), dtype=torch.float64)
+    found, wanted = (kl.kron_matmul(x, f, side=side) for f in (factors, list(factors)))
+    assert torch.equal(found, wanted)
+    to_stack, to_list = (torch.autograd.grad(y.sum(), factors)[0] for y in (found, wanted))
+    assert torch.equal(to_stack, to_list)
 
 
 @SIDE

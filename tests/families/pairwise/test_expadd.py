@@ -67,6 +67,14 @@ def test_the_stage_takes_epilogues_and_an_outer_power_of_its_own():
     torch.testing.assert_close(symmetric, cdist_expadd(a, a, p=1.3, scale=-0.5))
 
 
+def test_no_numbers_give_no_sums():
+    a, none = torch.ones(2, 3), torch.ones(0)
+    for given in ({"lengthscale": none}, {"scale": none}, {"lengthscale": none, "p": 1.5}):
+        assert kl.cdist_expadd(a, a, **given).shape == (0, 2, 2)
+    found = kl.cdist_grad_expadd(*[torch.ones(2, 2)] * 4, lengthscale=none)
+    assert found.numel() == 0 and found.shape[0] == 0
+
+
 def test_an_out_is_written_in_place():
     a, b = draw(M, K), draw(N, K, seed=1)
     out = torch.full((N, M), NAN, dtype=torch.float64).mT

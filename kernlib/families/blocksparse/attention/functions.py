@@ -193,11 +193,23 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
             f"{_as_tensor(value)}"
         )
     if value.dim() not in BY_DIMENSIONS:
+        _refuse_index(name, texts)
         raise ValueError(
             f"axes must say what the {value.dim()} dimension(s) of {name} are: axes={{{name!r}: "
             f"(...)}} of {AXES}{_meant(name, texts)}"
         )
     return BY_DIMENSIONS[value.dim()]
+
+
+def _refuse_index(name: str, texts: tuple) -> None:
+    """Raises ValueError where a score or mask reads a tensor by an index: no axes would help."""
+    for what, text in zip(("score", "mask"), texts, strict=True):
+        place = re.search(rf"\b{re.escape(name)}\s*\[([^\[\]]*)\]", text) if text else None
+        if place is not None:
+            from kernlib.descriptors.score import words  # which right calls do without
+
+            why = words.indexed(name, place[1])
+            raise ValueError(f"{what} {shown(text)}: {shown(place[0])} {why}")
 
 
 def _as_tensor(value) -> str:

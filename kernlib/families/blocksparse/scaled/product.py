@@ -22,11 +22,11 @@ def _key(descriptor: BlockSparseScaledMatmul, operands: tuple, out, parameters: 
     contents, then shapes, strides, dtypes, device and alignment. None where there can be no plan.
     """
     try:
-        layout, *tensors = operands
+        layout, a, b, scale_a, scale_b = operands
         if not isinstance(layout, Layout):  # whose own attributes may have these names
             products_checks.check_layout(layout)
         key = (descriptor.text, layout.key)
-        for tensor in tensors:
+        for tensor in (a, b, scale_a, scale_b):
             key += signature(tensor)
         if out is not None:
             key += signature(out)

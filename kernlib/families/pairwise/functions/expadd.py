@@ -392,7 +392,7 @@ def _times(points: torch.Tensor, unit) -> torch.Tensor:
     if not isinstance(unit, torch.Tensor):
         return points * unit
     unit = unit.to(points.dtype)
-    return points * (unit.reshape(-1, 1, 1) if unit.numel() > 1 else unit.reshape(()))
+    return points * (unit.reshape(()) if unit.numel() == 1 else unit.reshape(-1, 1, 1))
 
 
 def _check_like(name: str, like: torch.Tensor) -> None:
