@@ -7,6 +7,7 @@ from multiprocessing.context import get_spawning_popen
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.families.blocksparse.contents import bits, matrices, writing
 from kernlib.families.blocksparse.contents.given import (
@@ -23,18 +24,25 @@ from kernlib.families.blocksparse.contents.given import (
 from kernlib.families.blocksparse.contents.sizes import (
     DROPPED,
     NAMES,
+    SIZES,
     blocks_of,
     check_positions,
     checked_block,
     checked_count,
     checked_grid,
+    count_of,
+    form_text,
+    is_form,
     layout_text,
+    parse_form,
     parse_layout,
+    sizes_shape,
+    tensor_shapes,
 )
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.runtime.tensors import check_dense
 
-__all__ = ("NAMES", "Layout", "parse_layout")
+__all__ = ("NAMES", "Layout", "count_of", "parse_layout")
 
 # Copies that were pickled for a process that is being started: they are passed as files of shared
 # memory, which close with the last tensor here that is on them.
@@ -68,8 +76,8 @@ class Layout:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_block", "_capacity", "_device", "_grid", "_heads",
-        "_identity", "_keeper", "_tensors", "_text", "condition",
+        "__weakref__", "_addresses", "_block", "_capacity", "_device", "_flat", "_form", "_grid",
+        "_heads", "_identity", "_keeper", "_tensors", "_text", "condition",
     )  # fmt: skip
 
     def __init__(
@@ -174,9 +182,13 @@ class Layout:
 
     @classmethod
     def from_layout(cls, text: str, tensors: Sequence[torch.Tensor]) -> Layout:
-        """The layout of a :attr:`text` and its tensors in order, unchecked: in 2 us."""
+        """The layout of a :attr:`text` and its tensors in order, or of a :attr:`form` and its
+        :attr:`flat` tensors, unchecked: in 2 us."""
         made = cls.__new__(cls)
-        _fill(made, text, tuple(tensors))
+        if is_form(text):
+            _fill_flat(made, text, tuple(tensors))
+        else:
+            _fill(made, text, tuple(tensors))
         return made
 
     @property
@@ -187,6 +199,8 @@ class Layout:
     @property
     def grid(self) -> tuple[int, int]:
         """``(RB, CB)``: blocks in a column and in a row of the matrix."""
+        if is_dynamo_compiling() and self._flat is not None:  # where numbers are constants
+            return self._flat[SIZES].shape[1] - 2, self._flat[SIZES].shape[2] - 2
         return self._grid
 
     @property
@@ -197,11 +211,14 @@ class Layout:
     @property
     def shape(self) -> tuple[int, int]:
         """``(R, C)`` of the matrix, or of each head's."""
-        return self._grid[0] * self._block[0], self._grid[1] * self._block[1]
+        (rows, cols), (height, width) = self.grid, self._block
+        return rows * height, cols * width
 
     @property
     def capacity(self) -> int:
         """For how many blocks, of all heads, there is room."""
+        if is_dynamo_compiling() and self._flat is not None:
+            return self._flat[3].shape[0]
         return self._capacity
 
     @property
@@ -217,7 +234,23 @@ class Layout:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The contents, in the order of ``NAMES``. They never move: :meth:`update_` writes them."""
+        if self._tensors is None:
+            shapes = zip(self._flat, tensor_shapes(self.sizes), strict=False)
+            object.__setattr__(self, "_tensors", tuple(t.view(shape) for t, shape in shapes))
         return self._tensors
+
+    @property
+    def form(self) -> str:
+        """What operators of torch.library take as text: all that is no size, ``64x64 blocks`` or
+        ``64x64 blocks of heads``; the whole :attr:`text` of a layout without :attr:`flat`."""
+        return self._form
+
+    @property
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """What operators take as tensors: the contents, each of one dimension, and behind them an
+        empty tensor whose shape (heads + 2, RB + 2, CB + 2, 0) says the sizes, which to
+        torch.compile are symbols. The :attr:`tensors` of a layout that was made of others'."""
+        return self._tensors if self._flat is None else self._flat
 
     @property
     def key(self) -> tuple:
@@ -233,7 +266,8 @@ class Layout:
     def addresses(self) -> list[int]:
         """Of the tensors, looked up once."""
         if self._addresses is None:
-            object.__setattr__(self, "_addresses", [t.data_ptr() for t in self._tensors])
+            contents = (self._flat or self._tensors)[: len(NAMES)]
+            object.__setattr__(self, "_addresses", [t.data_ptr() for t in contents])
         return self._addresses
 
     @property
@@ -244,12 +278,12 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self._tensors)
+        return sum(t.numel() * t.element_size() for t in self.tensors)
 
     @property
     def nnz(self) -> int:
         """How many blocks are stored. Waits for the device."""
-        return writing.counted(self._tensors)[0]
+        return writing.counted(self.tensors)[0]
 
     @property
     def density(self) -> float:
@@ -260,7 +294,7 @@ class Layout:
 
     def mask(self) -> torch.Tensor:
         """Which blocks are stored: bools (RB, CB) or (heads, RB, CB). Does not wait."""
-        found = bits.unpack(self._tensors[0], self._grid[1])
+        found = bits.unpack(self.tensors[0], self._grid[1])
         return found.view(self._grid if self._heads is None else (self._heads, *self._grid))
 
     def update_(self, mask: Mask) -> Layout:
@@ -290,7 +324,7 @@ class Layout:
             )
         check_source("mask", mask, self._device)
         with outside():
-            writing.update_mask(self._tensors, _with_heads(mask), self.sizes)
+            writing.update_mask(self.tensors, _with_heads(mask), self.sizes)
         return self
 
     def update_indices_(self, rows: Indices, cols: Indices, heads: Indices | None = None) -> Layout:
@@ -304,7 +338,7 @@ class Layout:
         given = checked_indices(rows, cols, heads)
         check_source("rows", given["rows"], self._device)
         with outside():
-            writing.update_indices(self._tensors, given, self.sizes)
+            writing.update_indices(self.tensors, given, self.sizes)
         return self
 
     def keep_for(self, keeper: str) -> None:
@@ -323,7 +357,7 @@ class Layout:
     def check(self) -> None:
         """Raise ValueError if blocks were dropped when the contents were last written. Waits for
         the device."""
-        live, *dropped = writing.counted(self._tensors)
+        live, *dropped = writing.counted(self.tensors)
         found = [f"{n} {why}" for n, why in zip(dropped, DROPPED, strict=True) if n]
         if found:
             raise ValueError(
@@ -338,7 +372,7 @@ class Layout:
         check_dense(("values",), values=values)
         matrices.check_values(values, self.sizes)
         check_device("values", values, self._device)
-        found = matrices.to_dense(values, self.sizes, self._tensors)
+        found = matrices.to_dense(values, self.sizes, self.tensors)
         return found.squeeze(-3) if self._heads is None else found
 
     def to_blocks(self, dense: torch.Tensor) -> torch.Tensor:
@@ -349,33 +383,33 @@ class Layout:
         check_dense(("dense",), dense=dense)
         check_device("dense", dense, self._device)
         dense = matrices.with_heads(dense, self.sizes, self._heads)
-        return matrices.to_blocks(dense, self.sizes, self._tensors)
+        return matrices.to_blocks(dense, self.sizes, self.tensors)
 
     def transpose(self) -> Layout:
         """The layout of the transposed matrix, of blocks (columns, rows), sharing nothing with this
         one. Its values are :attr:`col_order` of these, each block transposed. Does not wait."""
         turned = Layout(self.mask().mT, self._block[::-1], self._capacity, self._device)
         with outside():
-            turned._tensors[5].copy_(self._tensors[5])  # what was dropped here is missing there
+            turned.tensors[5].copy_(self.tensors[5])  # what was dropped here is missing there
         return turned
 
     @property
     def row_starts(self) -> torch.Tensor:
         """The first slot of each row of blocks, and the number of stored ones: int32
         (heads * RB + 1,). Does not wait."""
-        return matrices.row_starts(self.sizes, self._tensors)
+        return matrices.row_starts(self.sizes, self.tensors)
 
     @property
     def col_starts(self) -> torch.Tensor:
         """The first entry of each column of blocks in :attr:`col_order`, and the number of stored
         ones: int32 (heads * CB + 1,). Does not wait."""
-        return matrices.col_starts(self.sizes, self._tensors)
+        return matrices.col_starts(self.sizes, self.tensors)
 
     @property
     def col_order(self) -> torch.Tensor:
         """The slots by head, column and row, those without a block last: int32 (capacity,). Does
         not wait."""
-        return matrices.col_order(self.sizes, self._tensors)
+        return matrices.col_order(self.sizes, self.tensors)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Layout:
         """The layout on a device: itself if it is there, else a copy. Raises TypeError for what is
@@ -386,7 +420,7 @@ class Layout:
         if self._device.type == "meta":
             raise ValueError("a layout on meta has no contents to copy: make it of its mask")
         with outside():
-            moved = tuple(t.to(place, non_blocking=non_blocking) for t in self._tensors)
+            moved = tuple(t.to(place, non_blocking=non_blocking) for t in self.tensors)
         return _marked(self._text, moved)
 
     def cuda(self, device: torch.device | int | None = None) -> Layout:
@@ -402,7 +436,7 @@ class Layout:
         the device, for a checksum."""
         from kernlib.families.blocksparse import saved
 
-        copies = {name: t.clone() for name, t in writing.named(self._tensors).items()}
+        copies = {name: t.clone() for name, t in writing.named(self.tensors).items()}
         return saved.header_of(self._text, copies), copies
 
     def __repr__(self) -> str:
@@ -417,11 +451,11 @@ class Layout:
         raise AttributeError(f"the sizes of a Layout do not change: {name} cannot be deleted")
 
     def __copy__(self) -> Layout:
-        return Layout.from_layout(self._text, self._tensors)
+        return _marked(self._text, self.tensors)
 
     def __deepcopy__(self, memo: dict) -> Layout:
         with outside():
-            made = _marked(self._text, tuple(t.clone() for t in self._tensors))
+            made = _marked(self._text, tuple(t.clone() for t in self.tensors))
         memo[id(self)] = made
         return made
 
@@ -434,26 +468,55 @@ class Layout:
 
 
 def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
+    """The fields of a new layout of the tensors in its text's shapes."""
+    object.__setattr__(made, "_tensors", tensors)
+    object.__setattr__(made, "_flat", None)
+    object.__setattr__(made, "_form", text)
+    _put(made, text, parse_layout(text), tensors[0].device)
+
+
+def _fill_flat(made: Layout, form: str, flat: tuple[torch.Tensor, ...]) -> None:
+    """Those of a layout as an operator is given it; sizes may be symbols."""
+    object.__setattr__(made, "_tensors", None)
+    object.__setattr__(made, "_flat", flat)
+    object.__setattr__(made, "_form", form)
+    block, has_heads = parse_form(form)
+    heads, rows, cols, _ = flat[SIZES].shape
+    sizes = block, (rows - 2, cols - 2), heads - 2 if has_heads else None, flat[3].shape[0]
+    _put(made, layout_text(*sizes), sizes, flat[SIZES].device)
+
+
+def _put(made: Layout, text: str, sizes: tuple, device: torch.device) -> None:
     """The fields of a new layout, which refuses to have them set."""
     put = object.__setattr__
-    block, grid, heads, capacity = parse_layout(text)
+    block, grid, heads, capacity = sizes
     put(made, "_text", text)
     put(made, "_block", block)
     put(made, "_grid", grid)
     put(made, "_heads", heads)
     put(made, "_capacity", capacity)
-    put(made, "_tensors", tensors)
-    put(made, "_device", tensors[0].device)
-    put(made, "_identity", (text, tensors[0].device))
+    put(made, "_device", device)
+    put(made, "_identity", (text, device))
     for name in ("_addresses", "condition", "_keeper"):
         put(made, name, None)
 
 
 def _mark(layout: Layout) -> None:
-    """Mark the tensors as by ``torch._dynamo.mark_static_address``, which would load Dynamo: CUDA
-    graphs of compiled code read a layout where it is, and see what was written there since."""
-    for t in layout.tensors:
+    """Have the tensors be views of flat ones, which compiled code is given, and mark these as by
+    ``torch._dynamo.mark_static_address``, which would load Dynamo: CUDA graphs of compiled code
+    read a layout where it is, and see what was written there since."""
+    tensors = layout._tensors
+    with outside():
+        flat = [writing.flat(t) for t in tensors]
+        shaped = tuple(t.view(given.shape) for t, given in zip(flat, tensors, strict=True))
+        flat.append(tensors[0].new_empty(sizes_shape(layout._grid, layout._heads)))
+    for t in (*shaped, *flat):
         t._dynamo_static_input_type = "unguarded"
+    flat[5]._dynamo_static_indices = {0}  # as by mark_static: of one size in all layouts
+    put = object.__setattr__
+    put(layout, "_tensors", shaped)
+    put(layout, "_flat", tuple(flat))
+    put(layout, "_form", form_text(layout._block, layout._heads is not None))
 
 
 def _marked(text: str, tensors: tuple[torch.Tensor, ...]) -> Layout:

@@ -1,7 +1,7 @@
 """Block-sparse products as operators of ``torch.library``, for whoever records calls and runs them
 later and inside of torch.vmap. Eager calls pass by. Their gradients are those of eager calls.
 
-A layout goes in as its tensors and its text.
+A layout goes in as its flat tensors and its form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernlib.families.blocksparse import checks, gradients
 from kernlib.families.blocksparse.attention import operators as attention
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
-from kernlib.families.blocksparse.layout import NAMES, Layout
+from kernlib.families.blocksparse.layout import Layout, count_of
 from kernlib.families.blocksparse.product import PRODUCT, calls
 from kernlib.families.blocksparse.scaled import operators as scaled
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
@@ -46,7 +46,7 @@ def multiply(descriptor: BlockSparseMatmul, layout: Layout, a, b, bias=None, deb
         return calls.execute(
             descriptor, (layout, a, b), None, {} if bias is None else {"bias": bias}
         )
-    return product(a, b, [*layout.tensors], layout.text, descriptor.text, bias, debug)
+    return product(a, b, [*layout.flat], layout.form, descriptor.text, bias, debug)
 
 
 def recorded(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict, debug: bool = False):
@@ -198,15 +198,15 @@ def run(
     layout, a, b = operands
     refuse_recorded_out(out, a, b, *parameters.values())
     names = " ".join(parameters)
-    given = (a, b, *layout.tensors, *parameters.values())
-    y = _traced(descriptor.text, names, layout.text, debug, *given)
+    given = (a, b, *layout.flat, *parameters.values())
+    y = _traced(descriptor.text, names, layout.form, debug, *given)
     return written(out, y, a)
 
 
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.
 @torch.compiler.allow_in_graph
 def _traced(text: str, names: str, layout_text: str, debug: bool, a, b, *tensors) -> torch.Tensor:
-    descriptor, count = from_text(text), len(NAMES)
+    descriptor, count = from_text(text), count_of(layout_text)
     layout = Layout.from_layout(layout_text, tensors[:count])
     parameters = dict(zip(names.split(), tensors[count:], strict=True))
     checks.check_kinds(descriptor, (layout, a, b))

@@ -1,7 +1,7 @@
 """Block-sparse attention and its gradient as operators of ``torch.library``, for whoever records
 calls and runs them later. Eager calls pass by.
 
-A layout goes in as its tensors and its text, scale and seed each as a tensor or, where that is
+A layout goes in as its flat tensors and its form, scale and seed each as a tensor or, where that is
 None, as a number.
 """
 
@@ -22,8 +22,7 @@ from kernlib.families.blocksparse.attention.primitive import (
     calls,
     gradient_calls,
 )
-from kernlib.families.blocksparse.layout import NAMES as TENSORS
-from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.layout import Layout, count_of
 from kernlib.runtime.arguments import refuse_recorded_out, written
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import host_value
@@ -66,7 +65,7 @@ def _given(descriptor_text: str, operands: tuple, options: Options, captured: di
     is_tensor = isinstance(options.seed, torch.Tensor)
     seed = (options.seed, 0) if is_tensor else (None, options.seed)
     return (
-        q, k, v, [*layout.tensors], layout.text, descriptor_text, scale, factor, *options.window,
+        q, k, v, [*layout.flat], layout.form, descriptor_text, scale, factor, *options.window,
         options.q_lengths, options.kv_lengths, options.dropout_p, *seed, [*captured.values()],
     )  # fmt: skip
 
@@ -102,10 +101,11 @@ def _backward(ctx, grad, grad_lse, _=None):
     out, lse, rest, *saved = ctx.saved_tensors
     tensors, lists = saved[:COUNT], saved[COUNT:]
     request = [n if t is None else t for n, t in zip(ctx.constants, tensors, strict=True)]
-    request[3], request[CAPTURED] = lists[: len(TENSORS)], lists[len(TENSORS) :]
+    stored = count_of(request[4])
+    request[3], request[CAPTURED] = lists[:stored], lists[stored:]
     count = len(request[CAPTURED])
     none = [None] * COUNT
-    none[3], none[CAPTURED] = [None] * len(TENSORS), [None] * count
+    none[3], none[CAPTURED] = [None] * stored, [None] * count
     if grad is None and grad_lse is None:
         return *none, None
     grad = torch.zeros_like(out) if grad is None else grad
@@ -260,8 +260,8 @@ def attend(
     layout, q, k, v = operands
     refuse_recorded_out(out, q, k, v, scale, *captured.values())
     numbers = scale, window, q_lengths, kv_lengths, dropout_p, seed, return_lse
-    tensors = q, k, v, *layout.tensors, *captured.values()
-    y, lse, *_ = _traced(text, " ".join(captured), layout.text, debug, *numbers, *tensors)
+    tensors = q, k, v, *layout.flat, *captured.values()
+    y, lse, *_ = _traced(text, " ".join(captured), layout.form, debug, *numbers, *tensors)
     y = written(out, y, q if out is None or q.dtype == y.dtype else y)
     return (y, lse) if return_lse else y
 
@@ -269,12 +269,12 @@ def attend(
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.
 @torch.compiler.allow_in_graph
 def _traced(text: str, names: str, layout_text: str, debug: bool, *given):
-    descriptor, count = from_text(text), len(arguments.NUMBERS)
+    descriptor, count, stored = from_text(text), len(arguments.NUMBERS), count_of(layout_text)
     numbers, (q, k, v, *tensors) = given[:count], given[count:]
-    operands = Layout.from_layout(layout_text, tensors[: len(TENSORS)]), q, k, v
+    operands = Layout.from_layout(layout_text, tensors[:stored]), q, k, v
     options = arguments.options_of(descriptor, operands, *numbers)
     operands = arguments.autocast(operands)
-    captured = dict(zip(names.split(), tensors[len(TENSORS) :], strict=True))
+    captured = dict(zip(names.split(), tensors[stored:], strict=True))
     arguments.check_operands(descriptor, operands, options, captured)
     arguments.check_scale(options.scale, q, False)
     captured = {name: captured[name] for name in descriptor.names}

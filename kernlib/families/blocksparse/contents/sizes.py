@@ -10,6 +10,7 @@ from kernlib.descriptors.base import as_int, shown, whole
 from kernlib.families.blocksparse.lowering.problem import Blocks
 
 NAMES = ("row_bits", "row_ranks", "col_bits", "rows", "cols", "counts")
+SIZES = len(NAMES)  # the place of the tensor whose shape says the sizes, behind these
 BLOCKS = (16, 32, 64, 128)  # rows or columns of a block
 MOST = 2**31 - 1  # blocks of all heads, and slots
 COUNTS = 4  # live, dropped for capacity, dropped as duplicates, dropped as out of range
@@ -39,6 +40,35 @@ def _parse(text: str) -> tuple[tuple[int, int], tuple[int, int], int | None, int
 
 
 _parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
+
+
+def form_text(block: tuple, has_heads: bool) -> str:
+    """What :attr:`Layout.form` says: ``64x64 blocks``, or ``64x64 blocks of heads``."""
+    return f"{block[0]}x{block[1]} blocks{' of heads' * has_heads}"
+
+
+def is_form(text: str) -> bool:
+    """Whether a text says no sizes, as :func:`layout_text` does."""
+    return "," not in text
+
+
+def count_of(text: str) -> int:
+    """With how many tensors a layout's text or form goes."""
+    return len(NAMES) + is_form(text)
+
+
+@lru_cache(maxsize=64)
+def parse_form(text: str) -> tuple[tuple[int, int], bool]:
+    """Rows and columns of a block, and whether there are heads."""
+    block, *rest = text.split(" ")
+    rows, cols = block.split("x")
+    return (int(rows), int(cols)), "heads" in rest
+
+
+def sizes_shape(grid: tuple, heads: int | None) -> tuple[int, int, int, int]:
+    """Of the tensor whose shape says the sizes: two more each, as torch.compile makes constants of
+    0 and 1, and no symbol of heads where there are none."""
+    return 0 if heads is None else heads + 2, grid[0] + 2, grid[1] + 2, 0
 
 
 def blocks_of(block: tuple, grid: tuple, heads: int | None, capacity: int) -> Blocks:

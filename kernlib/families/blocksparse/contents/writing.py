@@ -91,6 +91,17 @@ def empty(blocks: Blocks, device: torch.device) -> Tensors:
     return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
 
 
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of one dimension in the same memory that is no view: of a view Dynamo guards the
+    sizes of what it is made of."""
+    if not tensor._is_view() and tensor.dim() == 1:
+        return tensor
+    if not has_values(tensor):
+        return tensor.view(-1)
+    memory, count = tensor.untyped_storage(), tensor.numel()
+    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), (count,), (1,))
+
+
 def _empty_like(given: torch.Tensor, blocks: Blocks, device: torch.device) -> Tensors:
     """Those without values: fake ones of a fake tensor."""
     shapes = tensor_shapes(blocks)

@@ -1,5 +1,5 @@
 """Scaled block-sparse products as operators of ``torch.library``, for whoever records calls and
-runs them later. A layout goes in as its tensors and its text."""
+runs them later. A layout goes in as its flat tensors and its form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.blocksparse.layout import NAMES, Layout
+from kernlib.families.blocksparse.layout import Layout, count_of
 from kernlib.families.blocksparse.scaled import checks, reference
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.families.blocksparse.scaled.product import PRODUCT, calls
@@ -64,7 +64,7 @@ def run(
     check_names(descriptor, parameters)
     layout, *tensors = operands
     refuse_recorded_out(out, *tensors)
-    y = _traced(descriptor.text, layout.text, debug, *tensors, *layout.tensors)
+    y = _traced(descriptor.text, layout.form, debug, *tensors, *layout.flat)
     if out is None:
         return y
     checks.check_result(out, y.shape, y.dtype, y.device)
@@ -74,7 +74,7 @@ def run(
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.
 @torch.compiler.allow_in_graph
 def _traced(text: str, layout_text: str, debug: bool, *tensors) -> torch.Tensor:
-    given, layout = tensors[:4], [*tensors[4 : 4 + len(NAMES)]]
+    given, layout = tensors[:4], [*tensors[4 : 4 + count_of(layout_text)]]
     checks.check_operands(from_text(text), _operands(*given, layout, layout_text))
     return whole(*given, layout, layout_text, text, debug)
 

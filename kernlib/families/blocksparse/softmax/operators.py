@@ -1,7 +1,7 @@
 """Block-sparse softmax and its gradient as operators of ``torch.library``, for whoever records
 calls and runs them later and inside of torch.vmap. Eager calls pass by.
 
-A layout goes in as its tensors and its text, the scale as a tensor or, where that is None, as a
+A layout goes in as its flat tensors and its form, the scale as a tensor or, where that is None, as a
 number.
 """
 
@@ -13,8 +13,7 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.blocksparse.layout import NAMES as TENSORS
-from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.layout import Layout, count_of
 from kernlib.families.blocksparse.softmax import arguments, gradients
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.families.blocksparse.softmax.gradients import Kept, Needs
@@ -156,7 +155,7 @@ def _gradient_recorded(grad, y, layout, layout_text, scale, factor, to_x, to_log
 
 def gradient_pair(layout: Layout, grad, y, scale, needs: tuple, debug: bool = False) -> list:
     """The gradients by x and by the logits by their operator, None where there is no need."""
-    given = [*layout.tensors], layout.text, *_scale(scale, y.device)
+    given = [*layout.flat], layout.form, *_scale(scale, y.device)
     found = gradient(grad, y, *given, *needs, debug)
     return [t if need else None for t, need in zip(found, needs, strict=True)]
 
@@ -214,15 +213,15 @@ def run(
     layout, x = operands
     parameters = arguments.given(rpe, key_padding_mask, attn_mask)
     refuse_recorded_out(out, x, scale, *parameters.values())
-    given = (x, scale, *layout.tensors, *parameters.values())
-    y = _traced(descriptor.text, " ".join(parameters), layout.text, debug, *given)
+    given = (x, scale, *layout.flat, *parameters.values())
+    y = _traced(descriptor.text, " ".join(parameters), layout.form, debug, *given)
     return written(out, y, x)
 
 
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.
 @torch.compiler.allow_in_graph
 def _traced(text: str, names: str, layout_text: str, debug: bool, x, scale, *tensors):
-    descriptor, count = from_text(text), len(TENSORS)
+    descriptor, count = from_text(text), count_of(layout_text)
     operands = Layout.from_layout(layout_text, tensors[:count]), x
     arguments.check_kinds(descriptor, operands)
     parameters = dict(zip(names.split(), tensors[count:], strict=True))
