@@ -25,6 +25,7 @@ from kernlib.nn.block_sparse.weight import (
     layout_for,
     layout_of_weight,
 )
+from kernlib.nn.traced import parameters_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -172,7 +173,11 @@ class BlockSparseLinear(BlockSparseModule):
         if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
             return result
         check_dense(("input",), input=input)
-        layout, weight, bias = self._here(), self.weight, self.bias
+        layout = self._here()
+        if is_dynamo_compiling():
+            weight, bias = parameters_of(self, ("weight", "bias"))
+        else:
+            weight, bias = self.weight, self.bias
         check_input(input, weight, layout.shape[1])
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():

@@ -1,0 +1,35 @@
+"""Parameters of layers inside of torch.compile.
+
+Dynamo makes constants of the sizes of every ``nn.Parameter``, whatever ``dynamic`` says, so that
+each layer of other sizes would take a program of its own. Those of a sparse layer differ with
+what it stores, which is no reason for that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor | None]:
+    """Parameters by name, whose sizes Dynamo handles as those of other tensors. For calls that it
+    traces."""
+    if hasattr(layer, "parametrizations"):  # code of somebody else's computes some of them
+        return [getattr(layer, name) for name in names]
+    from torch._dynamo.comptime import comptime  # which is there, if Dynamo traces the call
+
+    comptime(_as_other_tensors)
+    found = [getattr(layer, name) for name in names]
+    comptime(_as_parameters)
+    return found
+
+
+# Dynamo runs these while it traces, in the order of the calls; between them it wraps parameters.
+
+
+def _as_other_tensors(context) -> None:
+    torch._dynamo.config.force_parameter_static_shapes = False
+
+
+def _as_parameters(context) -> None:
+    torch._dynamo.config.force_parameter_static_shapes = True
