@@ -39,6 +39,7 @@ from kernlib.nn.sparse_weights import (
     restored,
     rounded,
 )
+from kernlib.nn.traced import parameters_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_flag, stand_ins
 
@@ -196,10 +197,13 @@ class SparseLinear(ComputesWeight, IndexedModule):
         """(..., in_features) to (..., out_features)."""
         if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
             return result
-        try:
-            bias = self._parameters["bias"]
-        except KeyError:  # parametrized
-            bias = self.bias
+        if is_dynamo_compiling():
+            (bias,) = parameters_of(self, ("bias",))
+        else:
+            try:
+                bias = self._parameters["bias"]
+            except KeyError:  # parametrized
+                bias = self.bias
         if bias is None:
             return run_kernel(self._plain, self._weight(), input)
         return run_kernel(self._biased, self._weight(), input, bias=bias)

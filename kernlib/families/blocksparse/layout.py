@@ -508,7 +508,8 @@ def _mark(layout: Layout) -> None:
     tensors = layout._tensors
     with outside():
         flat = [writing.flat(t) for t in tensors]
-        shaped = tuple(t.view(given.shape) for t, given in zip(flat, tensors, strict=True))
+        pairs = zip(flat, tensors, strict=True)
+        shaped = tuple(t if t.dim() == given.dim() else t.view(given.shape) for t, given in pairs)
         flat.append(tensors[0].new_empty(sizes_shape(layout._grid, layout._heads)))
     for t in (*shaped, *flat):
         t._dynamo_static_input_type = "unguarded"

@@ -12,7 +12,13 @@ from operator import is_
 
 import torch
 
-from kernlib.families.sparse.layout import format_of, layout_text, parse_layout, untransformed
+from kernlib.families.sparse.layout import (
+    format_of,
+    layout_text,
+    parse_layout,
+    told,
+    untransformed,
+)
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.moved import kind_of, measured, refuse_capture, said_of
 from kernlib.families.sparse.state import loaded
@@ -20,8 +26,8 @@ from kernlib.families.sparse.tensors import LIVE, MARK, PLACES, next_mark, place
 
 
 def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
-    """The matrix of a layout's format, shape and dtype with these tensors, in order. Its facts are
-    found in the tensors. If a matrix exists whose tensors or memory they are, it is that one.
+    """The matrix of a layout's format, shape and dtype with these tensors, in order, or of a form
+    with tensors that say the rest. Its facts are found in the tensors. If a matrix exists whose tensors or memory they are, it is that one.
     Tensors that kernels cannot read in place are copied.
 
     Raises ValueError that names what is wrong, CaptureError for tensors that have not been checked
@@ -29,6 +35,9 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
     """
     mark = getattr(tensors[0], MARK, None)
     found = None if mark is None else LIVE.get(mark[0])
+    if found is not None and found._form == layout and _are(found.listed, tensors):
+        return found
+    layout, tensors = told(layout, tensors)
     if found is not None and found._layout == layout and _are(found._operands, tensors):
         return found
     known = _known(tensors)

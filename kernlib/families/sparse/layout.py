@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
@@ -53,6 +53,60 @@ def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str,
 
 
 _parsed = lru_cache(maxsize=4096)(_parse)  # Dynamo warns of a cache
+
+
+def form_text(layout: str) -> str:
+    """What of a layout is no number: format, dtype and the names of the facts."""
+    format, _, dtype, *facts = layout.split(" ")
+    return " ".join([format, dtype, *(fact.split("=")[0] for fact in facts)])
+
+
+@lru_cache(maxsize=256)
+def parse_form(text: str) -> tuple[str, torch.dtype, tuple[str, ...], int] | None:
+    """Format, dtype and names of facts of a form, and the number of the matrix's tensors, behind
+    which are those that say the numbers; None for a layout."""
+    format, dtype, *facts = text.split(" ")
+    if dtype not in DTYPES:
+        return None
+    return format, DTYPES[dtype], tuple(facts), len(format_of(format).TENSORS)
+
+
+def count_of(text: str) -> int:
+    """With how many tensors an operator takes a matrix of a layout or form."""
+    form = parse_form(text)
+    if form is None:
+        return len(format_of(parse_layout(text)[0]).TENSORS)
+    return form[3] + 1 + len(form[2])
+
+
+def sizes_as_tensors(
+    shape: tuple[int, int], facts: Mapping[str, int], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Empty tensors whose shapes say those of the matrix and its facts, as torch.compile makes
+    symbols of shapes: two more each, since 0 and 1 would be constants."""
+    numbers = [(shape[0] + 2, shape[1] + 2)] + [(facts[name] + 2,) for name in sorted(facts)]
+    made = (torch.empty((*sizes, 0), dtype=torch.uint8, device=device) for sizes in numbers)
+    return tuple(made)
+
+
+def shape_of(text: str, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape, which may be of symbols, and dtype of a matrix as an operator takes it."""
+    form = parse_form(text)
+    if form is None:
+        return parse_layout(text)[1:3]
+    rows, cols, _ = tensors[form[3]].shape
+    return (rows - 2, cols - 2), form[1]
+
+
+def told(text: str, tensors: Sequence[torch.Tensor]) -> tuple[str, Sequence[torch.Tensor]]:
+    """The layout and the tensors of a matrix as an operator takes it."""
+    form = parse_form(text)
+    if form is None:
+        return text, tensors
+    format, dtype, names, count = form
+    shape, facts = shape_of(text, tensors)[0], tensors[count + 1 :]
+    numbers = {name: t.shape[0] - 2 for name, t in zip(names, facts, strict=True)}
+    return layout_text(format, shape, dtype, numbers), tensors[:count]
 
 
 def untransformed():

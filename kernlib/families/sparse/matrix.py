@@ -53,8 +53,9 @@ class SparseMatrix:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_back", "_counted", "_device", "_dtype", "_facts", "_format",
-        "_frozen", "_key", "_layout", "_nnz", "_operands", "_shape", "_transposed", "_turned",
+        "__weakref__", "_addresses", "_back", "_counted", "_device", "_dtype", "_facts", "_form",
+        "_format", "_frozen", "_key", "_layout", "_nnz", "_operands", "_shape", "_sizes",
+        "_transposed", "_turned",
     )  # fmt: skip
     requires_grad = False  # as tensors say; a matrix is a constant
 
@@ -132,6 +133,18 @@ class SparseMatrix:
     def operands(self) -> tuple[torch.Tensor, ...]:
         """The tensors, in the format's order."""
         return self._operands
+
+    @property
+    def form(self) -> str:
+        """What operators of torch.library take as text: what of the layout is no number, or all of
+        it for a matrix that was made of others' tensors."""
+        return self._form
+
+    @property
+    def listed(self) -> tuple[torch.Tensor, ...]:
+        """What operators take as tensors: the :attr:`operands` and, behind them, empty ones whose
+        shapes say the numbers of the layout, unless :attr:`form` has them."""
+        return (*self._operands, *self._sizes)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -319,6 +332,8 @@ def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> 
     put = object.__setattr__
     format, shape, dtype, facts = parse_layout(layout)
     put(made, "_layout", layout)
+    put(made, "_form", layout)
+    put(made, "_sizes", ())
     put(made, "_format", format)
     put(made, "_shape", shape)
     put(made, "_dtype", dtype)

@@ -2,8 +2,10 @@
 for calls inside transforms of torch.func. Other eager calls do not use them. Their gradients are
 those of eager calls.
 
-An operator takes a matrix as its tensors and its layout, which is one text. It takes the transpose
-in the same way, for gradients of few vectors; an empty list says that it is not known.
+An operator takes a matrix as tensors, of which the last ones say the numbers of its layout by their
+shapes, and the rest of the layout as one text; or as its tensors and all of the layout. It takes
+the transpose in the same way, for gradients of few vectors; an empty list says that it is not
+known.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from kernlib.descriptors.text import from_text
 from kernlib.families.sparse import checks, gradients, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.fitted import fitted
-from kernlib.families.sparse.layout import format_of, parse_layout
+from kernlib.families.sparse.layout import count_of, shape_of
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.product import calls, multiply
 from kernlib.families.sparse.tensors import TURNED, check_frozen, state_of
@@ -45,8 +47,8 @@ def listed(w: SparseMatrix) -> tuple[list[torch.Tensor], list[torch.Tensor], str
         check_frozen(w)
     turned = w.known_transpose()
     if turned is None:
-        return [*w.operands], [], w.layout, ""
-    return [*w.operands], [*turned.operands], w.layout, turned.layout
+        return [*w.listed], [], w.form, ""
+    return [*w.listed], [*turned.listed], w.form, turned.form
 
 
 def _call(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> torch.Tensor:
@@ -116,12 +118,12 @@ def _whole_recorded(x, *rest) -> torch.Tensor | None:
 
 
 def _fake_whole(x, matrix, transposed, layout, *rest):
-    _, shape, dtype, _ = parse_layout(layout)
+    shape, dtype = shape_of(layout, matrix)
     return x.new_empty(checks.check_x(shape, dtype, matrix[0].device, x))
 
 
 def _fake_product(x, matrix, transposed, layout, transposed_layout, bias, turned, debug):
-    _, shape, dtype, _ = parse_layout(layout)
+    shape, dtype = shape_of(layout, matrix)
     shape = shape[::-1] if turned else shape
     made = checks.check_x(shape, dtype, matrix[0].device, x)
     if bias is not None:
@@ -246,11 +248,11 @@ def run(
     if torch.is_grad_enabled() and requires_gradient(tensors, x, out):
         refuse_out_of_recorded(out)
         turned = w.known_transpose()
-    matrix, layout = w.operands, ""
+    matrix, form = w.listed, ""
     if turned is not None:
-        matrix, layout = (*matrix, *turned.operands), turned.layout
+        matrix, form = (*matrix, *turned.listed), turned.form
     names = " ".join(parameters)
-    y = _traced(descriptor.text, names, w.layout, layout, debug, x, *matrix, *parameters.values())
+    y = _traced(descriptor.text, names, w.form, form, debug, x, *matrix, *parameters.values())
     return written(out, y, x)
 
 
@@ -262,7 +264,7 @@ def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool,
     transposed, tensors = _taken(turned_layout, tensors)
     parameters = dict(zip(names.split(), tensors, strict=True))
     check_dense(("x",), x=x)
-    _, shape, dtype, _ = parse_layout(layout)
+    shape, dtype = shape_of(layout, matrix)
     (x,), parameters = autocast((x,), parameters, dtype)
     checks.check_x(shape, dtype, matrix[0].device, x)
     check_parameters(descriptor, shape[0], parameters, x, look=False)
@@ -274,5 +276,5 @@ def _taken(layout: str, tensors: tuple) -> tuple[list, tuple]:
     """The first tensors, which are those of a layout, and the rest."""
     if not layout:
         return [], tensors
-    count = len(format_of(parse_layout(layout)[0]).TENSORS)
+    count = count_of(layout)
     return [*tensors[:count]], tensors[count:]

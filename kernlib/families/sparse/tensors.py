@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from kernlib.errors import CaptureError
+from kernlib.families.sparse.layout import form_text, sizes_as_tensors, untransformed
 from kernlib.runtime.tensors import materialised, stand_ins
 
 if TYPE_CHECKING:
@@ -53,7 +54,12 @@ def mark(w: SparseMatrix) -> None:
     made = (next_mark(), w._layout, None)
     for t in w._operands:
         setattr(t, MARK, made)
+    with torch.inference_mode(False), untransformed():
+        sizes = sizes_as_tensors(w._shape, w._facts, w._device)
+    for t in (*w._operands, *sizes):
         t._dynamo_static_input_type = "unguarded"
+    object.__setattr__(w, "_sizes", sizes)
+    object.__setattr__(w, "_form", form_text(w._layout))
     LIVE[made[0]] = w
     if not stand_ins(*w._operands):
         addresses = [t.data_ptr() for t in w._operands]

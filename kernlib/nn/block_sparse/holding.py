@@ -77,13 +77,14 @@ class LayoutModule(IndexedModule):
         others there. Raises ValueError and TypeError where these are none of its kind, RuntimeError
         where the values are not those of its blocks."""
         held = self._layout
-        # Dynamo would guard the sizes of what it compares, and buffers alone can be put elsewhere.
-        if is_dynamo_compiling() and INDICES[0] not in self._buffers:
-            return held
-        for name, tensor in zip(INDICES, held.tensors, strict=True):
+        compiling = is_dynamo_compiling()
+        # Dynamo guards the sizes of what it compares: of tensors of two dimensions, which come and
+        # go with the others, one may be 1 and so a constant.
+        first = 3 if compiling else 0
+        for name, tensor in zip(INDICES[first:], held.tensors[first:], strict=True):
             if getattr(self, name) is not tensor:
                 return self._of_others()
-        if is_dynamo_compiling() or self._is_unwritten():
+        if compiling or self._is_unwritten():
             return held
         return self._of_mark()
 

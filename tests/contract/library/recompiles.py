@@ -124,7 +124,7 @@ def scaled() -> Calls:
 def sparse_matrices(format: str) -> Iterator[sparse.SparseMatrix]:
     generator = torch.Generator().manual_seed(8)
     for index in range(COUNT):
-        dense = torch.randn(48 + 8 * index, 64 + 16 * (index * 5 % COUNT), generator=generator)
+        dense = torch.randn(48 + 40 * index, 64 + 16 * (index * 5 % COUNT), generator=generator)
         dense[torch.rand(dense.shape, generator=generator) > 0.05 + 0.03 * index] = 0
         yield sparse.compress(dense, format)
 
