@@ -20,8 +20,8 @@ template <class Inner> constexpr bool IS_DIFFERENCE<Difference<Inner>> = true;
 template <class Inner> constexpr bool IS_DIFFERENCE<SwappedDifference<Inner>> = true;
 
 // Squares of differences of numbers that are 0 or 2^-26 to 2^56 in size need no look at their sums:
-// two of them are equal or 2^-50 apart at least, and 16 squares end below 2^118. Ordinary points are
-// spaced so.
+// two of them are equal or 2^-50 apart at least, and 16 squares end below 2^118. Ordinary points
+// are spaced so.
 constexpr bool BY_SPACING = MENDED && IS_SQUARE<Inner> && IS_DIFFERENCE<Term>;
 
 __device__ __forceinline__ bool is_spaced(float x) {

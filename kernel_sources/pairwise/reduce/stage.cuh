@@ -95,7 +95,9 @@ struct Stage {
         const InputT* from = parameters.b + l * view.batch_stride + n * view.row_stride;
         AccT numbers[K];
 #pragma unroll
-        for (int k = 0; k < K; ++k) to[k] = numbers[k] = convert<AccT>(from[k * view.column_stride]);
+        for (int k = 0; k < K; ++k) numbers[k] = convert<AccT>(from[k * view.column_stride]);
+#pragma unroll
+        for (int k = 0; k < K; ++k) to[k] = numbers[k];
         if (Reducer::COLUMNS > 0) read_weights(to + K, parameters, l, n);
         return are_spaced(numbers);
     }
