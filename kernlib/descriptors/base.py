@@ -160,6 +160,16 @@ def render(value: object) -> str:
     return f"{type(value).__name__}({', '.join(parts)})"
 
 
+def with_symbols(descriptor: object, **sizes: object):
+    """A copy of a descriptor with other sizes, unchecked, as those of traced tensors are: these may
+    be symbols, and its text says nothing of them."""
+    made = object.__new__(type(descriptor))
+    for field in dataclasses.fields(descriptor):
+        value = sizes.get(field.name, getattr(descriptor, field.name))
+        object.__setattr__(made, field.name, value)
+    return made
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with ``message`` unless ``condition`` holds."""
     if not condition:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from kernlib import run
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
@@ -19,6 +20,7 @@ from kernlib.nn import inputs
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed
 from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
+from kernlib.nn.traced import factors_of, parameters_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -168,10 +170,20 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():
             input = input.clone()  # which may be kept for a gradient
+        if is_dynamo_compiling():
+            return self._traced(input)
         bias = self.bias
         if bias is None:
             return run_kernel(self._plain, input, *weights_of(self, self._names))
         return run_kernel(self._biased, input, *weights_of(self, self._names), bias=bias)
+
+    def _traced(self, input: torch.Tensor) -> torch.Tensor:
+        """The layer in a program that holds for other sizes too."""
+        factors, (bias,) = factors_of(self, self._names), parameters_of(self, ("bias",))
+        operators = run.kronecker_product_operators
+        if bias is None:
+            return operators.run_fitted(self._plain, input, *factors)
+        return operators.run_fitted(self._biased, input, *factors, bias=bias)
 
     def to_dense(self) -> nn.Linear:
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from kernlib import run
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
@@ -23,6 +24,7 @@ from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.computed_weight import ChainWeight, ComputesWeight, computed
 from kernlib.nn.derived import Kept, derived
 from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts
+from kernlib.nn.traced import factors_of, parameters_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense, refuse_other
 
@@ -287,6 +289,8 @@ class KSLinear(ComputesWeight, nn.Module):
     def _layer(self, x: torch.Tensor, algo: str) -> torch.Tensor:
         if algo != "kernel":
             return self._finish(self._product(x, algo, self.bs_last), self.bs_last)
+        if is_dynamo_compiling():
+            return self._traced_layer(x)
         try:
             bias = self._parameters["bias"]  # in 0.1 us, by its name in 0.6
         except KeyError:  # parametrized
@@ -295,11 +299,22 @@ class KSLinear(ComputesWeight, nn.Module):
             return run_kernel(self._descriptors[False], x, *weights_of(self, self._names))
         return run_kernel(self._descriptors[True], x, *weights_of(self, self._names), bias=bias)
 
+    def _traced_layer(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer by the kernel's operator in a program that holds for other patterns too."""
+        factors, (bias,) = factors_of(self, self._names), parameters_of(self, ("bias",))
+        given = {} if bias is None else {"bias": bias}
+        descriptor = self._descriptors[bias is not None]
+        return run.kronecker_sparse_operators.run_fitted(descriptor, x, *factors, **given)
+
     def _product(self, x: torch.Tensor, algo: str, batch_last: bool) -> torch.Tensor:
         """The factors alone, one after the other."""
-        weights = weights_of(self, self._names)
+        if is_dynamo_compiling():
+            weights = factors_of(self, self._names)
+            patterns = [tuple(weight.shape) for weight in weights]
+        else:
+            weights, patterns = weights_of(self, self._names), self.patterns
         self._check_input(x, batch_last, weights[0])
-        for index, (pattern, weight) in enumerate(zip(self.patterns, weights, strict=True)):
+        for index, (pattern, weight) in enumerate(zip(patterns, weights, strict=True)):
             if algo == "kernel":
                 x = run_kernel(_factor(pattern, batch_last, self.precision), x, weight)
             elif algo == "einsum" or (algo == "bmm" and not self._frozen):
@@ -311,15 +326,20 @@ class KSLinear(ComputesWeight, nn.Module):
         return x.contiguous()  # which an einsum need not be
 
     def _finish(self, product: torch.Tensor, batch_last: bool) -> torch.Tensor:
-        if self.bias is not None:
-            bias = self.bias.to(product.dtype)  # which autocast may have narrowed
+        bias = parameters_of(self, ("bias",))[0] if is_dynamo_compiling() else self.bias
+        if bias is not None:
+            bias = bias.to(product.dtype)  # which autocast may have narrowed
             product = product + (bias.view(-1, *[1] * (product.dim() - 1)) if batch_last else bias)
         return activate(self._steps, product)
 
     def _check_input(self, x: torch.Tensor, batch_last: bool, weight: torch.Tensor) -> None:
         check_dense(("input",), input=x)
-        if x.dim() == 0 or x.shape[0 if batch_last else -1] != self.in_size:
-            wanted = f"({self.in_size}, ...)" if batch_last else f"(..., {self.in_size})"
+        if is_dynamo_compiling():  # where a number of the layer's would be a constant
+            size = weight.shape[0] * weight.shape[2] * weight.shape[3]
+        else:
+            size = self.in_size
+        if x.dim() == 0 or x.shape[0 if batch_last else -1] != size:
+            wanted = f"({size}, ...)" if batch_last else f"(..., {size})"
             raise ValueError(f"input must have shape {wanted}, got {tuple(x.shape)}")
         if x.get_device() != weight.get_device() or x.is_meta != weight.is_meta:
             raise ValueError(

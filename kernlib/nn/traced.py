@@ -11,6 +11,11 @@ import torch
 from torch import nn
 
 
+def factors_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """:func:`parameters_of` the layer's ``factors``."""
+    return parameters_of(layer.factors, names)
+
+
 def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor | None]:
     """Parameters by name, whose sizes Dynamo handles as those of other tensors. For calls that it
     traces."""
@@ -18,18 +23,26 @@ def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor
         return [getattr(layer, name) for name in names]
     from torch._dynamo.comptime import comptime  # which is there, if Dynamo traces the call
 
-    comptime(_as_other_tensors)
+    comptime(_as_tensors)
     found = [getattr(layer, name) for name in names]
     comptime(_as_parameters)
     return found
 
 
 # Dynamo runs these while it traces, in the order of the calls; between them it wraps parameters.
+# The second setting is for those in a container of torch's.
+_SETTINGS = ("force_parameter_static_shapes", "force_nn_module_property_static_shapes")
+_before: list[tuple[bool, ...]] = []
 
 
-def _as_other_tensors(context) -> None:
-    torch._dynamo.config.force_parameter_static_shapes = False
+def _as_tensors(context) -> None:
+    config = torch._dynamo.config
+    if not _before:  # else a trace has ended in between, with an error
+        _before.append(tuple(getattr(config, name) for name in _SETTINGS))
+    for name in _SETTINGS:
+        setattr(config, name, False)
 
 
 def _as_parameters(context) -> None:
-    torch._dynamo.config.force_parameter_static_shapes = True
+    for name, value in zip(_SETTINGS, _before.pop(), strict=True):
+        setattr(torch._dynamo.config, name, value)

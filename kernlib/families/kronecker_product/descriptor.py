@@ -71,6 +71,7 @@ class KroneckerProduct(Product):
     epilogue: Epilogue | tuple[Epilogue, ...] = ()
     precision: str | None = None
     text: str = field(init=False, repr=False, compare=False)  # kept for Dynamo, as Pairwise's is
+    form: str = field(init=False, repr=False, compare=False)  # the text of shapes (1, 1)
 
     def __post_init__(self):
         put = partial(object.__setattr__, self)
@@ -81,6 +82,9 @@ class KroneckerProduct(Product):
         put("epilogue", as_epilogues(self.epilogue, summands=True))
         check_precision(self.precision)
         put("text", render(self))
+        head = len(f"KroneckerProduct(shapes={render(self.shapes)}")
+        shapes = render(((1, 1),) * len(self.shapes))
+        put("form", f"KroneckerProduct(shapes={shapes}{self.text[head:]}")
 
     def __hash__(self) -> int:
         return hash(self.text)  # which a str computes once

@@ -233,18 +233,22 @@ def descriptor_of(
 ) -> KroneckerProduct:
     """What describes the product with factors that :func:`as_factors` passes. Raises ValueError
     and TypeError."""
-    shapes = []
+    check_sizes(factors)
+    shapes = tuple([(int(factor.shape[-2]), int(factor.shape[-1])) for factor in factors])
+    try:
+        return _descriptor(shapes, side, precision, epilogue)
+    except TypeError:  # of what cannot be hashed the cache says less
+        return KroneckerProduct(shapes, side=side, precision=precision, epilogue=epilogue)
+
+
+def check_sizes(factors) -> None:
+    """Raises ValueError for what is no matrix with rows and columns, or a batch of them."""
     for index, factor in enumerate(factors):
         name, shape = f"factors[{index}]", tuple(factor.shape)
         if len(shape) < 2:
             raise ValueError(f"{name} must be a matrix, got shape {shape}")
         if 0 in shape[-2:]:
             raise ValueError(f"{name} must have sizes above 0, got shape {shape}")
-        shapes.append((int(shape[-2]), int(shape[-1])))  # symbols too
-    try:
-        return _descriptor(tuple(shapes), side, precision, epilogue)
-    except TypeError:  # of what cannot be hashed the cache says less
-        return KroneckerProduct(tuple(shapes), side=side, precision=precision, epilogue=epilogue)
 
 
 @lru_cache(maxsize=1024)

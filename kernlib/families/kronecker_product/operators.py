@@ -5,14 +5,16 @@ torch.func, it is what torch's own operators make of it."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 
 from kernlib import events
+from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_product import backward, checks, gradients
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
-from kernlib.families.kronecker_product.matmul import descriptor_of
+from kernlib.families.kronecker_product.matmul import check_sizes
 from kernlib.families.kronecker_product.product import PRODUCT, calls
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
@@ -27,6 +29,30 @@ from kernlib.runtime.operators import in_front, register
 from kernlib.runtime.products import requires_gradient
 
 
+def fitted(text: str, factors) -> KroneckerProduct:
+    """The descriptor of a text or, of a form, with the shapes that the factors have, whose sizes
+    may be symbols."""
+    made = from_text(text)
+    return made if text != made.form else with_symbols(made, shapes=_shapes(made, factors))
+
+
+@lru_cache(maxsize=1024)
+def _of_shapes(text: str, shapes: tuple[tuple[int, int], ...]) -> KroneckerProduct:
+    return from_text(text).replace(shapes=shapes)
+
+
+def _shapes(descriptor: KroneckerProduct, factors) -> tuple[tuple[int, int], ...]:
+    """Those of factors as they multiply. Raises ValueError."""
+    shapes = []
+    for index, (factor, turned) in enumerate(zip(factors, descriptor.transposed, strict=True)):
+        if factor.dim() < 2:
+            name = f"factors[{index}]"
+            raise ValueError(f"{name} must be a matrix, got shape {tuple(factor.shape)}")
+        rows, columns = factor.shape[-2:]
+        shapes.append((columns, rows) if turned else (rows, columns))
+    return tuple(shapes)
+
+
 def recorded(
     descriptor: KroneckerProduct, operands: tuple, parameters: dict, debug: bool = False
 ) -> torch.Tensor:
@@ -36,8 +62,10 @@ def recorded(
 
 def _whole(x, factors, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        given = by_name(names, numbers, tensors)
-        return calls.execute(from_text(descriptor), (x, *factors), None, given)
+        given, made = by_name(names, numbers, tensors), from_text(descriptor)
+        if descriptor == made.form:
+            made = _of_shapes(descriptor, _shapes(made, factors))
+        return calls.execute(made, (x, *factors), None, given)
 
 
 def _whole_recorded(x, factors, descriptor, names, numbers, tensors, debug):
@@ -48,11 +76,12 @@ def _whole_recorded(x, factors, descriptor, names, numbers, tensors, debug):
 
 def _whole_by_torch(x, factors, descriptor, names, numbers, tensors, debug) -> torch.Tensor:
     values = by_name(names, numbers, tensors)
-    return products.by_reference(PRODUCT, from_text(descriptor), (x, *factors), None, values)
+    made = fitted(descriptor, factors)
+    return products.by_reference(PRODUCT, made, (x, *factors), None, values)
 
 
 def _fake_whole(x, factors, descriptor, names, numbers, tensors, debug):
-    return x.new_empty(checks.check_operands(from_text(descriptor), (x, *factors)))
+    return x.new_empty(checks.check_operands(fitted(descriptor, factors), (x, *factors)))
 
 
 def _mapped_whole(info, dims, x, factors, descriptor, names, numbers, tensors, debug):
@@ -112,6 +141,7 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     operands = tensors[: len(tensors) - len(listed)]
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
     checks.check_kinds(descriptor, operands)
+    descriptor = fitted(text, operands[1:])
     vector = operands[0].dim() == 1
     if vector:
         operands, _, parameters = checks.as_matrix(descriptor, operands, None, parameters)
@@ -119,7 +149,7 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     shape, features = checks.check_operands(descriptor, operands), descriptor.out_features
     check_parameters(descriptor, features, parameters, operands[0], False, checks.TYPES, shape)
     given = for_operator(parameters, operands[0].device)
-    y = whole(operands[0], [*operands[1:]], descriptor.text, *given, debug)
+    y = whole(operands[0], [*operands[1:]], text, *given, debug)
     return y.squeeze(-3 - descriptor.axis) if vector else y
 
 
@@ -128,7 +158,16 @@ def product(
     side: str, precision: str | None, debug: bool, x: torch.Tensor, *factors
 ) -> torch.Tensor:
     """A product with factors whose sizes say which."""
-    return _traced(descriptor_of(factors, side, precision).text, "", debug, x, *factors)
+    check_sizes(factors)
+    descriptor = KroneckerProduct((1,) * len(factors), side=side, precision=precision)
+    return _traced(descriptor.form, "", debug, x, *factors)
+
+
+def run_fitted(descriptor: KroneckerProduct, x, *factors, **parameters) -> torch.Tensor:
+    """:func:`run` of a descriptor for factors whose shapes are its: a program of one layer is that
+    of layers of others."""
+    given = *factors, *parameters.values()
+    return _traced(descriptor.form, " ".join(parameters), False, x, *given)
 
 
 def _call(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -> torch.Tensor:

@@ -49,7 +49,10 @@ def multiply(x: torch.Tensor, factors: list[torch.Tensor], axis: int) -> torch.T
     elif x.shape[:-2] != batch:
         x = x.expand(*batch, *x.shape[-2:])
     sizes = [f.shape[-2] for f in factors]
-    for index in sorted(range(len(factors)), key=lambda i: _growth(factors[i])):
+    order = range(len(factors))
+    if not has_symbols(factors):
+        order = sorted(order, key=lambda i: _growth(factors[i]))
+    for index in order:
         left = before * math.prod(sizes[:index])
         right = math.prod(sizes[index + 1 :]) * after
         x = _along(x.reshape(*lead, left, sizes[index], right), factors[index])
@@ -60,6 +63,8 @@ def multiply(x: torch.Tensor, factors: list[torch.Tensor], axis: int) -> torch.T
 
 def merged(factors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Fewer factors with the same product: small neighbours are multiplied into one."""
+    if has_symbols(factors):
+        return factors
     made = [factors[0]]
     for factor in factors[1:]:
         sizes = [p * q for p, q in zip(made[-1].shape[-2:], factor.shape[-2:], strict=True)]
@@ -80,11 +85,18 @@ def kron(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _along(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """``y[..., l, q, r] = sum_p x[..., l, p, r] * factor[..., p, q]``."""
     right, columns = x.shape[-1], factor.shape[-1]
-    if right == 1:
+    symbols = has_symbols([factor])
+    if not symbols and right == 1:
         return (x.squeeze(-1) @ factor).unsqueeze(-1)
-    if 2 * right < columns:  # lest autograd make a gradient of the factor for each l
+    if symbols or 2 * right < columns:  # lest autograd make a gradient of the factor for each l
         return (x.mT.flatten(-3, -2) @ factor).unflatten(-2, (x.shape[-3], right)).mT
     return factor.mT.unsqueeze(-3) @ x
+
+
+def has_symbols(factors: list[torch.Tensor]) -> bool:
+    """Whether a size is a symbol: a program of torch.compile is to hold for all of them, and what
+    is decided by one would hold for some."""
+    return any(isinstance(size, torch.SymInt) for f in factors for size in f.shape[-2:])
 
 
 def _growth(factor: torch.Tensor) -> float:

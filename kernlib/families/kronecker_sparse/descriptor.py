@@ -76,6 +76,7 @@ class KroneckerSparse(Product):
     epilogue: Epilogue | tuple[Epilogue, ...] = ()
     precision: str | None = None
     text: str = field(init=False, repr=False, compare=False)  # kept for Dynamo, as Pairwise's is
+    form: str = field(init=False, repr=False, compare=False)  # the text of sizes of 1
 
     def __post_init__(self):
         for name, size in (("a", self.a), ("b", self.b), ("c", self.c), ("d", self.d)):
@@ -90,6 +91,9 @@ class KroneckerSparse(Product):
         object.__setattr__(self, "epilogue", as_epilogues(self.epilogue))
         check_precision(self.precision)
         object.__setattr__(self, "text", render(self))
+        head = f"KroneckerSparse(a={self.a}, b={self.b}, c={self.c}, d={self.d}"
+        form = f"KroneckerSparse(a=1, b=1, c=1, d=1{self.text[len(head) :]}"
+        object.__setattr__(self, "form", form)
 
     def __hash__(self) -> int:
         return hash(self.text)  # which a str computes once
@@ -161,6 +165,7 @@ class KroneckerSparseChain(Descriptor):
 
     factors: tuple[KroneckerSparse, ...]
     text: str = field(init=False, repr=False, compare=False)
+    form: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         given = (self.factors,) if isinstance(self.factors, KroneckerSparse) else self.factors
@@ -173,6 +178,9 @@ class KroneckerSparseChain(Descriptor):
                 raise TypeError(f"factors[{index}] must be a KroneckerSparse, got {shown(factor)}")
         _check_chain(self.factors)
         object.__setattr__(self, "text", render(self))
+        forms = ", ".join([factor.form for factor in self.factors])
+        forms += "," * (len(self.factors) == 1)
+        object.__setattr__(self, "form", f"KroneckerSparseChain(factors=({forms}))")
 
     def __hash__(self) -> int:
         return hash(self.text)

@@ -5,10 +5,12 @@ eager calls."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 
 from kernlib import events
+from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_sparse import checks, gradients
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
@@ -29,6 +31,22 @@ from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import check_dense
 
 
+def fitted(text: str, weight: torch.Tensor) -> KroneckerSparse:
+    """The descriptor of a text or, of a form, with the pattern that the weight has, whose sizes may
+    be symbols."""
+    made = from_text(text)
+    if text != made.form:
+        return made
+    if weight.dim() != 4:
+        raise ValueError(f"weight must have shape (a, b, c, d), got {tuple(weight.shape)}")
+    return with_symbols(made, **dict(zip("abcd", weight.shape, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def _of_pattern(text: str, pattern: tuple[int, int, int, int]) -> KroneckerSparse:
+    return from_text(text).replace(**dict(zip("abcd", pattern, strict=True)))
+
+
 def recorded(
     descriptor: KroneckerSparse, operands: tuple, parameters: dict, debug: bool = False
 ) -> torch.Tensor:
@@ -42,8 +60,10 @@ def recorded(
 
 def _whole(x, weight, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        given = by_name(names, numbers, tensors)
-        return calls.execute(from_text(descriptor), (x, weight), None, given)
+        given, made = by_name(names, numbers, tensors), from_text(descriptor)
+        if descriptor == made.form:
+            made = _of_pattern(descriptor, tuple(weight.shape))
+        return calls.execute(made, (x, weight), None, given)
 
 
 def _whole_recorded(x, weight, descriptor, names, numbers, tensors, debug) -> torch.Tensor | None:
@@ -56,7 +76,8 @@ def _whole_recorded(x, weight, descriptor, names, numbers, tensors, debug) -> to
 
 def _whole_by_torch(x, weight, descriptor, names, numbers, tensors, debug) -> torch.Tensor:
     values = by_name(names, numbers, tensors)
-    return products.by_reference(PRODUCT, from_text(descriptor), (x, weight), None, values)
+    made = fitted(descriptor, weight)
+    return products.by_reference(PRODUCT, made, (x, weight), None, values)
 
 
 def _fake_product(x, weight, bias, batch_last, precision, debug):
@@ -74,7 +95,7 @@ def _fake_weight_gradient(grad, x, pattern, batch_last, precision, debug):
 
 
 def _fake_whole(x, weight, descriptor, names, numbers, tensors, debug):
-    made = from_text(descriptor)
+    made = fitted(descriptor, weight)
     return x.new_empty(checks.check_operands(made.pattern, made.batch_last, x, weight))
 
 
@@ -166,12 +187,23 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     return x
 
 
+def run_fitted(
+    descriptor: KroneckerSparse | KroneckerSparseChain, *operands: torch.Tensor, **parameters
+) -> torch.Tensor:
+    """:func:`run` of a descriptor for weights whose shapes are its patterns: a program of one layer
+    is that of layers of others."""
+    names = " ".join(parameters)
+    return _traced(descriptor.form, names, False, *operands, *parameters.values())
+
+
 def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: bool) -> torch.Tensor:
+    text = descriptor.text
+    descriptor = fitted(text, weight)
     check_dense(("x", "weight"), x=x, weight=weight)
     (x, weight), parameters = autocast((x, weight), parameters)
     checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
     check_parameters(descriptor, descriptor.out_features, parameters, x, False, checks.TYPES)
-    return whole(x, weight, descriptor.text, *for_operator(parameters, x.device), debug)
+    return whole(x, weight, text, *for_operator(parameters, x.device), debug)
 
 
 # Requests of tensors that stand for others.

@@ -163,19 +163,11 @@ def sparse_densities() -> Calls:
         yield kl.nn.SparseLinear.from_linear(linear, "bitmap"), (torch.randn(4, 64),)
 
 
-def patterns() -> Iterator[tuple[tuple, tuple]]:
-    for index in range(COUNT):
-        a, b, c, d = 2 + index % 3, 3 + index % 5, 2 + index % 4, 2 + index % 2
-        yield (a, b, c, d), (a * b, 3 + index, d, 1 + 1)
-
-
 def ks_linear(algo: str) -> Callable[[], Calls]:
     def calls() -> Calls:
-        for index, pair in enumerate(patterns()):
-            (a, b, c, d), _ = pair
-            chain = [(a, b, c, d), (2, 3 + index, a * b * d, 1 + 1)]
-            chain = [(a, b, c, d), (1 + 1, 3 + index, a * b * d // 2, 1)] if False else [pair[0]]
-            layer = kl.nn.KSLinear(chain, algo=algo)
+        for index in range(COUNT):
+            pattern = 2 + index % 3, 3 + index % 5, 2 + index % 4, 2 + (index + 1) % 3
+            layer = kl.nn.KSLinear([pattern], algo=algo)
             yield layer, (torch.randn(2 + index, layer.in_size),)
 
     return calls
