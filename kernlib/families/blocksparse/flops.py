@@ -8,7 +8,7 @@ import torch
 from kernlib.descriptors.text import from_text
 
 
-def _matmul(result: torch.Tensor, /, *, a, b, layout, descriptor: str, **_) -> int:
+def _of_matmul(result: torch.Tensor, /, *, a, b, layout, descriptor: str, **_) -> int:
     made = from_text(descriptor)
     if made.mode == "sdd":
         return 2 * result.numel() * a.shape[-2 if made.transpose_a else -1]
@@ -40,7 +40,7 @@ FORMULAS = {
     "blocksparse_attention": _attention,
     "blocksparse_attention_gradient": _attention_gradient,
     "blocksparse_attention_scored": _attention,
-    "blocksparse_matmul": _matmul,
-    "blocksparse_matmul_product": _matmul,
-    "blocksparse_scaled": _matmul,
+    "blocksparse_matmul": _of_matmul,
+    "blocksparse_matmul_product": _of_matmul,
+    "blocksparse_scaled": _of_matmul,
 }
