@@ -2,20 +2,22 @@
 
 Indices are not numbers: half of one, or the average of two, is none, and a kernel that went by it
 would leave its memory. So the tensors that hold them are plain attributes of the layer, neither
-parameters nor buffers, which utilities of torch average, cast, draw and broadcast. Only as long as
-a layer waits for them, on meta or behind it, are they buffers, for loaders that fill a module by
-the names of its buffers; no kernel reads them there.
+parameters nor buffers, which utilities of torch average, cast, draw and broadcast.
 
 In their place there is one buffer, the mark: whole numbers that say which indices the layer has,
 exact in every dtype. It goes wherever parameters go, by whatever moves them. Averages of equal
 marks are that mark, and so say that the values were averaged over equal indices. Any other mark
-than the layer's own says that its values are no longer those of its indices. See
+than the layer's own says that its values are no longer those of its indices.
+
+What a state_dict holds beside parameters is one tensor under one name, which is that of a buffer:
+so loaders that ask a module for its names, and fill it tensor by tensor, fill these layers. See
 docs/concepts/layers.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import ClassVar
 
@@ -23,52 +25,47 @@ import torch
 from torch import nn
 from torch._C import _functorch
 
+from kernlib.nn import json_bytes
 from kernlib.runtime.tensors import stand_ins
 
-MARK = "_mark"
+MARK = "index_mark"
+EXTRA = "_extra_state"  # of a state_dict of version 0.1: the header of the tensors beside it
 DIGITS = 16  # of a fingerprint, of 4 bits each
 TOLERANCE = 2.0**-7  # what averages of equal numbers up to 15 may lose to rounding, in bfloat16
-_EXTRA = "_extra_state"
 _CHUNK = 1 << 24  # bytes of a tensor that are summed at a time
 _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, of 64 bits
 
 
 class IndexedModule(nn.Module):
-    """A layer with tensors of indices, which a ``state_dict`` holds by their names."""
+    """A layer with tensors of indices."""
 
-    persistent: ClassVar[bool] = True  # whether a state_dict holds the indices
+    persistent: ClassVar[bool] = True  # whether a state_dict holds the mark
+    carriers: ClassVar[tuple[str, ...]] = (MARK,)  # buffers that loaders write, and the layer reads
 
     def __init__(self) -> None:
         super().__init__()
         self._indices: tuple[str, ...] = ()  # names
         # The mark that was last compared, its version and its device's number; and whether one of
-        # these indices was found right before.
+        # these indices was right before.
         self._seen: tuple[torch.Tensor | None, int | None, int] = None, None, -1
         self._settled = False
-        # Other tensors than the layer's own, their versions, and what they were found to be.
+        # Other tensors than the layer's own, their versions, and what they are.
         self._other: tuple[tuple[torch.Tensor, ...], int | None, object] | None = None
 
     # The tensors of indices.
 
-    def _put_indices(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor], to_fill: bool = False
-    ) -> None:
-        """Take tensors, which are buffers if a loader is ``to_fill`` them, as those on meta."""
+    def _put_indices(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self._drop_indices()
-        for name, tensor in zip(names, tensors, strict=True):
-            if to_fill or tensor.is_meta:
-                self.register_buffer(name, tensor, persistent=self.persistent)
-            else:
-                self.__dict__[name] = tensor
+        self.__dict__.update(zip(names, tensors, strict=True))
         self._indices, self._other = tuple(names), None
 
-    def _drop_indices(self) -> dict[str, torch.Tensor]:
-        """Take the tensors away, be they attributes, buffers or, where somebody has wrapped them,
-        parameters; and return them."""
-        places = self.__dict__, self._buffers, self._parameters
-        dropped = {n: place.pop(n) for n in self._indices for place in places if n in place}
+    def _drop_indices(self) -> None:
+        """Take the tensors away, be they attributes or, where somebody has wrapped them,
+        parameters."""
+        for name in self._indices:
+            self.__dict__.pop(name, None)
+            self._parameters.pop(name, None)
         self._indices = ()
-        return dropped
 
     # The mark.
 
@@ -77,7 +74,7 @@ class IndexedModule(nn.Module):
         others, such as DistributedDataParallel, hold it."""
         old = self._buffers.get(MARK)
         if old is None or not _is_alike(old, mark):
-            self.register_buffer(MARK, mark, persistent=False)
+            self.register_buffer(MARK, mark, persistent=self.persistent)
         else:
             with torch.no_grad():
                 old.copy_(mark)
@@ -93,7 +90,7 @@ class IndexedModule(nn.Module):
         """Put a copy of a mark there that others may have written, to be compared in the next
         call."""
         with torch.inference_mode(False), torch.no_grad():
-            self.register_buffer(MARK, mark.clone(), persistent=False)
+            self.register_buffer(MARK, mark.clone(), persistent=self.persistent)
         self._forget_mark()
 
     def _forget_mark(self) -> None:
@@ -114,63 +111,71 @@ class IndexedModule(nn.Module):
         except RuntimeError:  # one of inference mode, put there by .data
             return False
 
-    def _known_other(self, tensors: Sequence[torch.Tensor]) -> object:
-        """What other tensors were found to be, None if they are new or were written since."""
-        known, versions, found = self._other or ((), None, None)
-        same = len(known) == len(tensors) and all(map(is_, known, tensors))
-        return found if same and versions is not None and versions_of(tensors) == versions else None
+    def _noted_other(self, tensors: Sequence[torch.Tensor]) -> object:
+        """What other tensors are, None if they are new or were written since."""
+        noted, versions, value = self._other or ((), None, None)
+        same = len(noted) == len(tensors) and all(map(is_, noted, tensors))
+        return value if same and versions is not None and versions_of(tensors) == versions else None
 
-    def _note_other(self, tensors: Sequence[torch.Tensor], found: object) -> None:
-        self._other = tuple(tensors), versions_of(tensors), found
+    def _note_other(self, tensors: Sequence[torch.Tensor], value: object) -> None:
+        self._other = tuple(tensors), versions_of(tensors), value
 
     # Moving and saving.
 
     def _apply_apart(self, fn: Callable, recurse: bool) -> None:
-        """``Module._apply`` of everything but the indices and the mark."""
-        apart = [name for name in (*self._indices, MARK) if name in self._buffers]
-        buffers = {name: self._buffers.pop(name) for name in apart}
-        try:
+        """``Module._apply`` of everything but the indices and the carriers."""
+        with self._without_carriers():
             super()._apply(fn, recurse)
-        finally:
-            self._buffers.update(buffers)
         if getattr(fn, "__qualname__", "").startswith("Module.share_memory"):
             for name in self._indices:
                 getattr(self, name).share_memory_()
 
     def _load_apart(self, *args) -> None:
-        """``Module._load_from_state_dict`` of everything but the indices."""
-        apart = [name for name in self._indices if name in self._buffers]
-        buffers = {name: self._buffers.pop(name) for name in apart}
-        try:
+        """``Module._load_from_state_dict`` of everything but these."""
+        with self._without_carriers():
             super()._load_from_state_dict(*args)
+
+    @contextmanager
+    def _without_carriers(self) -> Iterator[None]:
+        buffers = {name: self._buffers.pop(name) for name in self.carriers}
+        try:
+            yield
         finally:
             self._buffers.update(buffers)
 
-    def _saved_indices(self) -> dict[str, torch.Tensor]:
-        """What a state_dict holds by their names."""
+    def _saved_carriers(self) -> dict[str, torch.Tensor]:
+        """What a state_dict holds in place of the buffers of these names."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        saved = self._saved_carriers()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.persistent:
-            extra = destination.pop(prefix + _EXTRA, None)
-            for name, tensor in self._saved_indices().items():
-                destination[prefix + name] = tensor
-            if extra is not None:  # behind the tensors, as modules have it
-                destination[prefix + _EXTRA] = extra
+        destination.update((prefix + name, tensor) for name, tensor in saved.items())
 
 
-def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whole numbers from 0 to 15, float32 (DIGITS,), of the bytes of tensors, the same on every
-    device. Does not wait for it."""
-    found = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+def header_of(state: torch.Tensor, kind: str) -> dict:
+    """The header in the extra state of a layer, as version 0.1 saved it: the bytes of a JSON text.
+    Raises ValueError; ``kind`` is what it is the header of."""
+    try:
+        header = json_bytes.parsed(state)
+    except ValueError:
+        raise ValueError(f"its extra state is no header of a {kind}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"what is loaded was saved of a layer without a {kind}")
+    return header
+
+
+def fingerprint(tensors: Sequence[torch.Tensor], salt: int = 0) -> torch.Tensor:
+    """Whole numbers from 0 to 15, float32 (DIGITS,), of a number below 2^63 and the bytes of
+    tensors, the same on every device. Does not wait for it."""
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device) + salt
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        found = _mixed(found + flat.numel() + 1)
+        total = _mixed(total + flat.numel() + 1)
         for start in range(0, flat.numel(), _CHUNK):
-            found = _mixed(found + _summed(flat[start : start + _CHUNK]))
-    shifts = torch.arange(0, 4 * DIGITS, 4, dtype=torch.int64, device=found.device)
-    return (found >> shifts & 15).to(torch.float32)
+            total = _mixed(total + _summed(flat[start : start + _CHUNK]))
+    shifts = torch.arange(0, 4 * DIGITS, 4, dtype=torch.int64, device=total.device)
+    return (total >> shifts & 15).to(torch.float32)
 
 
 def _summed(flat: torch.Tensor) -> torch.Tensor:

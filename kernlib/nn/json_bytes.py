@@ -9,12 +9,6 @@ import torch
 from kernlib.descriptors import nesting
 
 
-def written(value: object) -> torch.Tensor:
-    """The bytes of a plain value, on the CPU."""
-    text = json.dumps(value, sort_keys=True).encode()
-    return torch.tensor(list(text), dtype=torch.uint8, device="cpu")
-
-
 def parsed(state: torch.Tensor) -> object:
     """The value that is written there. Raises ValueError for what is no short JSON, whatever it
     is: a loader hands over what a file says."""

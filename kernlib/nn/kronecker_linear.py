@@ -20,9 +20,10 @@ from kernlib.nn import inputs
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed
 from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
+from kernlib.nn.linears import check_is_linear, class_name
 from kernlib.nn.traced import factors_of, parameters_of
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, stand_ins
 
 # Alternating least squares end when a sweep adds less than this part to the norm of the product,
 # or after so many sweeps. Random matrices have no structure to find and take most: about 50 for
@@ -101,11 +102,13 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         product may exist. Computed in float64: ``in_features * out_features`` numbers, of which the
         decomposition takes a matrix of ``in_1 out_1`` rows.
 
+        Of a weight on "meta" it is a layer there, which a state fills.
+
         Raises TypeError for what is no ``nn.Linear`` of a known dtype, ValueError for one without
         values or with some that are not finite, and for sizes that are not those of its features.
         """
         weight = _checked_weight(linear)
-        made = cls(
+        layer = cls(
             in_sizes,
             out_sizes,
             linear.bias is not None,
@@ -114,20 +117,21 @@ class KroneckerLinear(ComputesWeight, nn.Module):
             activation=activation,
             precision=precision,
         )
-        if tuple(weight.shape) != (made.out_features, made.in_features):
+        if tuple(weight.shape) != (layer.out_features, layer.in_features):
             raise ValueError(
-                f"the weight of linear has shape {tuple(weight.shape)}, sizes {made.in_sizes} and "
-                f"{made.out_sizes} make one of {(made.out_features, made.in_features)}"
+                f"the weight of linear has shape {tuple(weight.shape)}, sizes {layer.in_sizes} and "
+                f"{layer.out_sizes} make one of {(layer.out_features, layer.in_features)}"
             )
         with torch.no_grad():
-            nearest = nearest_kronecker(weight.T, made.in_sizes, made.out_sizes)
-            for factor, value in zip(made.factors, nearest, strict=True):
-                factor.copy_(value)
+            if not weight.is_meta:
+                nearest = nearest_kronecker(weight.T, layer.in_sizes, layer.out_sizes)
+                for factor, value in zip(layer.factors, nearest, strict=True):
+                    factor.copy_(value)
             if linear.bias is not None:
-                made.bias.copy_(linear.bias)
-                made.bias.requires_grad_(linear.bias.requires_grad)
-        made.factors.requires_grad_(weight.requires_grad)
-        return made.train(linear.training)
+                layer.bias.copy_(linear.bias)
+                layer.bias.requires_grad_(linear.bias.requires_grad)
+        layer.factors.requires_grad_(weight.requires_grad)
+        return layer.train(linear.training)
 
     in_sizes = property(lambda self: tuple(s[0] for s in self._shapes), doc="Rows of each factor.")
     out_sizes = property(
@@ -190,14 +194,14 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         it."""
         weight = self.weight.detach()
         options = {"device": weight.device, "dtype": weight.dtype}
-        made = nn.utils.skip_init(
+        linear = nn.utils.skip_init(
             nn.Linear, self.in_features, self.out_features, self.bias is not None, **options
         )
         with torch.no_grad():
-            made.weight.copy_(weight)
+            linear.weight.copy_(weight)
             if self.bias is not None:
-                made.bias.copy_(self.bias)
-        return made.train(self.training)
+                linear.bias.copy_(self.bias)
+        return linear.train(self.training)
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
@@ -255,9 +259,9 @@ def _nearest_rank_1(tensor: torch.Tensor) -> tuple[list[torch.Tensor], float]:
     for _ in range(SWEEPS if tensor.dim() > 2 else 0):
         before = norm
         for place in range(tensor.dim()):
-            found = _contracted(tensor, vectors, place)
-            norm = float(found.norm())
-            vectors[place] = found / norm
+            best = _contracted(tensor, vectors, place)
+            norm = float(best.norm())
+            vectors[place] = best / norm
         if norm <= before * (1 + GAIN):
             break
     return vectors, norm
@@ -274,20 +278,20 @@ def _contracted(tensor: torch.Tensor, vectors: list[torch.Tensor], kept: int) ->
 
 
 def _unit(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
-    made = tensor.new_zeros(tensor.shape[dimension])
-    made[0] = 1
-    return made
+    unit = tensor.new_zeros(tensor.shape[dimension])
+    unit[0] = 1
+    return unit
 
 
 def _as_shapes(in_sizes, out_sizes) -> tuple[tuple[int, int], ...]:
     """(in, out) of each factor. Raises ValueError and TypeError."""
-    found = [_as_sizes("in_sizes", in_sizes), _as_sizes("out_sizes", out_sizes)]
-    if len(found[0]) != len(found[1]):
+    pair = [_as_sizes("in_sizes", in_sizes), _as_sizes("out_sizes", out_sizes)]
+    if len(pair[0]) != len(pair[1]):
         raise ValueError(
-            f"in_sizes and out_sizes must have one size a factor each, got {len(found[0])} and "
-            f"{len(found[1])}"
+            f"in_sizes and out_sizes must have one size a factor each, got {len(pair[0])} and "
+            f"{len(pair[1])}"
         )
-    return tuple(zip(*found, strict=True))
+    return tuple(zip(*pair, strict=True))
 
 
 def _as_sizes(name: str, sizes) -> tuple[int, ...]:
@@ -296,16 +300,16 @@ def _as_sizes(name: str, sizes) -> tuple[int, ...]:
     if not len(sizes):
         raise ValueError(f"{name} must hold at least one size, got none")
     try:
-        made = tuple(operator.index(size) for size in sizes)
+        result = tuple(operator.index(size) for size in sizes)
     except (TypeError, RuntimeError):  # the latter of tensors of a rare kind
-        made = None
-    if made is None or any(isinstance(size, bool) for size in sizes):
+        result = None
+    if result is None or any(isinstance(size, bool) for size in sizes):
         raise TypeError(f"{name} must be a list of ints, one a factor, got {shown(sizes)}")
-    if min(made) < 1:
+    if min(result) < 1:
         raise ValueError(f"{name} must hold sizes of 1 or more, got {shown(sizes)}")
-    if math.prod(made) >= MOST:
+    if math.prod(result) >= MOST:
         raise ValueError(f"{name} must multiply to below 2**60, got {shown(sizes)}")
-    return made
+    return result
 
 
 def _as_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -318,8 +322,7 @@ def _as_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 def _checked_weight(linear) -> torch.Tensor:
     """The weight of an nn.Linear that has one with values. Raises ValueError and TypeError."""
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+    check_is_linear(linear)
     weight = linear.weight
     if nn.parameter.is_lazy(weight):
         raise ValueError("linear is a lazy layer that has not been called: call it once")
@@ -327,7 +330,12 @@ def _checked_weight(linear) -> torch.Tensor:
         known = ", ".join(str(one) for one in DTYPES)
         raise TypeError(f"the weight of linear must be one of {known}, got {weight.dtype}")
     if weight.is_meta:
-        raise ValueError("the weight of linear is on meta, without values: load it first")
+        return weight
+    if stand_ins(weight):
+        raise ValueError(
+            f"the weight of linear is a {class_name(weight)}, whose memory holds no values: make "
+            "it a plain tensor first"
+        )
     if not bool(weight.isfinite().all()):
         raise ValueError("the weight of linear must be finite, got NaN or infinity in it")
     return weight

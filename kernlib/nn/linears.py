@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -12,16 +14,110 @@ from torch.nn.utils.weight_norm import WeightNorm
 from kernlib.descriptors.base import shown
 from kernlib.errors import warn
 
+Place = tuple[nn.Module, str, str, nn.Module]
 
-def linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Linear]]:
-    """Every place of an nn.Linear: its parent, its name there, its whole name, the layer."""
+
+def linears(module: nn.Module) -> Iterator[Place]:
+    """Every place of a layer that :func:`as_linear` takes: its parent, its name there, its whole
+    name, the layer."""
+    return (place for place in _places(module) if is_linear(place[3]))
+
+
+def _places(module: nn.Module) -> Iterator[Place]:
     for prefix, parent in module.named_modules():
         for child, layer in parent._modules.items():
-            if type(layer) is nn.Linear:
+            if layer is not None:
                 yield parent, child, f"{prefix}.{child}" if prefix else child, layer
 
 
-def renew(layer: nn.Linear) -> None:
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer is an nn.Linear, parametrized or not, or the same by another name; what
+    derives from nn.Linear may be more."""
+    kind = type(layer)
+    if is_parametrized(layer):
+        kind = kind.__mro__[1]
+    return kind is nn.Linear or is_conv1d(kind)
+
+
+def is_conv1d(kind: type) -> bool:
+    """Whether a class is transformers' Conv1D, an nn.Linear with its weight transposed."""
+    return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
+
+
+def as_linear(layer: nn.Module) -> nn.Module:
+    """The nn.Linear that a layer is: itself, or one of the weight that a parametrization computes,
+    as the next call in evaluation would, or of a view of a Conv1D's. The bias is the same parameter
+    unless it is computed too."""
+    renew(layer)
+    kind = type(layer)
+    if not is_parametrized(layer) and not is_conv1d(kind):
+        return layer
+    training = layer.training
+    with torch.no_grad():
+        layer.eval()  # in which spectral_norm does not go on
+        weight, bias = layer.weight, layer.bias
+        layer.train(training)
+    weight = weight.detach()
+    if is_conv1d(kind) or is_conv1d(kind.__mro__[1]):
+        weight = weight.t()
+    cols, rows = weight.shape[::-1]
+    linear = nn.Linear(cols, rows, bias=False, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, weight_parameter(layer).requires_grad)
+    linear.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+    return linear.train(training)
+
+
+def weight_parameter(layer: nn.Module) -> torch.Tensor:
+    """The parameter that the weight of a layer is, or is computed of."""
+    if is_parametrized(layer, "weight"):
+        weight = layer.parametrizations["weight"]
+        return weight.original if hasattr(weight, "original") else weight.original0
+    return layer.weight
+
+
+def class_name(value: object) -> str:
+    """The class of a value with its module, which tells layers of one name apart."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def check_is_linear(linear: object) -> None:
+    """Raises TypeError for what is no nn.Linear."""
+    if not isinstance(linear, nn.Linear):
+        advice = "; dequantize it first" if "quant" in class_name(linear).lower() else ""
+        raise TypeError(f"linear must be an nn.Linear, got {class_name(linear)}{advice}")
+
+
+def warn_of_rest(task: str, module: nn.Module, accepts: Callable, swapped: Iterable[str]) -> None:
+    """Warns of layers that one might have expected ``task`` to swap, and that stay: what derives
+    from nn.Linear, and what has features as one, such as quantized layers. ``accepts`` says of name
+    and layer whether the caller has chosen it."""
+    rest = [
+        (name, layer)
+        for parent, child, name, layer in _places(module)
+        if _is_like_linear(layer)
+        and not (isinstance(parent, nn.MultiheadAttention) and child == "out_proj")
+        and accepts(name, layer)
+    ]
+    if rest and list(swapped):
+        some = ", ".join(f"{name!r} ({class_name(layer)})" for name, layer in rest[:3])
+        some += ", ..." if len(rest) > 3 else ""
+        warn(
+            f"{task} leaves {len(rest)} layers as they are, whose class is not nn.Linear itself "
+            f"and may do more: {some}. Put an nn.Linear of the same weight in their place first"
+        )
+
+
+def _is_like_linear(layer: nn.Module) -> bool:
+    if is_linear(layer) or type(layer).__module__.partition(".")[0] == "kernlib":
+        return False
+    if isinstance(layer, nn.Linear):
+        return True
+    sized = hasattr(layer, "in_features") and hasattr(layer, "out_features")
+    return sized and not any(map(is_linear, layer.modules()))
+
+
+def renew(layer: nn.Module) -> None:
     """Compute anew what hooks of torch's pruning, weight_norm and spectral_norm make of parameters,
     as the next call would in evaluation: what a layer holds is of its last call, whatever has been
     loaded, trained, cast or moved since."""
@@ -51,8 +147,8 @@ def warn_of_nothing(task: str, module: nn.Module, chosen: str, given: object) ->
     """Warns that ``task`` swaps no layer of a model, which the argument ``chosen`` chooses from."""
     names = [f"{name!r}" for _, _, name, _ in linears(module)]
     if not names:
-        derived = [type(m).__name__ for m in module.modules() if isinstance(m, nn.Linear)]
-        which = f", only what derives from it: {derived[0]}" if derived else ""
+        derived = [class_name(m) for m in module.modules() if _is_like_linear(m)]
+        which = f", only what is like it: {derived[0]}" if derived else ""
         warn(f"{task} swaps nothing: {type(module).__name__} has no nn.Linear in it{which}")
         return
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -15,7 +15,13 @@ from kernlib.descriptors.base import check_flag, shown
 from kernlib.errors import warn
 from kernlib.nn.kronecker_sparse import KSLinear
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
-from kernlib.nn.linears import linears, renew, warn_of_nothing
+from kernlib.nn.linears import (
+    as_linear,
+    linears,
+    warn_of_nothing,
+    warn_of_rest,
+    weight_parameter,
+)
 
 Chain = Sequence[Pattern]
 
@@ -51,11 +57,13 @@ def replace_linear(
       ``init``).
 
     dtype, device, the bias and its values, training mode and what requires a gradient stay as they
-    were, and a layer that stands in several places is swapped in all of them. Swapped is only
-    ``nn.Linear`` itself: what derives from it may be more, as in ``nn.MultiheadAttention``, which
-    uses the weight of its ``out_proj`` itself.
+    were, and a layer that stands in several places is swapped in all of them. Swapped are
+    ``nn.Linear`` itself, parametrized or not, and transformers' ``Conv1D``: what derives from
+    ``nn.Linear`` may be more, as in ``nn.MultiheadAttention``, which uses the weight of its
+    ``out_proj`` itself.
 
-    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped.
+    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, and of layers that stay
+    because they are no ``nn.Linear`` itself, such as quantized ones.
 
     Raises, with ``module`` as it was, ValueError that names the layer: for a chain of other sizes,
     for ``approximate`` with several factors, and for a weight that another module holds too, such
@@ -72,21 +80,23 @@ def replace_linear(
     match = _checked_match(match)
     chain_of = patterns if callable(patterns) else _by_sizes(patterns)
     holders = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
-    found, new = list(linears(module)), {}
-    for _, _, name, layer in found:
+    every, new = list(linears(module)), {}
+    for _, _, name, layer in every:
         if layer in new or not _matches(match, name, layer):
             continue
-        chain = chain_of(name, layer.in_features, layer.out_features)
+        linear = as_linear(layer)
+        chain = chain_of(name, linear.in_features, linear.out_features)
         if chain is None:
             continue
-        if holders[id(layer.weight)] > 1:
+        if holders[id(weight_parameter(layer))] > 1:
             raise ValueError(f"{name} shares its weight with another module; leave it out")
-        new[layer] = _replacement(name, layer, chain, approximate, options)
+        new[layer] = _replacement(name, linear, chain, approximate, options)
     if not new:
         _warn_of_nothing(module, match, patterns)
-    places = [(*place, name, new[layer]) for *place, name, layer in found if layer in new]
+    places = [(*place, name, new[layer]) for *place, name, layer in every if layer in new]
     for parent, child, _, layer in places:
         setattr(parent, child, layer)
+    warn_of_rest("replace_linear", module, lambda *place: _matches(match, *place), new)
     return {name: layer for _, _, name, layer in places}
 
 
@@ -96,6 +106,7 @@ def _warn_of_nothing(module: nn.Module, match, patterns) -> None:
     if not matched:
         warn_of_nothing("replace_linear", module, "match", getattr(match, "pattern", match))
         return
+    matched = [as_linear(layer) for layer in matched]
     sizes = sorted({(layer.in_features, layer.out_features) for layer in matched})
     chains = "" if callable(patterns) else f", and patterns has {shown(list(patterns))}"
     warn(
@@ -136,7 +147,7 @@ def _checked_match(match):
         raise ValueError(f"match {shown(match)} is no regular expression: {error}") from None
 
 
-def _matches(match, name: str, layer: nn.Linear) -> bool:
+def _matches(match, name: str, layer: nn.Module) -> bool:
     if match is None:
         return True
     if isinstance(match, re.Pattern):
@@ -147,7 +158,6 @@ def _matches(match, name: str, layer: nn.Linear) -> bool:
 def _replacement(
     name: str, layer: nn.Linear, chain: Chain, approximate: bool, options: dict
 ) -> KSLinear:
-    renew(layer)
     weight, bias = layer.weight, layer.bias
     try:
         new = KSLinear(

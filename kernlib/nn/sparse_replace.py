@@ -10,7 +10,14 @@ from torch import nn
 
 from kernlib.calls import hinted
 from kernlib.errors import warn
-from kernlib.nn.linears import linears, warn_of_nothing, without_fused_path
+from kernlib.nn.linears import (
+    as_linear,
+    linears,
+    warn_of_nothing,
+    warn_of_rest,
+    weight_parameter,
+    without_fused_path,
+)
 from kernlib.nn.sparse_linear import SparseLinear
 from kernlib.nn.sparse_weights import (
     check_linear,
@@ -39,19 +46,21 @@ def sparsify(
 
     Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
     bias stays the same parameter, and training mode as it was; a layer that stands in several
-    places is swapped in all of them. Swapped is only ``nn.Linear`` itself: what derives from it may
-    be more. Weights that torch's pruning, weight_norm or spectral_norm compute are taken as the
-    next call would. Where layers of an ``nn.TransformerEncoderLayer`` are swapped, torch's fused
-    path of evaluation, which would lay their weights out, is turned off for it.
+    places is swapped in all of them. Swapped are ``nn.Linear`` itself and transformers' ``Conv1D``:
+    what derives from ``nn.Linear`` may be more. Weights that parametrizations, torch's pruning,
+    weight_norm or spectral_norm compute are taken as the next call would. A weight on "meta" makes
+    an empty layer, which a state fills. Where layers of an ``nn.TransformerEncoderLayer`` are
+    swapped, torch's fused path of evaluation, which would lay their weights out, is turned off for
+    it.
 
-    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, and of layers that are
-    kept dense because nobody has pruned them: constant all the same, and no smaller.
+    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, of layers that are kept
+    dense because nobody has pruned them: constant all the same, and no smaller; and of those that
+    stay because they are no ``nn.Linear`` itself, such as quantized ones.
 
     Raises, with ``model`` as it was, ValueError that names the layer for a weight that another
-    module holds too, for one without values, such as on "meta", and for a bias of another shape or
-    device, TypeError that names it for a weight of another dtype than float16, bfloat16 and float32
-    and for a bias of another dtype than its weight, and TypeError for a ``model`` that is an
-    ``nn.Linear`` itself.
+    module holds too, for one without values, and for a bias of another shape or device, TypeError
+    that names it for a weight of another dtype than float16, bfloat16 and float32 and for a bias of
+    another dtype than its weight, and TypeError for a ``model`` that is an ``nn.Linear`` itself.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -66,17 +75,21 @@ def sparsify(
     if not places:
         warn_of_nothing("sparsify", model, "filter", filter)
     new: dict[str, SparseLinear] = {}
+    dense: list[str] = []
     while places:
         layer, where = next(iter(places.items()))
-        matrix = matrix_of(layer, format, density, per, columns)
-        made = SparseLinear.from_matrix(matrix, layer.bias).train(layer.training)
+        linear = as_linear(layer)
+        matrix = matrix_of(linear, format, density, per, columns)
+        if is_silently_dense(matrix, density, format):
+            dense += [name for _, _, name in where]
+        sparse = SparseLinear._of(linear, matrix)
         for parent, child, name in where:
-            setattr(parent, child, made)
-            new[name] = made
-        del places[layer], layer  # and with it the dense weight
+            setattr(parent, child, sparse)
+            new[name] = sparse
+        del places[layer], layer, linear  # and with it the dense weight
     without_fused_path(model, SparseLinear)
-    dense = [name for name, each in new.items() if is_silently_dense(each.matrix, density, format)]
     _warn_of_dense(dense, new)
+    warn_of_rest("sparsify", model, lambda *place: accepts(filter, *place), new)
     return new
 
 
@@ -91,13 +104,13 @@ def _warn_of_dense(dense: list[str], new: dict[str, SparseLinear]) -> None:
         )
 
 
-def places_of(model: nn.Module, filter) -> dict[nn.Linear, list[tuple[nn.Module, str, str]]]:
+def places_of(model: nn.Module, filter) -> dict[nn.Module, list[tuple[nn.Module, str, str]]]:
     """The layers that a filter accepts in one of their places, and all places of each: its parent,
     its name there, its whole name."""
-    found = list(linears(model))
-    accepted = {layer for _, _, name, layer in found if _accepts(filter, name, layer)}
-    places: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
-    for parent, child, name, layer in found:
+    every = list(linears(model))
+    accepted = {layer for _, _, name, layer in every if accepts(filter, name, layer)}
+    places: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
+    for parent, child, name, layer in every:
         if layer in accepted:
             places.setdefault(layer, []).append((parent, child, name))
     return places
@@ -119,7 +132,7 @@ def check_filter(filter) -> None:
         )
 
 
-def _accepts(filter, name: str, layer: nn.Linear) -> bool:
+def accepts(filter, name: str, layer: nn.Module) -> bool:
     if filter is None:
         return True
     return bool(filter(name, layer)) if callable(filter) else re.search(filter, name) is not None
@@ -131,8 +144,8 @@ def _check_all(model: nn.Module, places: dict, density) -> None:
     for layer, where in places.items():
         name = where[0][2]
         try:
-            check_linear(layer, density)
+            check_linear(as_linear(layer), density)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-        if holders[id(layer.weight)] > 1:
+        if holders[id(weight_parameter(layer))] > 1:
             raise ValueError(f"{name} shares its weight with another module; leave it out")

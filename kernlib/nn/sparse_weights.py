@@ -17,24 +17,26 @@ from kernlib.families.sparse.matrix import (
     is_unpruned,
 )
 from kernlib.families.sparse.prune import check_density, check_per, magnitude
-from kernlib.nn.linears import renew
+from kernlib.nn.linears import check_is_linear, renew
 from kernlib.runtime.tensors import check_dense, check_layout, stand_ins
 
 
-def matrix_of(linear: nn.Linear, format, density, per, columns) -> SparseMatrix:
-    """The weight of a layer, pruned if there is a density, and compressed. Raises as
-    :meth:`SparseLinear.from_linear` does."""
+def matrix_of(linear: nn.Linear, format, density, per, columns) -> SparseMatrix | None:
+    """The weight of a layer, pruned if there is a density, and compressed; None of one on meta.
+    Raises as :meth:`SparseLinear.from_linear` does."""
     check_linear(linear, density)
     check_options(density, format, per, columns)
     weight = linear.weight.detach()
+    if weight.is_meta:
+        return None
     if density is not None:
         weight = magnitude(weight, density, per)
     return counted(compressed(weight, format, columns), int(torch.count_nonzero(weight)))
 
 
-def is_silently_dense(matrix: SparseMatrix, density, format) -> bool:
+def is_silently_dense(matrix: SparseMatrix | None, density, format) -> bool:
     """Whether a weight that nobody has pruned is kept dense, and nobody has said so."""
-    return density is None and format == "auto" and is_unpruned(matrix)
+    return density is None and format == "auto" and matrix is not None and is_unpruned(matrix)
 
 
 def check_options(density, format, per, columns) -> None:
@@ -49,8 +51,7 @@ def check_options(density, format, per, columns) -> None:
 def check_linear(linear, density=None) -> None:
     """Raises TypeError and ValueError for what has no weight to compress, after pruning if there is
     a density, or a bias that does not fit it. The weight is computed anew where hooks do that."""
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+    check_is_linear(linear)
     renew(linear)
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, torch.Tensor):
@@ -61,11 +62,9 @@ def check_linear(linear, density=None) -> None:
     if weight.is_nested or weight.dim() != 2:
         shape = "a nested tensor" if weight.is_nested else f"shape {tuple(weight.shape)}"
         raise ValueError(f"the weight must be a matrix (out_features, in_features), got {shape}")
-    if weight.is_meta:
-        raise ValueError("the weight is on meta, without values to compress: load it first")
     if density is not None or weight.layout not in SPARSE_LAYOUTS:
         check_layout("the weight", weight)
-    if stand_ins(weight):
+    if stand_ins(weight) and not weight.is_meta:
         raise ValueError(
             f"the weight is a {type(weight).__name__}, whose memory holds no values to compress: "
             "make it a plain tensor first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import suppress
 from random import Random
 
@@ -33,6 +34,19 @@ def layer(kind: str, device: str = "cpu", seed: int = 0) -> nn.Module:
 def inputs(kind: str, device: str = "cpu") -> torch.Tensor:
     shape = {"linear": (5, 96), "conv": (2, 16, 5, 5)}.get(kind, (5, 300))
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def former_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict of a layer as version 0.1 saved it: indices by their names, and a header."""
+    is_matrix = isinstance(module, SparseLinear)
+    header, tensors = (module.matrix if is_matrix else module.layout).state()
+    text = json.dumps(header, sort_keys=True).encode()
+    prefix = "weight_" if is_matrix else "layout_"
+    return {
+        **{name: p.detach() for name, p in module.named_parameters()},
+        **{prefix + name: t for name, t in tensors.items()},
+        "_extra_state": torch.tensor(list(text), dtype=torch.uint8),
+    }
 
 
 def _noise(t: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from kernlib.nn import BlockSparseConv2d, BlockSparseLinear
-from tests.nn.layer_writes import AVERAGES, KINDS, faults, inputs, layer
+from tests.nn.layer_writes import AVERAGES, KINDS, faults, former_state, inputs, layer
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 blocks = pytest.mark.parametrize("kind", ["linear", "conv"])
@@ -31,11 +30,11 @@ def test_random_writes_are_refused_or_leave_the_result_right():
 @each_kind
 def test_no_index_is_a_parameter_or_a_buffer(kind):
     module = layer(kind)
-    state = {**module.state_dict()}
-    names = [n for n in state if n not in dict(module.named_parameters()) and n != "_extra_state"]
-    assert names and not {*names} & {n for n, _ in module.named_buffers()}
-    assert all(torch.equal(getattr(module, name), state[name]) for name in names)
-    assert {t.dtype for t in module.buffers()} == {torch.float32}
+    former = former_state(module)
+    names = [n for n in former if n.startswith("layout_") or n.startswith("weight_")]
+    assert names and all(torch.equal(getattr(module, name), former[name]) for name in names)
+    assert not {*names} & {n for n, _ in [*module.named_buffers(), *module.named_parameters()]}
+    assert all(t.dtype == torch.float32 for t in module.buffers() if t.numel())
 
 
 @pytest.mark.few(100)
@@ -116,60 +115,13 @@ def test_states_that_are_averaged_in_place_leave_indices_as_they_are(kind):
 def test_a_matrix_that_was_spoilt_is_refused(kind):
     module, x = layer(kind), inputs(kind)
     with torch.no_grad():
-        for name, held in module.state_dict().items():
-            if name.startswith("weight_"):
-                held.copy_((held.float() * 0.5).to(held.dtype))
+        for held in module.matrix.operands:
+            held.copy_((held.float() * 0.5).to(held.dtype))
     with pytest.raises(ValueError, match=r"(no matrix of kind|of another matrix)"):
         module(x)
 
 
 # Layers from meta.
-
-
-def by_name(module: nn.Module, state: dict) -> nn.Module:
-    """A layer filled as accelerate and transformers do, tensor by tensor."""
-    for name, tensor in state.items():
-        if name in dict(module.named_parameters()):
-            setattr(module, name, nn.Parameter(tensor.clone()))
-        elif name in module._buffers:
-            module._buffers[name] = tensor.clone()
-    return module
-
-
-def by_attribute(module: nn.Module, state: dict) -> nn.Module:
-    for name, tensor in state.items():
-        if name != "_extra_state":
-            setattr(module, name, nn.Parameter(tensor.clone()) if "layout" not in name else tensor)
-    return module
-
-
-@pytest.mark.few(100)
-@pytest.mark.parametrize("fill", [by_name, by_attribute])
-@blocks
-def test_a_layer_on_meta_is_filled_tensor_by_tensor(kind, fill):
-    wanted, x = layer(kind, seed=3), inputs(kind)
-    module = fill(layer(kind, "meta"), wanted.state_dict())
-    for use in (
-        lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: m.to("cpu"),
-    ):  # fmt: skip
-        other = use(fill(layer(kind, "meta"), wanted.state_dict()))
-        assert torch.equal(other(x), wanted(x)) and other.layout.nnz == wanted.layout.nnz
-    again = layer(kind)
-    again.load_state_dict(module.state_dict())
-    assert torch.equal(again(x), wanted(x))
-    module.drop_(1)
-    assert torch.equal(module(x), wanted.drop_(1)(x))
-    module = fill(layer(kind, "meta"), wanted.state_dict())
-    with torch.no_grad():
-        module.reset_parameters()
-        wanted.weight.fill_(1)
-        assert torch.equal(module.to_dense() != 0, wanted.to_dense() != 0)
-    some = {k: v for k, v in wanted.state_dict().items() if k != "layout_cols"}
-    with pytest.raises(RuntimeError, match="filled in part: layout_cols is still on meta"):
-        fill(layer(kind, "meta"), some)(x)
-    spoilt = {**wanted.state_dict(), "layout_cols": wanted.layout_cols + 1}
-    with pytest.raises(ValueError, match="cols is not that of a layout with these row_bits"):
-        fill(layer(kind, "meta"), spoilt)(x)
 
 
 @pytest.mark.parametrize("make", [BlockSparseLinear, BlockSparseConv2d])
@@ -199,27 +151,6 @@ def test_a_layout_that_was_given_is_not_drawn():
 
 
 # Processes that work together.
-
-
-@blocks
-def test_a_header_alone_is_that_of_the_layout_that_is_there(kind):
-    """As ``set_model_state_dict(broadcast_from_rank0=True)`` hands a state over, by the names of
-    parameters and buffers: without tensors under other names."""
-    module, other = layer(kind), layer(kind, seed=3)
-    for given in (module, other):
-        state = {k: v for k, v in given.state_dict().items() if "layout" not in k}
-        state["weight"] = state["weight"] + 1
-        if given is module:
-            module.load_state_dict(state)
-            assert torch.equal(module.weight, layer(kind).weight + 1)
-        else:
-            with pytest.raises(RuntimeError, match="a layout has the tensors row_bits"):
-                module.load_state_dict(state)
-    empty = layer(kind, "meta").to_empty(device="cpu")
-    assert {n for n, _ in empty.named_buffers()} > {n for n in module.state_dict() if "layout" in n}
-    empty.load_state_dict(module.state_dict())
-    assert not any("layout" in name for name, _ in empty.named_buffers())
-    assert torch.equal(empty(inputs(kind)), module(inputs(kind)))
 
 
 def work(rank: int, folder: str) -> None:

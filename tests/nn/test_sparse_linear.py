@@ -126,9 +126,8 @@ def test_a_matrix_and_a_plain_tensor_as_bias():
 
 
 WRONG = {
-    "module": (lambda: SparseLinear.from_linear(nn.ReLU()), TypeError, "an nn.Linear, got ReLU"),
+    "module": (lambda: SparseLinear.from_linear(nn.ReLU()), TypeError, "an nn.Linear, got .*ReLU"),
     "double": (lambda: SparseLinear.from_linear(linear().double()), TypeError, "got torch.float64"),
-    "meta": (lambda: SparseLinear.from_linear(linear().to("meta")), ValueError, "on meta, without"),
     "format": (lambda: SparseLinear.from_linear(linear(), "csr"), ValueError, "format.*'csr'"),
     "density": (lambda: SparseLinear.from_linear(linear(), density=2), ValueError, "from 0 to 1"),
     "tensor": (lambda: SparseLinear.from_matrix(torch.ones(3, 4)), TypeError, "got Tensor"),
@@ -249,7 +248,9 @@ def test_assigned_tensors_are_those_that_were_loaded():
     with torch.device("meta"):
         target = SparseLinear(300, 70)
     target.load_state_dict(state, assign=True)
-    assert target.weight_data.data_ptr() == state["weight_data"].data_ptr()
+    memory = state["weight_packed"].untyped_storage().data_ptr()
+    assert target.weight_data.untyped_storage().data_ptr() == memory
+    assert target.state_dict()["weight_packed"].untyped_storage().data_ptr() == memory
     assert torch.equal(target(inputs(2)), layer(inputs(2)))
     other = SparseLinear.from_linear(linear(dtype=torch.float32), "dense")
     other.load_state_dict(state)  # into the dtype of the layer
@@ -397,8 +398,6 @@ def test_refusals_leave_the_model_as_it_was():
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     with pytest.raises(TypeError, match=r"^1: a SparseLinear holds .*got torch.float64"):
         sparsify(mixed)
-    with pytest.raises(ValueError, match=r"^2: the weight is on meta"):
-        sparsify(model(device="meta"))
     assert type(mixed[0]) is nn.Linear
     with pytest.raises(TypeError, match=r"is an nn.Linear itself"):
         sparsify(nn.Linear(3, 3))

@@ -15,6 +15,7 @@ from kernlib.descriptors import nesting
 from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import compress, magnitude
 from tests.families.sparse.cases import FORMATS
+from tests.nn.layer_writes import former_state
 from tests.support.defaults import SURROUNDINGS
 
 each_format = pytest.mark.parametrize("format", FORMATS)
@@ -27,31 +28,26 @@ def linear(dtype=torch.float16, rows=70, cols=300) -> nn.Linear:
     return made
 
 
-# States without a header.
+# States without a weight.
 
 
-@each_format
-def test_a_state_without_a_header_says_that_the_weight_was_not_loaded(format):
-    layer, other = SparseLinear.from_linear(linear()), SparseLinear.from_linear(linear(), format)
-    dense, bias = layer.to_dense(), torch.full((70,), 2.0).half()
-    names = [f"weight_{name}" for name in other.matrix.tensors]
-    state = {**other.state_dict(), "bias": bias}
-    del state["_extra_state"]
-    found = layer.load_state_dict(state, strict=False)
-    assert sorted(found.unexpected_keys) == sorted(names)
-    own = [f"weight_{name}" for name in layer.matrix.tensors]
-    assert set(found.missing_keys) == {"_extra_state", *(n for n in own if n not in names)}
+def test_a_state_without_a_weight_says_that_it_was_not_loaded():
+    layer, bias = SparseLinear.from_linear(linear()), torch.full((70,), 2.0).half()
+    dense = layer.to_dense()
+    former = former_state(layer)
+    del former["_extra_state"]
+    keys = layer.load_state_dict({**former, "bias": bias}, strict=False)
+    assert sorted(keys.unexpected_keys) == sorted(k for k in former if k != "bias")
+    assert keys.missing_keys == ["weight_packed"]
     assert torch.equal(layer.to_dense(), dense) and torch.equal(layer.bias, bias)
-    with pytest.raises(RuntimeError, match=r"Missing key.*_extra_state.*\n.*Unexpected key"):
-        layer.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight_packed.*\n.*Unexpected key"):
+        layer.load_state_dict(former)
 
 
 def test_in_a_model_the_names_are_whole():
     model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), "bitmap"), "norm": nn.Tanh()})
-    state = {k: v for k, v in model.state_dict().items() if "extra" not in k}
-    found = model.load_state_dict(state, strict=False)
-    assert sorted(found.unexpected_keys) == ["up.weight_data", "up.weight_offsets"]
-    assert found.missing_keys == ["up._extra_state"]
+    keys = model.load_state_dict({"up.bias": model["up"].bias}, strict=False)
+    assert keys.missing_keys == ["up.weight_packed"] and not keys.unexpected_keys
     whole = model.load_state_dict(model.state_dict(), strict=False)
     assert not whole.missing_keys and not whole.unexpected_keys
 
@@ -59,23 +55,60 @@ def test_in_a_model_the_names_are_whole():
 # States and tensors that are no matrix.
 
 
+def changed(state: torch.Tensor, **header) -> torch.Tensor:
+    """A packed matrix with another header."""
+    size = int.from_bytes(bytes(state[8:16].tolist()), "little")
+    text = json.dumps(json.loads(bytes(state[16 : 16 + size].tolist())) | header).encode()
+    head = b"kernlib\x01" + len(text).to_bytes(8, "little") + text
+    head = head.ljust(-(-len(head) // 64) * 64, b"\0")
+    rest = state[-(-(16 + size) // 64) * 64 :]
+    return torch.cat([torch.tensor(list(head), dtype=torch.uint8), rest])
+
+
+def headed(text: bytes, size: int | None = None) -> torch.Tensor:
+    size = len(text) if size is None else size
+    head = b"kernlib\x01" + size.to_bytes(8, "little") + text
+    return torch.tensor(list(head), dtype=torch.uint8)
+
+
 BROKEN = {
-    "version": (dict(version=99), "version 99"),
-    "format": (dict(format="csr"), "format"),
-    "shape": (dict(shape=[70, 299]), None),
-    "dtype": (dict(dtype="int8"), "dtype must be one of"),
-}
+    "version": (lambda p: changed(p, version=99), "version 99"),
+    "format": (lambda p: changed(p, format="csr"), "format"),
+    "shape": (lambda p: changed(p, shape=[70, 299]), ""),
+    "dtype": (lambda p: changed(p, dtype="int8"), "dtype must be one of"),
+    "no tensors": (lambda p: changed(p, tensors=[]), "no places of tensors"),
+    "no place": (lambda p: changed(p, tensors={"data": 3}), "data of a packed matrix must lie"),
+    "far place": (
+        lambda p: changed(p, tensors={"data": ["float16", [2**62, 8], 0]}), "data of .* must lie",
+    ),
+    "odd place": (
+        lambda p: changed(p, tensors={"data": ["float16", [1], 2]}), "data of .* must lie",
+    ),
+    "before": (lambda p: changed(p, tensors={"data": ["uint8", [1], -64]}), "data of .* must lie"),
+    "part": (lambda p: p[:-64], "must lie in its"),
+    "empty": (lambda p: p[:0], "saved of an empty SparseLinear"),
+    "short": (lambda p: p[:9], "do not begin as a packed matrix does"),
+    "other bytes": (lambda p: p.roll(1), "do not begin as a packed matrix does"),
+    "long header": (lambda p: headed(b"{}", 2**62), "must end within it"),
+    "no text": (lambda p: headed(b"\xff\xfe"), "is damaged"),
+    "no mapping": (lambda p: headed(b"[]"), "must be a mapping"),
+    "deep": (lambda p: headed(b"[" * 4097), "must end within it"),
+    "dtype of bytes": (lambda p: p.float(), "a tensor .n,. of uint8, got torch.float32"),
+    "no tensor": (lambda p: "bytes", "a tensor .n,. of uint8, got str"),
+    "meta": (lambda p: p.to("meta"), "on meta has no values"),
+    "expanded": (lambda p: p[:1].expand(2**40), "must have memory for each"),
+}  # fmt: skip
 
 
+@pytest.mark.few(100)
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_wrong_header_names_the_layer(case):
-    changed, message = BROKEN[case]
+def test_a_wrong_state_names_the_layer(case):
+    change, message = BROKEN[case]
     model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), "bitmap")})
     state = model.state_dict()
-    header = json.loads(bytes(state["up._extra_state"].tolist())) | changed
-    state["up._extra_state"] = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match=f"up: .*{message or ''}"):
-        model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=f"up: .*{message}"):
+        model.load_state_dict({**state, "up.weight_packed": change(state["up.weight_packed"])})
+    assert torch.equal(model["up"].to_dense(), linear().weight)
 
 
 def test_what_cannot_be_loaded():
@@ -85,10 +118,11 @@ def test_what_cannot_be_loaded():
         SparseLinear(300, 71).load_state_dict(state)
     with pytest.raises(RuntimeError, match="saved of an empty SparseLinear"):
         layer.load_state_dict(SparseLinear(300, 70).state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing key.*_extra_state"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight_packed"):
         layer.load_state_dict({"bias": state["bias"]})
+    former = former_state(layer)
     with pytest.raises(RuntimeError, match="data, offsets, got offsets"):
-        layer.load_state_dict({k: v for k, v in state.items() if k != "weight_data"})
+        layer.load_state_dict({k: v for k, v in former.items() if k != "weight_data"})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
         layer.load_state_dict({**state, "other": torch.zeros(3)})
     assert torch.equal(layer.to_dense(), linear().weight)
@@ -126,12 +160,12 @@ def test_a_layer_made_empty_holds_no_matrix(format, via):
 
 def test_headers_too_long_or_too_deep_or_nowhere_are_refused():
     made = SparseLinear.from_linear(linear())
-    state = made.state_dict()
+    state = former_state(made)
     deep = torch.tensor(list(b"[" * (nesting.DEEPEST + 1)), dtype=torch.uint8)
     blanks = torch.full((nesting.LONGEST,), ord(" "), dtype=torch.uint8)
     long = torch.cat([state["_extra_state"], blanks])
     for wrong in (deep, long, state["_extra_state"].to("meta"), torch.zeros(3), None):
-        with pytest.raises(RuntimeError, match="no header of a SparseLinear"):
+        with pytest.raises(RuntimeError, match="no header of a matrix"):
             made.load_state_dict({**state, "_extra_state": wrong})
 
 

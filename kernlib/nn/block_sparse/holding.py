@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -13,13 +15,14 @@ from kernlib.families.blocksparse.contents import bits, writing
 from kernlib.families.blocksparse.contents.given import has_values, outside
 from kernlib.families.blocksparse.contents.sizes import NAMES
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.saved import header_of
-from kernlib.nn import json_bytes
+from kernlib.families.blocksparse.saved import header_of as header_of_layout
 from kernlib.nn.indexed import (
     DIGITS,
+    EXTRA,
     MARK,
     IndexedModule,
     fingerprint,
+    header_of,
     is_captured,
     is_close,
     plain,
@@ -27,7 +30,6 @@ from kernlib.nn.indexed import (
 from kernlib.runtime.tensors import check_dense
 
 INDICES = tuple(f"layout_{name}" for name in NAMES)
-_EXTRA = "_extra_state"
 
 
 class LayoutModule(IndexedModule):
@@ -53,7 +55,6 @@ class LayoutModule(IndexedModule):
         heads = () if held.heads is None else (held.heads,)
         mask = torch.zeros((*heads, *held.grid), dtype=torch.bool, device=place)
         self._hold(Layout(mask, held.block, held.capacity, place))
-        self._put_indices(INDICES, self._layout.tensors, True)
         with torch.no_grad():
             self._buffers[MARK].zero_()  # the mark of no layout
         self._blank = True
@@ -84,31 +85,31 @@ class LayoutModule(IndexedModule):
         for name, tensor in zip(INDICES[first:], held.tensors[first:], strict=True):
             if getattr(self, name) is not tensor:
                 return self._of_others()
-        if compiling or self._is_unwritten():
-            return held
-        return self._of_mark()
+        if compiling:
+            return self._compiled(held)
+        return held if self._is_unwritten() else self._of_mark()
+
+    def _compiled(self, held: Layout) -> Layout:
+        """The layout of a compiled call, which looks at no mark."""
+        if held.device.type == "meta" and self._buffers[MARK].device.type != "meta":
+            raise RuntimeError(
+                f"this {type(self).__name__} has been filled by name: call it once before it is "
+                "compiled"
+            )
+        return held
 
     def _own(self) -> Layout:
         """The layout, to be changed: that of whatever has been put in the place of the layer's
         tensors is the layer's own from now on."""
         try:
-            found = self._here()
+            layout = self._here()
         except RuntimeError:  # which a change mends
             if self._blank and has_values(*self._layout.tensors):  # and anybody may have written
                 self._layout.write_(torch.zeros_like(self._layout.mask()))
             return self._layout
-        if found is not self._layout:
-            self._hold(found)
+        if layout is not self._layout:
+            self._hold(layout)
         return self._layout
-
-    def _saved(self) -> Layout | None:
-        """The layout as it is saved, None if there is none. Raises RuntimeError as :meth:`_here`"""
-        try:
-            return self._here()
-        except RuntimeError:
-            if self._blank:
-                return None
-            raise
 
     def _of_others(self) -> Layout:
         """The layout of other tensors than those held, looked at unless they stand for others."""
@@ -123,57 +124,57 @@ class LayoutModule(IndexedModule):
                     f"{name} must be {wanted.dtype} of shape {tuple(wanted.shape)}, got "
                     f"{other.dtype} of {tuple(other.shape)}"
                 )
-        given = tuple(tensors.values())
-        wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, given))
-        if wrapped or not has_values(*(t for t in given if not t.is_meta)):
-            return Layout.from_layout(held.text, given)
-        blank = [name for name, t in tensors.items() if t.is_meta]
-        if len(blank) == len(given):
-            return Layout.from_layout(held.text, given)
-        if blank:
-            raise RuntimeError(
-                f"this {type(self).__name__} has been filled in part: {', '.join(blank)} is still "
-                "on meta; load all of a state_dict"
-            )
-        found = self._known_other(given)
-        if found is None:
-            writing.refuse_capture(given[0].device, "looking at other tensors", "call it before")
+        others = tuple(tensors.values())
+        on_meta = [t.is_meta for t in others]
+        if any(on_meta) and not all(on_meta):
+            raise ValueError("the tensors of a layout must all be on meta, or none of them")
+        wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, others))
+        if wrapped or not has_values(*others):
+            return Layout.from_layout(held.text, others)
+        layout = self._noted_other(others)
+        if layout is None:
+            writing.refuse_capture(others[0].device, "looking at other tensors", "call it before")
             with outside():
-                named = dict(zip(NAMES, (t.detach() for t in given), strict=True))
-                found = Layout.from_state(header_of(held.text, named), named)
-            if self._blank or not has_values(*held.tensors):  # a loader has filled the layer
-                self._hold(found)
-                self._blank = False
-                return found
-            self._note_other(given, found)
-        return found
+                named = dict(zip(NAMES, (t.detach() for t in others), strict=True))
+                layout = Layout.from_state(header_of_layout(held.text, named), named)
+            self._note_other(others, layout)
+        return layout
 
     def _of_mark(self) -> Layout:
-        """The layout that the mark says, where it was written, moved, or is another's."""
-        held, given = self._layout, self._buffers[MARK]
-        mark, level = plain(given)
+        """The layout that the mark says, where it was written, moved, or is another's. Where no
+        blocks are known yet a loader has put it there, and the layout is the layer's own."""
+        held, buffer = self._layout, self._buffers[MARK]
+        mark, level = plain(buffer)
         if not has_values(mark) or is_captured(mark):
             return self._refuse_blank(held)
-        own = given is self._seen[0]
-        known = None if own else self._known_other((given,))
-        if known is not None and known.device == mark.device:
-            return known
+        is_empty = self._blank or not has_values(*held.tensors)
+        is_own = buffer is self._seen[0] or is_empty
+        noted = None if is_own else self._noted_other((buffer,))
+        if noted is not None and noted.device == mark.device:
+            return noted
         with outside(), torch.no_grad():
             if level is not None:
                 return self._of_many(mark, level)
-            mark, found = mark.clone(), held
-            if has_values(*held.tensors):
-                found = held.to(mark.device)
-                if found is not held and own:
-                    self._hold_there(found, mark)
-            if not has_values(*found.tensors) or not is_close(mark, mark_of(found)):
-                found = self._taken(mark, found, own)
-        if not own:
-            self._note_other((given,), found)
-            return found
-        self._note_mark()
-        self._settled = True
-        return self._refuse_blank(found)
+            layout = self._of_written(mark.clone(), is_own)
+        if not is_own:
+            self._note_other((buffer,), layout)
+            return layout
+        if buffer is self._buffers[MARK]:
+            self._note_mark()
+            self._settled = True
+        return self._refuse_blank(layout)
+
+    def _of_written(self, mark: torch.Tensor, is_own: bool) -> Layout:
+        layout = self._layout
+        if has_values(*layout.tensors):
+            there = layout.to(mark.device)
+            if there is not layout and is_own:
+                self._hold_there(there, mark)
+                there = self._layout
+            if is_close(mark, mark_of(there)):
+                return there
+            layout = there
+        return self._taken(mark, layout, is_own)
 
     def _hold_there(self, layout: Layout, mark: torch.Tensor) -> None:
         """Take a copy of the layout where somebody has moved the mark to."""
@@ -182,24 +183,27 @@ class LayoutModule(IndexedModule):
             self._hold_nothing(layout.device)
         self._take_mark(mark)
 
-    def _taken(self, mark: torch.Tensor, layout: Layout, own: bool) -> Layout:
-        """The layout of a mark that was copied here from another layer, as broadcasts do. Raises
-        RuntimeError for one that is none."""
+    def _taken(self, mark: torch.Tensor, layout: Layout, is_own: bool) -> Layout:
+        """The layout of a mark that was copied here from another layer, as broadcasts and loaders
+        do. Raises RuntimeError for one that is none."""
         mask = mask_of(mark, layout)
         if mask is None:
-            if not has_values(*layout.tensors):  # as loaders may leave a buffer that no file has
-                return layout
-            self._refuse_blank(layout)
+            if self._blank or not has_values(*layout.tensors):
+                raise RuntimeError(self._without_blocks())
             raise RuntimeError(
                 f"the weight of this {type(self).__name__} may be one of other blocks than it "
                 "stores: the buffer that says which has been written, or averaged with that of a "
                 "layer of other blocks. Before copies are averaged, copy.update_(layer.layout."
                 "mask()) stores the same blocks in both; or load a state_dict"
             )
-        if not own or not has_values(*layout.tensors):
+        if not is_own:
             return Layout(mask, layout.block, layout.capacity, mark.device)
-        layout.write_(mask)
-        self._put_indices(INDICES, layout.tensors)
+        if has_values(*layout.tensors):
+            layout.write_(mask)
+            self._put_indices(INDICES, layout.tensors)
+        else:
+            layout = Layout(mask, layout.block, layout.capacity, mark.device)
+            self._hold(layout)
         self._blank, self._source, self._growth = False, None, None
         return layout
 
@@ -207,7 +211,7 @@ class LayoutModule(IndexedModule):
         """The layouts of marks (layers, ...) that torch.vmap maps over, as one whose tensors it
         maps over too."""
         held = self._layout
-        found = []
+        tensors = []
         for mark in marks.cpu():
             mask = mask_of(mark, held)
             if mask is None:
@@ -215,25 +219,38 @@ class LayoutModule(IndexedModule):
                     f"torch.vmap maps over buffers of a {type(self).__name__} that say no layout "
                     f"of {held.text}"
                 )
-            found.append(Layout(mask, held.block, held.capacity, "cpu").tensors)
-        stacks = (torch.stack(each).to(marks.device) for each in zip(*found, strict=True))
+            tensors.append(Layout(mask, held.block, held.capacity, "cpu").tensors)
+        stacks = (torch.stack(each).to(marks.device) for each in zip(*tensors, strict=True))
         add = torch._C._functorch._add_batch_dim
         return Layout.from_layout(held.text, tuple(add(t, 0, level) for t in stacks))
 
     def _refuse_blank(self, layout: Layout) -> Layout:
         if self._blank and has_values(*layout.tensors):
-            raise RuntimeError(
-                f"this {type(self).__name__} stores no blocks yet, as it comes from meta: load a "
-                "state_dict, call update_ with a mask, or, of a layer that was made with a "
-                "density, reset_parameters"
-            )
+            raise RuntimeError(self._without_blocks())
         return layout
+
+    def _without_blocks(self) -> str:
+        return (
+            f"this {type(self).__name__} stores no blocks yet, as it comes from meta: load a "
+            "state_dict, call update_ with a mask, or, of a layer that was made with a density, "
+            "reset_parameters"
+        )
 
     # Moving, saving and loading.
 
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == MARK and isinstance(value, torch.Tensor) and not is_dynamo_compiling():
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Take what a loader has put there; the next call says what is wrong with it."""
+        with suppress(RuntimeError):
+            self._here()
+
     def _apply(self, fn: Callable, recurse: bool = True):
         if not has_values(*self._layout.tensors):
-            self._here()  # takes what a loader has put there
+            self._adopt()
         layout = self._layout
         # What fn answers for contents, such as to_empty's, may be none. Where it puts them counts.
         probe = torch.empty(0, dtype=torch.int32, device=layout.device)
@@ -252,29 +269,24 @@ class LayoutModule(IndexedModule):
         self._hold_there(layout.to(place), mark)  # which may have been written
         self._source = None if self._source is None else self._source.to(place)
 
-    def get_extra_state(self) -> torch.Tensor:
-        """Everything of the layout but its tensors, as the bytes of a JSON text in a tensor:
-        formats of files that hold tensors alone, such as safetensors, take it."""
-        held = self._saved()
-        known = held is not None and has_values(*held.tensors)
-        header = held.state()[0] if known else None
-        return json_bytes.written(header)
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        """Nothing: the layout was made of it together with its tensors."""
-
-    def _saved_indices(self) -> dict[str, torch.Tensor]:
-        """Copies, which whoever averages a state_dict in place may write."""
-        held = self._saved() or self._layout
-        if INDICES[0] in self._buffers:  # which are saved already
+    def _saved_carriers(self) -> dict[str, torch.Tensor]:
+        """The mark anew, as whoever averages a state_dict in place may write it. Raises as
+        :meth:`_here`."""
+        if not self.persistent:
             return {}
-        return dict(zip(INDICES, (t.clone() for t in held.tensors), strict=True))
+        try:
+            layout = self._here()
+        except RuntimeError:
+            if self._blank or not has_values(*self._layout.tensors):
+                return {}  # and so the buffer, which says that there are none
+            raise
+        return {MARK: mark_of(layout)} if has_values(*layout.tensors) else {}
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        headed = self.persistent and prefix + _EXTRA in state_dict
-        if headed:
+        is_saved = self.persistent and (prefix + MARK in state_dict or prefix + EXTRA in state_dict)
+        if is_saved:
             assigned = local_metadata.get("assign_to_params_buffers", False)
             try:
                 self._load_layout(state_dict, prefix, assigned)
@@ -284,50 +296,83 @@ class LayoutModule(IndexedModule):
         self._load_apart(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        known = [prefix + name for name in INDICES]
-        if headed:
-            unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
+        if is_saved:
+            taken = [prefix + name for name in (MARK, EXTRA, *INDICES)]
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in taken]
         elif self.persistent and strict:
-            missing_keys += [key for key in known if key not in state_dict]
+            missing_keys.append(prefix + MARK)
 
     def _load_layout(self, state_dict: dict, prefix: str, assigned: bool) -> None:
         """Take the layout in a state_dict, in place unless it is to be assigned or the layer is on
         meta. Raises TypeError and ValueError."""
-        weight = state_dict.get(prefix + "weight")
-        if weight is None and "weight" in self._parameters:
-            raise ValueError("it has a layout and no weight, whose blocks would be those of before")
-        header = _header(state_dict[prefix + _EXTRA])
-        names = {prefix + index: name for name, index in zip(NAMES, INDICES, strict=True)}
-        tensors = {name: state_dict[key] for key, name in names.items() if key in state_dict}
+        self._check_weight(state_dict.get(prefix + "weight"))
         held = self._layout
-        if not tensors and has_values(*held.tensors) and header == held.state()[0]:
-            self._keep()  # as a process has it that got what has names of parameters and buffers
-            return
-        found = Layout.from_state(header, tensors)
-        if found.text != held.text:
-            raise ValueError(
-                f"the layout loaded has {found.text}, that of the layer {held.text}: make a layer "
-                "of the density and capacity that were saved"
-            )
+        if prefix + MARK in state_dict:
+            layout = self._of_saved(state_dict[prefix + MARK])
+        else:
+            layout = self._of_former(state_dict, prefix)
         self._source = self._growth = None
         if assigned:
-            self._hold(found)
+            self._hold(layout)
         elif held.device.type != "meta":
             with torch.inference_mode(False), torch.no_grad():
-                for mine, loaded in zip(held.tensors, found.tensors, strict=True):
+                for mine, loaded in zip(held.tensors, layout.tensors, strict=True):
                     mine.copy_(loaded)
             self._keep()
         else:
             return
         self._blank = False
 
+    def _check_weight(self, weight: object) -> None:
+        """Raises ValueError for a weight that does not go with a layout that is to be loaded."""
+        mine = self._parameters.get("weight")
+        if mine is None:  # parametrized or pruned, under other names
+            return
+        if weight is None:
+            raise ValueError("it has a layout and no weight, whose blocks would be those of before")
+        shape = tuple(getattr(weight, "shape", ()))
+        if shape != tuple(mine.shape):
+            raise ValueError(
+                f"the weight loaded has shape {shape}, that of the layer {tuple(mine.shape)}: make "
+                "a layer of the block, the density and the capacity that were saved"
+            )
+
+    def _of_saved(self, mark: object) -> Layout:
+        """The layout that the mark in a state_dict says. Raises ValueError."""
+        held = self._layout
+        if not isinstance(mark, torch.Tensor) or not has_values(plain(mark)[0]):
+            raise ValueError(f"{MARK} must be a tensor with values, got {type(mark).__name__}")
+        with outside(), torch.no_grad():
+            mask = mask_of(mark, held)
+            if mask is not None:
+                return Layout(mask, held.block, held.capacity, mark.device)
+            if not bool(mark.count_nonzero()):
+                raise ValueError("what is loaded was saved of a layer that stored no blocks yet")
+        raise ValueError(
+            f"its {MARK} says no blocks of a layer of {held.text}: it was damaged or averaged, or "
+            "saved of a layer of other sizes"
+        )
+
+    def _of_former(self, state_dict: dict, prefix: str) -> Layout:
+        """The layout in a state_dict of version 0.1: a header, and tensors by their names. Raises
+        TypeError and ValueError."""
+        header, held = header_of(state_dict[prefix + EXTRA], "layout"), self._layout
+        names = {prefix + index: name for name, index in zip(NAMES, INDICES, strict=True)}
+        tensors = {name: state_dict[key] for key, name in names.items() if key in state_dict}
+        layout = Layout.from_state(header, tensors)
+        if layout.text != held.text:
+            raise ValueError(
+                f"the layout loaded has {layout.text}, that of the layer {held.text}: make a layer "
+                "of the density and capacity that were saved"
+            )
+        return layout
+
     def __getstate__(self) -> dict:
         """The layout as such, which looks at its tensors when it is unpickled."""
         if not has_values(*self._layout.tensors):
-            self._here()  # takes what a loader has put there
+            self._adopt()
         state = {k: v for k, v in self.__dict__.items() if k not in INDICES}
-        buffers = {name: t for name, t in self._buffers.items() if name not in INDICES}
-        return {**state, "_buffers": buffers, "_seen": None, "_other": None}
+        return {**state, "_seen": None, "_other": None}
 
     def __setstate__(self, state: dict) -> None:
         """Raises ValueError for a layout that is none."""
@@ -347,15 +392,16 @@ class LayoutModule(IndexedModule):
 
 def mark_of(layout: Layout) -> torch.Tensor:
     """The mark of a layout, float32: the bits of its lines, 4 to a number, and a fingerprint of
-    these. Does not wait for the device."""
+    these and of its sizes. Does not wait for the device."""
     with outside(), torch.no_grad():
-        return _marked(layout.tensors[0])
+        return _marked(layout.tensors[0], layout)
 
 
-def _marked(words: torch.Tensor) -> torch.Tensor:
+def _marked(words: torch.Tensor, layout: Layout) -> torch.Tensor:
     parts = words.contiguous().view(torch.uint8).flatten()
     numbers = torch.stack([parts & 15, parts >> 4], -1).flatten()
-    return torch.cat([numbers.to(torch.float32), fingerprint([words])])
+    salt = zlib.crc32(f"{layout.block} {layout.grid} {layout.heads}".encode())
+    return torch.cat([numbers.to(torch.float32), fingerprint([words], salt)])
 
 
 def mask_of(mark: torch.Tensor, layout: Layout) -> torch.Tensor | None:
@@ -371,17 +417,8 @@ def mask_of(mark: torch.Tensor, layout: Layout) -> torch.Tensor | None:
     )
     words = (low | high << 4).view(torch.int32).view(shape)
     mask = bits.unpack(words, layout.grid[1])
-    if int(mask.count_nonzero()) > layout.capacity or not is_close(mark, _marked(bits.pack(mask))):
+    if int(mask.count_nonzero()) > layout.capacity or not is_close(
+        mark, _marked(bits.pack(mask), layout)
+    ):
         return None
     return mask.view(layout.grid if layout.heads is None else (layout.heads, *layout.grid))
-
-
-def _header(state) -> dict:
-    """The header in an extra state. Raises ValueError."""
-    try:
-        header = json_bytes.parsed(state)
-    except ValueError:
-        raise ValueError("its extra state is no header of a layout") from None
-    if not isinstance(header, dict):
-        raise ValueError("what is loaded was saved of a layer on meta, without contents")
-    return header

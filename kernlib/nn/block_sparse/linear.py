@@ -20,14 +20,16 @@ from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.weight import (
     BlockSparseModule,
+    blocks_of,
     check_kind,
     checked_dtype,
     layout_for,
     layout_of_weight,
 )
+from kernlib.nn.linears import check_is_linear, class_name
 from kernlib.nn.traced import parameters_of
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, stand_ins
 
 
 @hinted
@@ -81,8 +83,8 @@ class BlockSparseLinear(BlockSparseModule):
         precision: str | None = None,
     ):
         self._check(in_features, out_features, bias, dtype)
-        found = layout_for(layout, (out_features, in_features), density, capacity, device)
-        self._begin(found, bias, dtype, activation, precision, density)
+        mine = layout_for(layout, (out_features, in_features), density, capacity, device)
+        self._begin(mine, bias, dtype, activation, precision, density)
         self.reset_parameters()
 
     @staticmethod
@@ -136,21 +138,28 @@ class BlockSparseLinear(BlockSparseModule):
           then hold as many each.
         - ``capacity``: for how many blocks there is room, if that is more.
 
+        Of a weight on "meta" it is a layer there, of the blocks that a state fills it with, or that
+        :meth:`reset_parameters` draws behind ``to_empty``.
+
         Nothing waits for a GPU. Raises TypeError for what is no ``nn.Linear`` of these dtypes,
         ValueError for sizes that are no multiple of a block's, a weight without values, and other
         arguments.
         """
         weight = check_linear(linear)
         layout = layout_of_weight(weight, block, density, criterion, per, capacity)
-        made = cls.__new__(cls)
-        made._begin(layout, linear.bias is not None, weight.dtype, activation, precision)
+        layer = cls.__new__(cls)
+        # What a layer on meta draws, unless a state fills it.
+        blocks = blocks_of(layout.grid, density, per) if weight.is_meta else 0
+        drawn = blocks / max(1, growth.total(layout)) if weight.is_meta else None
+        layer._begin(layout, linear.bias is not None, weight.dtype, activation, precision, drawn)
         with torch.no_grad():
-            made.weight.copy_(layout.to_blocks(weight.detach()))
+            if not weight.is_meta:
+                layer.weight.copy_(layout.to_blocks(weight.detach()))
             if linear.bias is not None:
-                made.bias.copy_(linear.bias)
-                made.bias.requires_grad_(linear.bias.requires_grad)
-        made.weight.requires_grad_(weight.requires_grad)
-        return made.train(linear.training)
+                layer.bias.copy_(linear.bias)
+                layer.bias.requires_grad_(linear.bias.requires_grad)
+        layer.weight.requires_grad_(weight.requires_grad)
+        return layer.train(linear.training)
 
     in_features = property(lambda self: self._layout.shape[1], doc="Features of the input.")
     out_features = property(lambda self: self._layout.shape[0], doc="Features of the output.")
@@ -186,13 +195,13 @@ class BlockSparseLinear(BlockSparseModule):
         x = input
         if len(lead) != 1:
             x = input.flatten(0, -2) if lead else input.unsqueeze(0)
-        given = {} if bias is None else {"bias": bias}
+        operands = {} if bias is None else {"bias": bias}
         if self._candidates is not None and torch.is_grad_enabled():
-            y = run_kernel(self._affine, layout, x, weight, **given)
+            y = run_kernel(self._affine, layout, x, weight, **operands)
             y = activate(self._steps, self._watch(y, x))
         else:
-            descriptor = self._biased if given else self._plain
-            y = run_kernel(descriptor, layout, x, weight, **given)
+            descriptor = self._biased if operands else self._plain
+            y = run_kernel(descriptor, layout, x, weight, **operands)
         return y if len(lead) == 1 else y.reshape(*lead, layout.shape[0])
 
     def _candidate_gradient(self, grad, x, candidates: Layout) -> torch.Tensor:
@@ -206,14 +215,14 @@ class BlockSparseLinear(BlockSparseModule):
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
         it."""
         like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        made = nn.utils.skip_init(
+        linear = nn.utils.skip_init(
             nn.Linear, self.in_features, self.out_features, self.bias is not None, **like
         )
         with torch.no_grad():
-            made.weight.copy_(self.to_dense())
+            linear.weight.copy_(self.to_dense())
             if self.bias is not None:
-                made.bias.copy_(self.bias)
-        return made.train(self.training)
+                linear.bias.copy_(self.bias)
+        return linear.train(self.training)
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
@@ -240,8 +249,7 @@ def check_input(input: torch.Tensor, weight: torch.Tensor, features: int) -> Non
 def check_linear(linear) -> torch.Tensor:
     """The weight of a linear layer. Raises TypeError and ValueError for what has none with
     values."""
-    if not isinstance(linear, nn.Linear):
-        raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+    check_is_linear(linear)
     weight = getattr(linear, "weight", None)
     if "weight" not in linear._parameters:
         raise ValueError(
@@ -255,6 +263,9 @@ def check_linear(linear) -> torch.Tensor:
             f"{tuple(weight.shape)}"
         )
     checked_dtype(weight.dtype)
-    if weight.is_meta:
-        raise ValueError("the weight is on meta, without values to choose blocks by: load it first")
+    if stand_ins(weight) and not weight.is_meta:
+        raise ValueError(
+            f"the weight is a {class_name(weight)}, whose memory holds no values to choose blocks "
+            "by: make it a plain tensor first"
+        )
     return weight

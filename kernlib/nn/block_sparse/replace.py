@@ -11,8 +11,14 @@ from kernlib.calls import hinted
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.nn.block_sparse.linear import BlockSparseLinear, check_linear
 from kernlib.nn.block_sparse.weight import check_multiple, check_options
-from kernlib.nn.linears import warn_of_nothing, without_fused_path
-from kernlib.nn.sparse_replace import check_filter, places_of
+from kernlib.nn.linears import (
+    as_linear,
+    warn_of_nothing,
+    warn_of_rest,
+    weight_parameter,
+    without_fused_path,
+)
+from kernlib.nn.sparse_replace import accepts, check_filter, places_of
 
 
 @hinted
@@ -38,16 +44,20 @@ def block_sparsify(
     The dense weight of each layer is let go before the next one. dtype, device, training mode and
     what requires a gradient stay as they were; weight and bias are new parameters, so make an
     optimizer after this. A layer that stands in several places is swapped in all of them. Swapped
-    is only ``nn.Linear`` itself: what derives from it may be more. Where layers of an
-    ``nn.TransformerEncoderLayer`` are swapped, torch's fused path of evaluation is turned off for
-    it: one that is put there by hand needs ``torch.backends.mha.set_fastpath_enabled(False)``.
+    are ``nn.Linear`` itself and transformers' ``Conv1D``: what derives from ``nn.Linear`` may be
+    more. Of a parametrized weight the values count, and the parametrization ends. A weight on
+    "meta" makes a layer without blocks, which a state fills, or ``reset_parameters`` draws. Where
+    layers of an ``nn.TransformerEncoderLayer`` are swapped, torch's fused path of evaluation is
+    turned off for it: one that is put there by hand needs
+    ``torch.backends.mha.set_fastpath_enabled(False)``.
 
-    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped.
+    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, and of layers that stay
+    because they are no ``nn.Linear`` itself, such as quantized ones.
 
     Raises, with ``model`` as it was, ValueError that names the layer for features that are no
     multiple of the block's, for a weight that another module holds too and for one without values,
-    such as on "meta", TypeError that names it for one of another dtype than float16, bfloat16,
-    float32 and float64, and TypeError for a ``model`` that is an ``nn.Linear`` itself.
+    TypeError that names it for one of another dtype than float16, bfloat16, float32 and float64,
+    and TypeError for a ``model`` that is an ``nn.Linear`` itself.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -66,14 +76,15 @@ def block_sparsify(
     new = {}
     while places:
         layer, where = next(iter(places.items()))
-        made = BlockSparseLinear.from_linear(
-            layer, block, density, criterion, per, precision=precision
+        sparse = BlockSparseLinear.from_linear(
+            as_linear(layer), block, density, criterion, per, precision=precision
         )
         for parent, child, name in where:
-            setattr(parent, child, made)
-            new[name] = made
+            setattr(parent, child, sparse)
+            new[name] = sparse
         del places[layer], layer  # and with it the dense weight
     without_fused_path(model, BlockSparseLinear)
+    warn_of_rest("block_sparsify", model, lambda *place: accepts(filter, *place), new)
     return new
 
 
@@ -83,8 +94,8 @@ def _check_all(model: nn.Module, places: dict, block: tuple[int, int]) -> None:
     for layer, where in places.items():
         name = where[0][2]
         try:
-            check_multiple(tuple(check_linear(layer).shape), block)
+            check_multiple(tuple(check_linear(as_linear(layer)).shape), block)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-        if holders[id(layer.weight)] > 1:
+        if holders[id(weight_parameter(layer))] > 1:
             raise ValueError(f"{name} shares its weight with another module; leave it out")

@@ -45,6 +45,8 @@ class BlockSparseModule(LayoutModule):
     def layout(self) -> Layout:
         """Which blocks are stored. To change them call :meth:`update_`, :meth:`drop_` or
         :meth:`regrow_` of the layer, which take the values along; its own is refused."""
+        if self._blank:
+            self._adopt()
         return self._layout if self._blank else self._here()
 
     @property
@@ -237,6 +239,8 @@ class BlockSparseModule(LayoutModule):
     def _drawn(self) -> Layout:
         """The layout of a weight that is to be drawn: of a layer that comes from meta its blocks
         are, if it was made with a density."""
+        if self._blank:
+            self._adopt()
         if self._blank and self._density is not None:
             held = self._layout
             self._rewrite(drawn(held.shape, held.block, self._density))
@@ -283,16 +287,22 @@ def drawn(shape: tuple[int, int], block: tuple[int, int], density: float) -> tor
 def layout_of_weight(
     weight: torch.Tensor, block, density: float, criterion: str, per: str, capacity: int | None
 ) -> Layout:
-    """The layout of the blocks of a matrix that stay, where it lies; see
+    """The layout of the blocks of a matrix that stay, where it lies, on meta without contents; see
     :func:`kernlib.nn.block_sparse.growth.chosen`. Raises TypeError and ValueError."""
     block = check_options(block, density, criterion, per)
-    if weight.is_meta:
-        raise ValueError("the weight is on meta, without values to choose blocks by: load it first")
     check_multiple(tuple(weight.shape), block)
-    mask = growth.chosen(weight.detach(), block, density, criterion, per)
-    rows, cols = mask.shape
-    live = round(density * rows * cols) if per == "matrix" else rows * round(density * cols)
-    return Layout(mask, block, live if capacity is None else capacity)
+    grid = tuple(size // of for size, of in zip(weight.shape, block, strict=True))
+    if weight.is_meta:
+        mask = torch.zeros(grid, dtype=torch.bool, device="meta")
+    else:
+        mask = growth.chosen(weight.detach(), block, density, criterion, per)
+    return Layout(mask, block, blocks_of(grid, density, per) if capacity is None else capacity)
+
+
+def blocks_of(grid: tuple[int, ...], density: float, per: str) -> int:
+    """How many blocks of a grid a density leaves."""
+    rows, cols = grid
+    return round(density * rows * cols) if per == "matrix" else rows * round(density * cols)
 
 
 def check_options(block, density, criterion, per) -> tuple[int, int]:

@@ -296,6 +296,7 @@ def flex_attention() -> Calls:
 
 def main() -> None:
     import sys
+
     print("| operation or layer | dynamic=None | dynamic=True |")
     print("|---|---:|---:|")
     for name, calls in CASES.items():
@@ -306,7 +307,10 @@ def main() -> None:
             try:
                 counts.append(str(compiles(calls(), dynamic)))
             except Exception as error:
-                counts.append(type(error).__name__ + str(error)[:int(1000 if len(sys.argv)>1 else 60)].replace("\n"," "))
+                counts.append(
+                    type(error).__name__
+                    + str(error)[: int(1000 if len(sys.argv) > 1 else 60)].replace("\n", " ")
+                )
         print(f"| {name} | {counts[0]} | {counts[1]} |", flush=True)
 
 

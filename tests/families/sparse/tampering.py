@@ -99,14 +99,12 @@ def from_pickle(header, tensors) -> SparseMatrix:
 
 
 def from_layer(header, tensors) -> SparseMatrix:
-    """By a layer's state_dict, and by its pickle."""
+    """By a layer's state_dict, as version 0.1 saved it."""
     rows, cols = header["shape"]
     dtype = getattr(torch, header["dtype"])
     layer = SparseLinear(cols, rows, False, dtype=dtype, device=next(iter(tensors.values())).device)
-    like = compress(torch.zeros(rows, cols, dtype=dtype), header["format"])
-    state = SparseLinear.from_matrix(like).state_dict()
     text = json.dumps(header, sort_keys=True).encode()
-    state["_extra_state"] = torch.tensor(list(text), dtype=torch.uint8)
+    state = {"_extra_state": torch.tensor(list(text), dtype=torch.uint8)}
     state |= {f"weight_{name}": tensor for name, tensor in tensors.items()}
     try:
         layer.load_state_dict(state)

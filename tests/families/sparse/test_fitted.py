@@ -14,7 +14,7 @@ from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.layout import format_of
 from kernlib.families.sparse.tensors import state_of
-from kernlib.nn import SparseLinear, indexed, sparse_linear
+from kernlib.nn import SparseLinear, indexed, sparse_holding, sparse_linear, unsized
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
 from tests.families.sparse.cases import FORMATS, made, random
@@ -60,7 +60,7 @@ def buffers(other):
 def on_gpu(w):
     """A layer of a matrix that calls itself one of a GPU, where none can be made."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (sparse_linear, indexed):
+        for module in (sparse_linear, sparse_holding, unsized, indexed):
             patch.setattr(module, "torch", fakes.Torch())
         return SparseLinear.from_matrix(w)
 

@@ -18,6 +18,7 @@ import kernlib as kl
 from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.nn.block_sparse.linear import BlockSparseLinear
+from tests.nn.layer_writes import former_state
 from tests.support.dynamo_messages import said
 
 DOUBLE = torch.float64
@@ -211,27 +212,56 @@ def test_state_dicts_hold_the_layout_and_load_in_place():
     assert torch.equal(empty(x), made(x))
 
 
-def test_states_are_looked_at():
-    made = layer()
-    for change, words in (
-        (lambda s: s["layout_rows"].add_(1), "checksum"),
-        (lambda s: s.pop("layout_cols"), "has the tensors"),
-        (lambda s: s.update(_extra_state=torch.zeros(3)), "no header of a layout"),
-        (lambda s: s.update(_extra_state=s["_extra_state"].repeat(99)), "no header of a layout"),
-        (lambda s: s.update(layer(device="meta").state_dict()), "saved of a layer on meta"),
-        (lambda s: s.update(layer(capacity=9).state_dict()), "capacity 9, that of the layer"),
-    ):
-        state = {name: value.clone() for name, value in made.state_dict().items()}
-        change(state)
-        other = layer()
-        before = other.to_dense()
-        with pytest.raises(RuntimeError, match=words):
-            other.load_state_dict(state)
-        assert torch.equal(other.to_dense(), before)
-    state = made.state_dict()
-    del state["_extra_state"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*_extra_state"):
-        layer().load_state_dict(state)
+STATES = {
+    "mark": (lambda s: s["index_mark"].add_(1), "its index_mark says no blocks of a layer of"),
+    "average": (lambda s: s["index_mark"].mul_(0.9), "was damaged or averaged"),
+    "half a mark": (lambda s: s.update(index_mark=s["index_mark"][1:]), "its index_mark says no"),
+    "ints": (lambda s: s.update(index_mark=s["index_mark"].int()), "its index_mark says no"),
+    "no tensor": (lambda s: s.update(index_mark=3), "must be a tensor with values, got int"),
+    "meta": (lambda s: s.update(layer(device="meta").state_dict()), "a tensor with values"),
+    "blank": (
+        lambda s: s.update(index_mark=torch.zeros_like(s["index_mark"])), "stored no blocks yet",
+    ),
+    "capacity": (
+        lambda s: s.update(layer(capacity=9).state_dict()), r"shape \(9, 16, 32\), that of",
+    ),
+}  # fmt: skip
+FORMER = {
+    "tensor": (lambda s: s["layout_rows"].add_(1), "checksum"),
+    "lacking": (lambda s: s.pop("layout_cols"), "has the tensors"),
+    "header": (lambda s: s.update(_extra_state=torch.zeros(3)), "no header of a layout"),
+    "two headers": (
+        lambda s: s.update(_extra_state=s["_extra_state"].repeat(99)), "no header of a layout",
+    ),
+    "null": (
+        lambda s: s.update(_extra_state=torch.tensor(list(b"null")).byte()), "without a layout",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("case", [*STATES, *FORMER])
+def test_states_are_looked_at(case):
+    made, other = layer(), layer()
+    change, words = (STATES | FORMER)[case]
+    state = former_state(made) if case in FORMER else made.state_dict()
+    state = {name: value.clone() for name, value in state.items()}
+    change(state)
+    before = other.to_dense()
+    with pytest.raises(RuntimeError, match=words):
+        other.load_state_dict(state)
+    assert torch.equal(other.to_dense(), before)
+
+
+def test_a_state_is_of_one_grid_and_has_a_mark():
+    state = layer().state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key.*index_mark"):
+        layer().load_state_dict({k: t for k, t in state.items() if k != "index_mark"})
+    wider = BlockSparseLinear(160, 64, (16, 32), density=0.3, dtype=DOUBLE)
+    assert wider.weight.shape == layer().weight.shape
+    assert wider.state_dict()["index_mark"].shape == state["index_mark"].shape
+    with pytest.raises(RuntimeError, match=r"4x5 grid.*or saved of a layer of other sizes"):
+        wider.load_state_dict(state)
 
 
 def test_a_layout_without_a_weight_is_not_loaded():
@@ -275,8 +305,8 @@ def test_other_buffers_are_taken_for_a_call():
     assert torch.equal(torch.func.functional_call(made, state, (x,)), other(x))
     base = copy.deepcopy(made).to("meta")
     assert torch.equal(torch.func.functional_call(base, state, (x,)), other(x))
-    names = [name for name in other.state_dict() if name.startswith("layout_")]
-    given = {**dict(other.named_parameters()), **{name: getattr(other, name) for name in names}}
+    former = former_state(other).items()
+    given = {k: t.clone() for k, t in former if k != "_extra_state"}
     assert torch.equal(torch.func.functional_call(made, given, (x,)), other(x))
     given["layout_rows"] = given["layout_rows"] + 1
     with pytest.raises(ValueError, match="rows is not that of a layout with these row_bits"):
