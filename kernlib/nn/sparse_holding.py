@@ -326,9 +326,8 @@ class MatrixModule(IndexedModule):
         self._adopt()
         held = self._matrix
         described = None if held is None else (held.layout, held.known_nnz())
-        buffers = {name: t for name, t in self._buffers.items() if name != PACKED}
         gone = {"_seen": None, "_other": None, "_carrier": None, "_data": None}
-        return {**self.__dict__, "_matrix": described, "_buffers": buffers, **gone}
+        return {**self.__dict__, "_matrix": described, **gone}
 
     def __setstate__(self, state: dict) -> None:
         """Raises ValueError for tensors that are no matrix."""
@@ -337,7 +336,7 @@ class MatrixModule(IndexedModule):
         buffers = dict(state["_buffers"])
         # Pickles of version 0.1 hold the tensors as buffers, another that says dtype and place, and
         # no mark.
-        like = buffers.pop("_like", None)
+        like, _ = buffers.pop("_like", None), buffers.pop(PACKED, None)
         names = state.get("_indices", state.get("_names", ()))
         tensors = {n: buffers.pop(n) for n in names if n in buffers}
         state = {**state, "_indices": (), "_written": None, "_settled": False, "_buffers": buffers}

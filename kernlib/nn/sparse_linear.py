@@ -64,7 +64,7 @@ class SparseLinear(ComputesWeight, MatrixModule):
         sizes = {"out_features": out_features, "in_features": in_features}
         shape = tuple(_checked_size(name, size) for name, size in sizes.items())
         check_flag("bias", bias)
-        device = torch.empty(0, device=_checked_device(device)).device
+        device = torch.empty(0, dtype=dtype, device=_checked_device(device)).device
         steps = as_activation(activation)
         super().__init__(shape, dtype, device)
         self._activation = steps

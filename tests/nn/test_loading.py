@@ -47,16 +47,17 @@ TARGETS = {
 def by_buffer(module: nn.Module, state: dict) -> None:
     """As accelerate's ``set_module_tensor_to_device``."""
     for name, value in state.items():
-        if name not in module._parameters and name not in module._buffers:
+        is_buffer = name in module._buffers
+        if not is_buffer and name not in dict(module.named_parameters()):
             raise ValueError(f"{module} does not have a parameter or a buffer named {name}.")
         old = getattr(module, name)
         if old.shape != value.shape:
             raise ValueError(f"Trying to set a tensor of shape {value.shape} in {name}")
         value = value.to(old.dtype).clone()
-        if name in module._buffers:
+        if is_buffer:
             module._buffers[name] = value
         else:
-            module._parameters[name] = nn.Parameter(value, old.requires_grad)
+            setattr(module, name, nn.Parameter(value, old.requires_grad))
 
 
 def by_attribute(module: nn.Module, state: dict) -> None:
