@@ -31,7 +31,10 @@ def matrix_of(linear: nn.Linear, format, density, per, columns) -> SparseMatrix 
         return None
     if density is not None:
         weight = magnitude(weight, density, per)
-    return counted(compressed(weight, format, columns), int(torch.count_nonzero(weight)))
+    matrix = compressed(weight, format, columns)
+    if weight.layout in SPARSE_LAYOUTS:  # whose entries have been counted
+        return matrix
+    return counted(matrix, int(torch.count_nonzero(weight)))
 
 
 def is_silently_dense(matrix: SparseMatrix | None, density, format) -> bool:

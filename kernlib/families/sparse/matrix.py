@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -36,8 +37,15 @@ from kernlib.families.sparse.tensors import (
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
 
+if TYPE_CHECKING:
+    from kernlib.families.sparse.formats.entries import Entries
+
 UNPRUNED = 0.9  # a density above what pruning leaves; from 0.93 on no format saves memory
-SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
+LAID_OUT_BYTES = 256 << 20  # of a dense matrix that is made on the way to a compressed one
+SPARSE_LAYOUTS = (
+    *(torch.sparse_csr, torch.sparse_csc, torch.sparse_coo),
+    *(torch.sparse_bsr, torch.sparse_bsc),
+)
 
 
 class SparseMatrix:
@@ -390,8 +398,8 @@ def compress(
 ) -> SparseMatrix:
     """A matrix (R, C) compressed where it lies, on the CPU or by kernels on a GPU.
 
-    - ``dense``: float16, bfloat16 or float32, of any strides; torch's sparse layouts are laid out
-      densely first. Its gradient is not recorded.
+    - ``dense``: float16, bfloat16 or float32, of any strides, or a matrix of one of torch's sparse
+      layouts, which is compressed by its entries. Its gradient is not recorded.
     - ``format``: "bitmap" (the values, and one bit for each position), "u8" (for each value a byte
       that says its column, for densities below 0.1), "u4" (four bits), "u2" (two bits), "macko"
       (MACKO-SpMV's), "dense", or "auto": the format whose product is fastest, by the bytes that it
@@ -421,6 +429,10 @@ def is_unpruned(w: SparseMatrix) -> bool:
 
 def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
     """:func:`compress` without its warning."""
+    if isinstance(dense, torch.Tensor) and dense.layout in SPARSE_LAYOUTS:
+        from kernlib.families.sparse import entries_of  # which dense matrices do without
+
+        return of_entries(entries_of.of_tensor(dense), format, columns)
     dense = _matrix(dense)
     check_columns(columns)
     formats().check_format(format)
@@ -430,10 +442,24 @@ def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> S
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
 
 
+def of_entries(entries: Entries, format: str, columns: int) -> SparseMatrix:
+    """:func:`compressed` of a matrix by its entries, which have been checked. Small ones are laid
+    out densely on a GPU, for the kernels there."""
+    check_columns(columns)
+    formats().check_format(format)
+    size = entries.shape[0] * entries.shape[1] * entries.dtype.itemsize
+    if entries.device.type == "cuda" and size <= LAID_OUT_BYTES:
+        made = compressed(format_of("dense").encode_entries(entries)[0]["values"], format, columns)
+        _count(made, entries.nnz)
+        return made
+    if format == "auto":
+        format = formats().auto_entries(entries, columns)
+    tensors, facts = format_of(format).encode_entries(entries)
+    return SparseMatrix(format, entries.shape, entries.dtype, tensors, facts, entries.nnz)
+
+
 def _matrix(dense: torch.Tensor) -> torch.Tensor:
     """A dense matrix whose memory holds its values. Raises ValueError and TypeError."""
-    if isinstance(dense, torch.Tensor) and dense.layout in SPARSE_LAYOUTS and dense.dim() == 2:
-        dense = dense.detach().to_dense()
     dense = encoding.matrix(dense)
     if stand_ins(dense) or torch._C._functorch.is_functorch_wrapped_tensor(dense):
         raise ValueError(

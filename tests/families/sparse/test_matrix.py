@@ -151,50 +151,6 @@ def test_what_is_pruned_or_said_to_be_dense_warns_of_nothing(seed):
         sparse.from_csr(csr.crow_indices(), csr.col_indices(), csr.values(), (64, 96))
 
 
-def test_csr(seed):
-    dense = random(9, 30)
-    given = dense.to_sparse_csr()
-    for kind in (torch.int32, torch.int64):
-        crow, col = given.crow_indices().to(kind), given.col_indices().to(kind)
-        w = sparse.from_csr(crow, col, given.values(), (9, 30), "bitmap")
-        assert torch.equal(w.to_dense(), dense)
-
-
-CSR = {
-    "values must be a dense tensor": {"values": torch.eye(3).to_sparse()},
-    r"shape must be two ints \(rows, columns\), got None": {"shape": None},
-    "shape must be .* of at least 0": {"shape": (2, -4)},
-    r"crow must have shape \(3,\), got \(2,\)": {"crow": torch.tensor([0, 3])},
-    r"col must have shape \(3,\), got \(2,\)": {"col": torch.tensor([0, 3])},
-    "col is on meta and values on cpu": {"col": torch.zeros(3, dtype=torch.int64, device="meta")},
-    "crow must rise from 0 to 3, .* got 1 to 3": {"crow": torch.tensor([1, 2, 3])},
-    "crow must rise from 0 to 3, .* got 0 to 2": {"crow": torch.tensor([0, 2, 2])},
-    "got 0 to 3, falling in between": {"crow": torch.tensor([0, 4, 3])},
-    "falling": {"crow": torch.tensor([0, 2**31 - 1, 3], dtype=torch.int32)},
-    "col must hold columns from 0 to 3; 1 are others": {"col": torch.tensor([0, 4, 1])},
-    "from 0 to 3; 2 are others": {"col": torch.tensor([0, 2**62, -1])},
-    "col must rise within each row": {"col": torch.tensor([2, 2, 1])},
-}
-
-
-@pytest.mark.parametrize("message", CSR)
-def test_what_is_no_csr_is_refused(message):
-    given = {
-        "crow": torch.tensor([0, 2, 3]), "col": torch.tensor([0, 3, 1]), "values": torch.ones(3),
-        "shape": (2, 4),
-    }  # fmt: skip
-    assert sparse.from_csr(**given, format="bitmap").nnz == 3
-    with pytest.raises((TypeError, ValueError), match=message):
-        sparse.from_csr(**given | CSR[message], format="bitmap")
-
-
-def test_csr_without_entries_or_rows():
-    none = torch.zeros(0, dtype=torch.int64)
-    for shape in ((0, 0), (0, 4), (3, 0), (3, 4)):
-        crow = torch.zeros(shape[0] + 1, dtype=torch.int64)
-        assert sparse.from_csr(crow, none, torch.ones(0), shape).to_dense().shape == shape
-
-
 # Nothing of it changes.
 
 

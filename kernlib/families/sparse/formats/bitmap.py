@@ -24,7 +24,7 @@ the dense matrix below 0.93.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -33,6 +33,7 @@ from kernlib.families.sparse.formats import bitmap_cpu as cpu
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, HEADER, POSITIONS, ROWS, UNIT
 from kernlib.families.sparse.formats.encoding import readable
+from kernlib.families.sparse.formats.entries import CELLS, Entries, Slab
 from kernlib.lowering.arithmetic import ceil_div
 
 FORMAT = "bitmap"
@@ -89,11 +90,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     torch.cumsum(units, 0, dtype=torch.int64, out=ends[1:])
     largest = units.max() if units.numel() else units.sum()
     total, most = (UNIT * n for n in torch.stack((ends[-1], largest)).tolist())
-    if total >= MOST_BYTES:
-        raise UnsupportedError(
-            f"the bitmap format takes {total} bytes for a matrix of shape {tuple(dense.shape)}; "
-            "its offsets reach 32 GiB: compress slices of its rows"
-        )
+    _refuse_more(total, dense.shape)
     offsets = ends.to(torch.int32)
     if dense.device.type == "cpu":
         data = torch.zeros(total, dtype=torch.uint8, device=dense.device)
@@ -102,6 +99,58 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
         data = torch.empty(total, dtype=torch.uint8, device=dense.device)
         _gpu().fill(dense, offsets, data)
     return {"data": data, "offsets": offsets}, {"largest": most}
+
+
+def _refuse_more(total: int, shape: tuple[int, int]) -> None:
+    """Raises UnsupportedError for so many bytes."""
+    if total >= MOST_BYTES:
+        raise UnsupportedError(
+            f"the bitmap format takes {total} bytes for a matrix of shape {tuple(shape)}; "
+            "its offsets reach 32 GiB: compress slices of its rows"
+        )
+
+
+def measure_entries(entries: Entries) -> int | None:
+    """:func:`nbytes` of a matrix by its entries."""
+    chunks, total = chunks_of(entries.shape), 0
+    if chunks * HEADER >= MOST_BYTES:
+        return None
+    for units in _units_of(entries):
+        total += UNIT * int(units.sum(dtype=torch.int64))
+    return total + 4 * (chunks + 1) if total < MOST_BYTES else None
+
+
+def encode_entries(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """:func:`encode` of a matrix by its entries."""
+    chunks, total, most, at = chunks_of(entries.shape), 0, 0, 1
+    _refuse_more(chunks * HEADER, entries.shape)
+    offsets = torch.zeros(chunks + 1, dtype=torch.int32, device=entries.device)
+    for units in _units_of(entries):
+        ends = total + units.cumsum(0, dtype=torch.int64)
+        total, most = int(ends[-1]), max(most, int(units.max()))
+        _refuse_more(total * UNIT, entries.shape)
+        offsets[at : at + units.numel()] = ends
+        at += units.numel()
+    data = torch.zeros(total * UNIT, dtype=torch.uint8, device=entries.device)
+    for slab, first in _slabs_of(entries):
+        cpu.fill_entries(slab, offsets[first:], ceil_div(entries.shape[1], COLUMNS), data)
+    return {"data": data, "offsets": offsets}, {"largest": most * UNIT}
+
+
+def _units_of(entries: Entries) -> Iterator[torch.Tensor]:
+    """The 16-byte units of each chunk, those of some rows at a time."""
+    across = ceil_div(entries.shape[1], COLUMNS)
+    for slab, _ in _slabs_of(entries):
+        chunks = ceil_div(slab.last - slab.first, ROWS) * across
+        counts = torch.bincount(cpu.chunks_of_entries(slab, across), minlength=chunks)
+        yield chunk_units(counts, entries.dtype.itemsize)
+
+
+def _slabs_of(entries: Entries) -> Iterator[tuple[Slab, int]]:
+    """The entries that are not 0, some rows at a time, with the number of the first chunk."""
+    across = ceil_div(entries.shape[1], COLUMNS)
+    for slab in entries.slabs(CELLS // across * ROWS) if across else ():
+        yield slab.present(), slab.first // ROWS * across
 
 
 def decode(

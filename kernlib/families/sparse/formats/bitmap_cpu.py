@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
+from kernlib.families.sparse.formats.entries import Slab
 from kernlib.lowering.arithmetic import ceil_div
 
 ROWS, COLUMNS, HEADER = 16, 256, 512  # of a chunk; the bytes of its bitmap
@@ -38,6 +39,28 @@ def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None
         places = _places(starts, used.sum(-1), values.element_size())
         data.view(values.dtype)[places] = values[present]
         first += chunks
+
+
+def chunks_of_entries(slab: Slab, across: int) -> torch.Tensor:
+    """The chunk of each entry, counted from the first one of the slab's rows."""
+    return slab.rows // ROWS * across + slab.columns // COLUMNS
+
+
+def fill_entries(slab: Slab, offsets: torch.Tensor, across: int, data: torch.Tensor) -> None:
+    """:func:`fill` of some rows, by their entries, of which none is 0. On any device."""
+    chunk, column = chunks_of_entries(slab, across), slab.columns % COLUMNS
+    half, g = slab.rows % ROWS // 8, slab.rows % 8
+    block, t, plane, j = column // 32, column % 32 // 8, column % 8 // 4, column % 4
+    place = ((((block * 2 + half) * 2 + plane) * 8 + g) * 4 + t) * 4 + j
+    start = offsets[chunk].long() * UNIT
+    word = (block * 4 + (g // 2 ^ block // 2)) * 4 + half * 2 + plane
+    data.index_add_(0, start + word * 4 + j, (1 << (g % 2 * 4 + t)).to(torch.uint8))
+    order = (chunk * POSITIONS + place).argsort()
+    chunk, start = chunk[order], start[order]
+    number = torch.arange(chunk.numel(), dtype=torch.int64, device=chunk.device)
+    number -= torch.searchsorted(chunk, chunk)  # behind the first of its chunk
+    values = data.view(slab.bits.dtype)
+    values[(start + HEADER) // values.element_size() + number] = slab.bits[order]
 
 
 def decode(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.families.sparse.formats import encoding
+from kernlib.families.sparse.formats.entries import Entries
 
 FORMAT = "dense"
 TENSORS = ("values",)
@@ -26,6 +27,20 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     """A contiguous copy of a matrix (R, C) of float16, bfloat16 or float32; there are no facts.
     Raises TypeError or ValueError for what is no such matrix."""
     return {"values": encoding.matrix(dense).clone(memory_format=torch.contiguous_format)}, {}
+
+
+def measure_entries(entries: Entries) -> int:
+    """:func:`nbytes` of a matrix by its entries."""
+    return entries.shape[0] * entries.shape[1] * entries.dtype.itemsize
+
+
+def encode_entries(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """:func:`encode` of a matrix by its entries."""
+    values = torch.zeros(entries.shape, dtype=entries.dtype, device=entries.device)
+    written = encoding.bits(values)
+    for slab in entries.slabs():
+        written[slab.first : slab.last][slab.rows, slab.columns] = slab.bits
+    return {"values": values}, {}
 
 
 def decode(

@@ -17,13 +17,14 @@ dense bytes at density d, less than bitmap or u8 from 0.1 to 0.23.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, readable
+from kernlib.families.sparse.formats.entries import Entries, Slab
 from kernlib.lowering.arithmetic import round_up
 
 FORMAT = "macko"
@@ -48,17 +49,78 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     dense = encoding.matrix(dense)
     if dense.device.type == "cpu":
         return _encode_cpu(dense)
-    if _is_too_wide(dense):
-        raise UnsupportedError(
-            f"MACKO's format counts the entries of a row by 32 bits on a GPU: compress slices of "
-            f"the columns of a matrix of shape {tuple(dense.shape)}"
-        )
+    _refuse_wide(dense)
     gpu = _gpu()
     dense = readable(dense)
     counts, nnz = gpu.row_counts(dense)
     row_ptr, facts = _rows(counts, nnz)
     values, deltas = gpu.fill(dense, row_ptr, facts["entries"])
     return dict(zip(TENSORS, (values, deltas, row_ptr), strict=True)), facts
+
+
+def measure_entries(entries: Entries) -> int | None:
+    """:func:`nbytes` of a matrix by its entries."""
+    if _is_too_wide(entries):
+        return None
+    padded = round_up(sum(int(_taken(slab)[1].sum()) for slab in _slabs(entries)), PADDED)
+    size, width = entries.dtype.itemsize, 4 if padded < WIDE_FROM else 8
+    return padded * size + padded // 2 + width * (entries.shape[0] + 1)
+
+
+def encode_entries(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """:func:`encode` of a matrix by its entries."""
+    _refuse_wide(entries)
+    counts = torch.zeros(entries.shape[0], dtype=torch.int64, device=entries.device)
+    for slab in _slabs(entries):
+        counts[slab.first : slab.last].index_add_(0, slab.rows, _taken(slab)[1])
+    row_ptr, facts = _rows(counts, entries.nnz)
+    held, last = facts["entries"], int(row_ptr[-1])
+    values = torch.zeros(held, dtype=entries.dtype, device=entries.device)
+    deltas = torch.full((held // 2,), 255, dtype=torch.uint8, device=entries.device)  # of pads
+    behind = torch.arange(last, held, dtype=torch.int64, device=entries.device)
+    _set_codes(deltas, behind, torch.zeros_like(behind))
+    for slab in entries.slabs():
+        _fill_entries(slab, int(row_ptr[slab.first]), values, deltas)
+    return dict(zip(TENSORS, (values, deltas, row_ptr), strict=True)), facts
+
+
+def _slabs(entries: Entries) -> Iterator[Slab]:
+    for slab in entries.slabs():
+        yield slab.present()
+
+
+def _fill_entries(slab: Slab, start: int, values: torch.Tensor, deltas: torch.Tensor) -> None:
+    """Write the entries of some rows, the first of which begin at ``start``, over pads."""
+    present, step = slab.present(), LAST_CODE + 1
+    before, taken = _taken(present)
+    ends = start + taken.cumsum(0)
+    stored = encoding.bits(values)
+    stored[ends - 1] = _canonical(present.bits, values.dtype)
+    _set_codes(deltas, ends - 1, (present.columns - before - 1) % step)
+    if present.rows.numel() == slab.rows.numel():
+        return
+    # A stored -0.0 where a pad stands: behind the entry before it by steps, and before another.
+    zeros = (~encoding.nonzero(slab.bits) & (slab.bits != 0)).nonzero()[:, 0]
+    number = encoding.nonzero(slab.bits).cumsum(0)[zeros]  # of the entry behind it
+    zeros, number = zeros[number < ends.numel()], number[number < ends.numel()]
+    steps = slab.columns[zeros] - before[number]
+    is_pad = (slab.rows[zeros] == present.rows[number]) & (steps % step == 0)
+    places = (ends - taken)[number] + steps // step - 1
+    stored[places[is_pad]] = slab.bits[zeros[is_pad]]
+
+
+def _set_codes(deltas: torch.Tensor, places: torch.Tensor, codes: torch.Tensor) -> None:
+    """Write codes where the last code stands."""
+    less = (LAST_CODE - codes) << places % 2 * 4
+    deltas.index_add_(0, places // 2, (256 - less).to(torch.uint8))  # one byte may have two
+
+
+def _taken(slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of entries that are not 0: the column of the one before each in its row (-1 for none), and
+    how many entries each makes with the pads before it."""
+    before = torch.full_like(slab.columns, -1)
+    before[1:] = torch.where(slab.rows[1:] == slab.rows[:-1], slab.columns[:-1], -1)
+    return before, (slab.columns - before - 1) // (LAST_CODE + 1) + 1
 
 
 def decode(
@@ -105,9 +167,18 @@ def nbytes(dense: torch.Tensor) -> int | None:
     return None if found < 0 else found
 
 
-def _is_too_wide(dense: torch.Tensor) -> bool:
+def _is_too_wide(matrix: torch.Tensor | Entries) -> bool:
     """Whether kernels may count the entries of a row wrongly."""
-    return dense.device.type == "cuda" and dense.shape[1] > MOST_COLUMNS
+    return matrix.device.type == "cuda" and matrix.shape[1] > MOST_COLUMNS
+
+
+def _refuse_wide(matrix: torch.Tensor | Entries) -> None:
+    """Raises UnsupportedError for a matrix whose entries kernels may count wrongly."""
+    if _is_too_wide(matrix):
+        raise UnsupportedError(
+            f"MACKO's format counts the entries of a row by 32 bits on a GPU: compress slices of "
+            f"the columns of a matrix of shape {tuple(matrix.shape)}"
+        )
 
 
 def check(
@@ -199,9 +270,7 @@ def _runs(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of the values that are not zero, by row: rows, columns, the column of the one before (-1 for
     none), and how many entries each makes with the pads before it."""
     rows, columns = encoding.nonzero(encoding.bits(dense)).nonzero(as_tuple=True)
-    before = torch.full_like(columns, -1)
-    before[1:] = torch.where(rows[1:] == rows[:-1], columns[:-1], -1)
-    return rows, columns, before, (columns - before - 1) // (LAST_CODE + 1) + 1
+    return rows, columns, *_taken(Slab(0, dense.shape[0], rows, columns, rows))
 
 
 def _encode_cpu(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:

@@ -1,9 +1,9 @@
 """The formats of compressed matrices by name, and which of them is fastest for a matrix.
 
 Each format is a module, or an object of :mod:`kernlib.families.sparse.formats.slices`, with FORMAT,
-TENSORS, ``encode``, ``decode``, ``nbytes`` and ``check``. One that can say its bytes without a
-synchronisation has ``measure(dense, counts)`` too, ``counts`` being the bitmap format's
-``chunk_counts``.
+TENSORS, ``encode``, ``decode``, ``nbytes`` and ``check``, and of a matrix by its entries
+``encode_entries`` and ``measure_entries``. One that can say its bytes without a synchronisation has
+``measure(dense, counts)`` too, ``counts`` being the bitmap format's ``chunk_counts``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.lowering.codes import SLICES
 
 if TYPE_CHECKING:
+    from kernlib.families.sparse.formats.entries import Entries
     from kernlib.families.sparse.formats.slices import SlicesFormat
 
 FORMATS = ("bitmap", *SLICES, "macko", "dense")
@@ -51,16 +52,31 @@ def auto(dense: torch.Tensor, columns: int = 1) -> str:
     dense = matrix(dense)
     if columns > rates.MOST_COLUMNS:
         return "dense"
-    sizes, density = measured(dense)
-    if dense.dtype == torch.float32:
+    return _fastest_of(dense, *measured(dense), columns)
+
+
+def auto_entries(entries: Entries, columns: int = 1) -> str:
+    """:func:`auto` of a matrix by its entries."""
+    rates.check_columns(columns)
+    if columns > rates.MOST_COLUMNS:
+        return "dense"
+    found = {name: format_of(name).measure_entries(entries) for name in FORMATS}
+    sizes = {name: size for name, size in found.items() if size is not None}
+    density = entries.nnz / max(1, entries.shape[0] * entries.shape[1])
+    return _fastest_of(entries, sizes, density, columns)
+
+
+def _fastest_of(
+    matrix: torch.Tensor | Entries, sizes: dict[str, int], density: float, columns: int
+) -> str:
+    if matrix.dtype == torch.float32:
         sizes.pop("bitmap", None)  # whose kernels take half types only
     arch = rates.DEFAULT
-    if dense.device.type == "cuda":
+    if matrix.device.type == "cuda":
         from kernlib.runtime.devices import arch_of  # which CPU tensors do not load
 
-        arch = arch_of(dense.get_device())
-
-    return fastest(sizes, density, tuple(dense.shape), dense.element_size(), arch, columns)
+        arch = arch_of(matrix.device.index)
+    return fastest(sizes, density, tuple(matrix.shape), matrix.dtype.itemsize, arch, columns)
 
 
 def fastest(

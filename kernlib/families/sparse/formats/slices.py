@@ -42,7 +42,7 @@ Steps are the deltas of MACKO-SpMV, in the order in which threads read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import NamedTuple
 
@@ -50,6 +50,7 @@ import torch
 
 from kernlib.families.sparse.formats import slices_cpu as cpu
 from kernlib.families.sparse.formats.encoding import check_facts, check_size, check_tensors, matrix
+from kernlib.families.sparse.formats.entries import CELLS, Entries
 from kernlib.families.sparse.lowering.codes import (
     LANES,
     MOST_SIZE,
@@ -93,24 +94,68 @@ class SlicesFormat(NamedTuple):
         offsets cannot count.
         """
         dense = matrix(dense)
-        if max(dense.shape) > MOST_SIZE:
-            raise ValueError(
-                f"format {self.code.name} holds {MOST_SIZE} rows or columns at most, got shape "
-                f"{tuple(dense.shape)}"
-            )
+        self._refuse_larger(dense.shape)
         width = width or panel_width(*dense.shape, dense.element_size())
         starts, rows = arrange(_codec(dense).count(self.code, dense, width), self.code.unit)
         total = int(starts[-1])
-        if total > MOST_CODES:
-            raise ValueError(
-                f"format {self.code.name} holds {MOST_CODES} codes a lane, the matrix needs {total}"
-            )
+        self._refuse_more(total)
         size = total * self.code.size(dense.element_size())
         data = torch.zeros(size, dtype=torch.uint8, device=dense.device)
         offsets = starts.to(torch.int32)
         if size:
             _codec(dense).write(self.code, dense, width, offsets, rows, data)
         return {"data": data, "offsets": offsets, "rows": rows}, {"width": width}
+
+    def measure_entries(self, entries: Entries) -> int | None:
+        """:meth:`nbytes` of a matrix by its entries."""
+        if max(entries.shape) > MOST_SIZE:
+            return None
+        width = panel_width(*entries.shape, entries.dtype.itemsize)
+        total = sum(int(starts[-1]) for _, starts, _ in self._arranged(entries, width))
+        if total > MOST_CODES:
+            return None
+        panels, slices = grid(entries.shape, width)
+        kind, number = _row_type(entries.shape[0])
+        held = panels * slices * number * kind.itemsize + 4 * (panels * slices + 1)
+        return total * self.code.size(entries.dtype.itemsize) + held
+
+    def encode_entries(self, entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """:meth:`encode` of a matrix by its entries."""
+        self._refuse_larger(entries.shape)
+        width, place = panel_width(*entries.shape, entries.dtype.itemsize), entries.device
+        panels, slices = grid(entries.shape, width)
+        kind, number = _row_type(entries.shape[0])
+        rows = torch.empty((panels, slices, number), dtype=kind, device=place)
+        offsets, total = torch.zeros(panels * slices + 1, dtype=torch.int32, device=place), 0
+        for some, starts, arranged in self._arranged(entries, width):
+            rows[some], starts = arranged, starts + total
+            total = int(starts[-1])
+            self._refuse_more(total)
+            offsets[some.start * slices : some.stop * slices + 1] = starts
+        size = total * self.code.size(entries.dtype.itemsize)
+        data = torch.zeros(size, dtype=torch.uint8, device=place)
+        for some in _some_panels(panels, entries.shape[0]) if size else ():
+            cpu.write_entries(self.code, entries, width, some, offsets, rows, data)
+        return {"data": data, "offsets": offsets, "rows": rows}, {"width": width}
+
+    def _arranged(self, entries: Entries, width: int) -> Iterator[tuple]:
+        """Which panels, and what :func:`arrange` says of them, some at a time."""
+        for some in _some_panels(grid(entries.shape, width)[0], entries.shape[0]):
+            lengths = cpu.count_entries(self.code, entries, width, some)
+            yield some, *arrange(lengths, self.code.unit)
+
+    def _refuse_larger(self, shape: tuple[int, int]) -> None:
+        if max(shape) > MOST_SIZE:
+            raise ValueError(
+                f"format {self.code.name} holds {MOST_SIZE} rows or columns at most, got shape "
+                f"{tuple(shape)}"
+            )
+
+    def _refuse_more(self, total: int) -> None:
+        if total > MOST_CODES:
+            raise ValueError(
+                f"format {self.code.name} holds {MOST_CODES} codes a lane, the matrix needs {total}"
+            )
 
     def decode(
         self,
@@ -251,6 +296,13 @@ def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.T
     if _row_type(count)[0] == torch.uint8:
         return starts, rows.to(torch.int16).contiguous().view(torch.uint8)
     return starts, rows.to(torch.int32).contiguous()
+
+
+def _some_panels(panels: int, rows: int) -> Iterator[slice]:
+    """All panels, as many at a time as are counted together."""
+    step = max(1, CELLS // max(1, rows))
+    for first in range(0, panels, step):
+        yield slice(first, min(panels, first + step))
 
 
 def slice_order(slices: int, device: torch.device) -> torch.Tensor:

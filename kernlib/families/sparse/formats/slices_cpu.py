@@ -5,11 +5,14 @@ See :mod:`kernlib.families.sparse.formats.slices`; what a function calls ``code`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
+from kernlib.families.sparse.formats.entries import SLAB, Entries, Slab
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.lowering.arithmetic import ceil_div
 
@@ -35,30 +38,95 @@ def write(
     data: torch.Tensor,
 ) -> None:
     """Write all codes into ``data``, zero before."""
-    itemsize = dense.element_size()
-    values, starts = data.view(BITS[dense.dtype]), offsets.to(torch.int64)
-    lengths, slices = starts.diff(), rows.shape[1]
+    slices = rows.shape[1]
     for index in range(rows.shape[0]):
-        held = numbers(rows[index]).view(-1)
-        real = (held != -1).nonzero()[:, 0]
-        slot = held.new_empty(dense.shape[0])
-        slot[held[real]] = real
+        slot = _slots(rows[index : index + 1], dense.shape[0])[0]
         values_of, row, columns, steps = _panel(code, dense, index * width, width)
-        taken = codes_of(code, steps)
-        counts = row.new_zeros(dense.shape[0]).index_add_(0, row, taken)
-        number = taken.cumsum(0) - 1 - (counts.cumsum(0) - counts)[row]
-        place = index * slices + slot[row] // LANES
-        base, length, lane = starts[place] * code.size(itemsize), lengths[place], slot[row] % LANES
-        before = number - taken
-        if code.least:  # what fills up the row comes first
-            lacking = length - counts[row]
-            number = torch.minimum(number + lacking, columns)
-            before = torch.minimum(before + lacking, columns - steps)
-        value, _, _ = places(code, number, length, lane, itemsize)
-        values[(base + value) // itemsize] = values_of
-        owner, number, step = _divided(code, steps, before, number)
-        _, at, shift = places(code, number, length[owner], lane[owner], itemsize)
-        data.index_add_(0, base[owner] + at, (step << shift).to(torch.uint8))
+        place = index * slices * LANES + slot[row]
+        _put(code, _Codes(values_of, row, columns, steps, place), offsets, data)
+
+
+def count_entries(code: Code, entries: Entries, width: int, panels: slice) -> torch.Tensor:
+    """:func:`count` of some panels of a matrix by its entries. On any device."""
+    count, rows = panels.stop - panels.start, entries.shape[0]
+    lengths = torch.zeros(count * rows, dtype=torch.int32, device=entries.device)
+    for slab in entries.slabs():
+        panel, row, _, _, steps = _of_panels(code, slab, width, panels)
+        taken = codes_of(code, steps).to(torch.int32)
+        lengths.index_add_(0, (panel - panels.start) * rows + row, taken)
+    return lengths.view(count, rows)
+
+
+def write_entries(
+    code: Code,
+    entries: Entries,
+    width: int,
+    panels: slice,
+    offsets: torch.Tensor,
+    rows: torch.Tensor,
+    data: torch.Tensor,
+) -> None:
+    """:func:`write` of some panels of a matrix by its entries. On any device."""
+    slots, slices = _slots(rows[panels], entries.shape[0]), rows.shape[1]
+    for slab in entries.slabs():
+        panel, row, columns, values, steps = _of_panels(code, slab, width, panels)
+        place = panel * slices * LANES + slots[panel - panels.start, row]
+        begins = torch.ones_like(row)
+        begins[1:] = (row[1:] != row[:-1]) | (panel[1:] != panel[:-1])
+        group = begins.cumsum(0) - 1
+        _put(code, _Codes(values, group, columns, steps, place), offsets, data)
+
+
+class _Codes(NamedTuple):
+    """Entries of rows of panels, one behind the other: the bits of each, the number of its row of a
+    panel, its column there, the step to it, and the lane it lies in, counted through all slices."""
+
+    values: torch.Tensor
+    group: torch.Tensor
+    columns: torch.Tensor
+    steps: torch.Tensor
+    place: torch.Tensor
+
+
+def _put(code: Code, entries: _Codes, offsets: torch.Tensor, data: torch.Tensor) -> None:
+    values_of, group, columns, steps, place = entries
+    if not group.numel():
+        return
+    values, itemsize = data.view(values_of.dtype), values_of.element_size()
+    taken = codes_of(code, steps)
+    counts = group.new_zeros(int(group[-1]) + 1).index_add_(0, group, taken)
+    number = taken.cumsum(0) - 1 - (counts.cumsum(0) - counts)[group]
+    lane, start = place % LANES, offsets[place // LANES].long()
+    base, length = start * code.size(itemsize), offsets[place // LANES + 1].long() - start
+    before = number - taken
+    if code.least:  # what fills up the row comes first
+        lacking = length - counts[group]
+        number = torch.minimum(number + lacking, columns)
+        before = torch.minimum(before + lacking, columns - steps)
+    value, _, _ = places(code, number, length, lane, itemsize)
+    values[(base + value) // itemsize] = values_of
+    for some in _parts(taken):
+        owner, of_code, step = _divided(code, steps[some], before[some], number[some])
+        _, at, shift = places(code, of_code, length[some][owner], lane[some][owner], itemsize)
+        data.index_add_(0, base[some][owner] + at, (step << shift).to(torch.uint8))
+
+
+def _parts(taken: torch.Tensor) -> Iterator[slice]:
+    """All entries, as many at a time as make SLAB codes, which may be hundreds for each."""
+    ends = taken.cumsum(0)
+    marks = torch.arange(1, ceil_div(int(ends[-1]), SLAB), device=taken.device) * SLAB
+    bounds = [0, *torch.searchsorted(ends, marks).tolist(), taken.numel()]
+    for first, last in pairwise(bounds):
+        yield slice(first, last)
+
+
+def _slots(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The lane, counted through the slices of its panel, of each of ``count`` rows, (panels, rows),
+    as ``rows`` of some panels say it."""
+    held = numbers(rows).flatten(1)
+    lane = torch.arange(held.shape[1], dtype=torch.int64, device=rows.device)
+    slots = held.new_empty(len(held), count + 1)  # the last one of lanes without a row
+    return slots.scatter_(1, torch.where(held < 0, count, held), lane.expand_as(held))
 
 
 def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
@@ -147,6 +215,24 @@ def places(
 def codes_of(code: Code, steps: torch.Tensor) -> torch.Tensor:
     """Codes that each step takes."""
     return (steps - 1).clamp_min(0) // code.longest + 1
+
+
+def _of_panels(code: Code, slab: Slab, width: int, panels: slice) -> tuple[torch.Tensor, ...]:
+    """Panel, row, column there, bits and step of each entry that is not 0 of some panels, in order.
+    Each row of a panel begins anew."""
+    slab = slab.present()
+    panel = slab.columns // width
+    if panels.start or int(panel.max() if panel.numel() else 0) >= panels.stop:
+        kept = (panel >= panels.start) & (panel < panels.stop)
+        panel, slab = (
+            panel[kept],
+            slab._replace(rows=slab.rows[kept], columns=slab.columns[kept], bits=slab.bits[kept]),
+        )
+    row, columns = slab.first + slab.rows, slab.columns - panel * width
+    steps = columns + code.least
+    is_next = (row[1:] == row[:-1]) & (panel[1:] == panel[:-1])
+    steps[1:] -= torch.where(is_next, columns[:-1] + code.least, 0)
+    return panel, row, columns, slab.bits, steps
 
 
 def _panel(code: Code, dense: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,137 @@
+"""Matrices by their entries, some rows at a time: what formats are encoded from where nobody lays
+the matrix out densely.
+
+Whoever encodes goes over the slabs of :meth:`Entries.slabs` more than once, to count and to write.
+What a slab takes is bounded, whatever the matrix is: it has SLAB entries, or else 16 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from kernlib.families.sparse.formats.encoding import BITS, nonzero
+
+ROWS = 16  # of which slabs are made, as those of bitmap's chunks
+SLAB = 1 << 21  # entries, each of which takes some 100 bytes while it is encoded
+CELLS = 1 << 20  # chunks, or rows of panels, that are counted together
+
+
+class Slab(NamedTuple):
+    """The entries of the rows from ``first`` to before ``last``: their rows, counted from
+    ``first``, their columns, which rise within a row, both int64, and the bits of their values."""
+
+    first: int
+    last: int
+    rows: torch.Tensor
+    columns: torch.Tensor
+    bits: torch.Tensor
+
+    def present(self) -> Slab:
+        """Without those that are 0.0 or -0.0."""
+        kept = nonzero(self.bits)
+        if bool(kept.all()):
+            return self
+        return self._replace(rows=self.rows[kept], columns=self.columns[kept], bits=self.bits[kept])
+
+
+class Entries:
+    """The entries of a matrix of ``shape``: of row r those from ``crow[r]`` to before
+    ``crow[r + 1]``, each in its column ``col``, in any order.
+
+    With ``values`` (entries, block rows, block columns) they are blocks, of rows and columns of
+    blocks. ``crow`` must be right; :meth:`check` looks at the columns, which comes first.
+    """
+
+    def __init__(
+        self,
+        crow: torch.Tensor,
+        col: torch.Tensor,
+        values: torch.Tensor,
+        shape: tuple[int, int],
+    ):
+        self.shape, self.dtype, self.device = shape, values.dtype, values.device
+        self._block = tuple(values.shape[1:]) or (1, 1)
+        self._crow, self._col, self._bits = crow, col, values.view(BITS[values.dtype])
+        self._is_sorted = True
+        self._only: Slab | None = None  # of a matrix that is one
+        self.nnz = 0  # entries that are not 0
+
+    def check(self, name: str) -> None:
+        """Look at all columns, and count the entries. Raises ValueError, naming ``name``, for such
+        as are no column of the matrix or stand twice in a row."""
+        outside = twice = nnz = 0
+        most = self.shape[1] // self._block[1]
+        for low in range(0, self._col.numel(), SLAB):
+            some = self._col[low : low + SLAB]
+            outside += int(((some < 0) | (some >= most)).sum())
+        if outside:
+            raise ValueError(f"{name} must hold columns from 0 to {most - 1}; {outside} are others")
+        for slab in self.slabs():
+            falls = _falls(slab.rows, slab.columns)
+            if bool(falls.any()):
+                self._is_sorted = False
+                slab = _sorted(slab)
+                twice += int(_falls(slab.rows, slab.columns).sum())
+            nnz += int(nonzero(slab.bits).sum())
+            self._only = slab if slab.last - slab.first == self.shape[0] else None
+        if twice:
+            raise ValueError(
+                f"{name} must hold each column once in a row, {twice} stand there again: add their "
+                "values up, as scipy's sum_duplicates() and torch's coalesce() do"
+            )
+        self.nnz = nnz
+
+    def slabs(self, most_rows: int = CELLS) -> Iterator[Slab]:
+        """All rows, some at a time: whole ROWS, and ``most_rows`` at most, if that is more."""
+        most_rows = max(ROWS, most_rows // ROWS * ROWS)
+        if self._only is not None and most_rows >= self.shape[0]:
+            yield self._only
+            return
+        first = 0
+        while first < self.shape[0]:
+            last = min(self._end(first), first + most_rows, self.shape[0])
+            slab = self._slab(first, last)
+            yield slab if self._is_sorted else _sorted(slab)
+            first = last
+
+    def _end(self, first: int) -> int:
+        """The row behind those from ``first`` on that have SLAB entries, or ROWS of them."""
+        height, width = self._block
+        line = first // height
+        most = int(self._crow[line]) + SLAB // (height * width)
+        most = min(most, int(self._crow[-1]))
+        behind = int(torch.searchsorted(self._crow, most, right=True)) - 1
+        whole = (behind * height - first) // ROWS * ROWS
+        return self.shape[0] if behind * height >= self.shape[0] else first + max(ROWS, whole)
+
+    def _slab(self, first: int, last: int) -> Slab:
+        height, width = self._block
+        if (height, width) == (1, 1):
+            starts = self._crow[first : last + 1].long()
+            low, high = int(starts[0]), int(starts[-1])
+            rows = torch.repeat_interleave(starts.diff())
+            columns = self._col[low:high].long()
+            return Slab(first, last, rows, columns, self._bits[low:high].reshape(-1))
+        line = torch.arange(first, last, dtype=torch.int64, device=self.device)
+        starts = self._crow[line // height].long()
+        counts = (self._crow[line // height + 1].long() - starts) * width
+        rows = torch.repeat_interleave(counts)
+        number = torch.arange(rows.numel(), dtype=torch.int64, device=self.device)
+        number -= (counts.cumsum(0) - counts)[rows]
+        block, inside = starts[rows] + number // width, number % width
+        columns = self._col[block].long() * width + inside
+        return Slab(first, last, rows, columns, self._bits[block, (first + rows) % height, inside])
+
+
+def _falls(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Which entries do not lie behind the one before them, of the same row."""
+    return (rows[1:] == rows[:-1]) & (columns[1:] <= columns[:-1])
+
+
+def _sorted(slab: Slab) -> Slab:
+    order = slab.columns.argsort(stable=True)
+    order = order[slab.rows[order].argsort(stable=True)]
+    return slab._replace(columns=slab.columns[order], bits=slab.bits[order])
