@@ -16,6 +16,7 @@ from kernlib.families.sparse.matrix import (
     compressed,
     is_unpruned,
 )
+from kernlib.families.sparse.matrix import rounded as in_dtype
 from kernlib.families.sparse.prune import check_density, check_per, magnitude
 from kernlib.nn.linears import check_is_linear, renew
 from kernlib.runtime.tensors import check_dense, check_layout, stand_ins
@@ -115,15 +116,13 @@ def restored(layout: str, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
 
 
 def rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
-    """The matrix in another dtype: in its format, or in the best one where that cannot hold it."""
+    """:func:`kernlib.families.sparse.matrix.rounded`, with errors that speak of the layer."""
     dtype = checked_dtype(dtype)
     if matrix.device.type == "meta":
         raise TypeError(
             f"a SparseLinear on meta has no values to turn from {matrix.dtype} into {dtype}"
         )
-    dense = matrix.to_dense().to(dtype)
-    fits = format_of(matrix.format).nbytes(dense) is not None
-    return compressed(dense, matrix.format if fits else "auto")
+    return in_dtype(matrix, dtype)
 
 
 def of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:

@@ -90,6 +90,17 @@ def test_a_layer_is_the_linear_that_it_was_made_of(format, bias):
     assert f"bytes={layer.nbytes}" in text and f"bias={bias}" in text
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_layer_whose_weight_is_one_of_torchs_sparse_tensors():
+    for layout in ("csr", "csc", "coo", "bsr", "bsc"):
+        plain, size = linear(), ((10, 20),) if layout.startswith("bs") else ()
+        dense = plain.weight.detach()
+        plain.weight = nn.Parameter(getattr(dense, f"to_sparse_{layout}")(*size), False)
+        layer = SparseLinear.from_linear(plain)
+        assert torch.equal(layer.to_dense(), dense), layout
+        assert layer.matrix.nnz == dense.count_nonzero()
+
+
 def test_a_density_prunes_a_copy():
     plain = linear(density=None)
     before = plain.weight.detach().clone()

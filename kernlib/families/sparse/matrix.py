@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import stand_ins
 
 if TYPE_CHECKING:
-    from kernlib.families.sparse.formats.entries import Entries
+    from kernlib.families.sparse.formats.entries import Entries, Found
 
 UNPRUNED = 0.9  # a density above what pruning leaves; from 0.93 on no format saves memory
 LAID_OUT_BYTES = 256 << 20  # of a dense matrix that is made on the way to a compressed one
@@ -176,7 +176,10 @@ class SparseMatrix:
         write, which waits for the device."""
         known = self.known_nnz()
         if known is None:
-            known = int(torch.count_nonzero(self.to_dense()))
+            if _is_laid_out(self):
+                known = int(torch.count_nonzero(_dense_of(self)))
+            else:
+                known = sum(found.bits.numel() for found in _entries(self))
             _count(self, known)
         return known
 
@@ -241,7 +244,14 @@ class SparseMatrix:
         cannot hold it."""
         check_columns(columns)
         formats().check_format(format)
-        dense = None if format == self._format else self.to_dense()
+        if format == self._format:
+            return self
+        if not _is_laid_out(self):
+            entries = by_entries(self, False)
+            if format == "auto":
+                format = formats().auto_entries(entries, columns)
+            return self if format == self._format else of_entries(entries, format, columns)
+        dense = _dense_of(self)
         if format == "auto":
             format = formats().auto(dense, columns)
         return self if format == self._format else compressed(dense, format)
@@ -377,8 +387,58 @@ def _pair(w: SparseMatrix, turned: SparseMatrix, states: tuple[State, State]) ->
     setattr(w._operands[0], TURNED, states[::-1])
 
 
+def _is_small(shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether a matrix may be laid out densely on the way to something else."""
+    return shape[0] * shape[1] * dtype.itemsize <= LAID_OUT_BYTES
+
+
+def _is_laid_out(w: SparseMatrix) -> bool:
+    """Whether a matrix is laid out densely, or may be on the way to something else."""
+    return w._format == "dense" or _is_small(w._shape, w._dtype)
+
+
+def _dense_of(w: SparseMatrix) -> torch.Tensor:
+    """To be read: in the dense format it is what is there."""
+    return w._operands[0] if w._format == "dense" else w.to_dense()
+
+
+def _entries(w: SparseMatrix) -> Iterator[Found]:
+    """Those that are not 0, some at a time."""
+    if w._device.type == "cuda":
+        check_place(w, [t.data_ptr() for t in w._operands])
+    format = format_of(w._format)
+    tensors = dict(zip(format.TENSORS, w._operands, strict=True))
+    with untransformed():
+        yield from format.read_entries(tensors, w._facts, w._shape, w._dtype)
+
+
+def rounded(w: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
+    """A matrix in another dtype: in its format, or in the best one where that cannot hold it."""
+    format = format_of(w.format)
+    if not _is_laid_out(w):
+        entries = by_entries(w, False).to(dtype)
+        fits = format.measure_entries(entries) is not None
+        return of_entries(entries, w.format if fits else "auto", 1)
+    dense = _dense_of(w).to(dtype)
+    return compressed(dense, w.format if format.nbytes(dense) is not None else "auto")
+
+
+def by_entries(w: SparseMatrix, turned: bool) -> Entries:
+    """The entries of a matrix, or of its transpose, by rows."""
+    from kernlib.families.sparse.formats.entries import Found, of_found
+
+    found, shape = _entries(w), w._shape
+    if turned:
+        found, shape = (Found(c, r, bits) for r, c, bits in found), shape[::-1]
+    return of_found(found, shape, torch.empty(0, dtype=w._dtype, device=w._device))
+
+
 def _turned(w: SparseMatrix) -> SparseMatrix:
-    dense = w.to_dense().t()
+    if not _is_laid_out(w):
+        entries = by_entries(w, True)
+        fits = format_of(w.format).measure_entries(entries) is not None
+        return of_entries(entries, w.format if fits else "auto", 1)
+    dense = _dense_of(w).t()
     fits = format_of(w.format).nbytes(dense) is not None
     made = compressed(dense, w.format if fits else "auto")
     _count(made, w.known_nnz())
@@ -447,8 +507,7 @@ def of_entries(entries: Entries, format: str, columns: int) -> SparseMatrix:
     out densely on a GPU, for the kernels there."""
     check_columns(columns)
     formats().check_format(format)
-    size = entries.shape[0] * entries.shape[1] * entries.dtype.itemsize
-    if entries.device.type == "cuda" and size <= LAID_OUT_BYTES:
+    if entries.device.type == "cuda" and _is_small(entries.shape, entries.dtype):
         made = compressed(format_of("dense").encode_entries(entries)[0]["values"], format, columns)
         _count(made, entries.nnz)
         return made

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kernlib import sparse
-from kernlib.families.sparse.matrix import compressed
+from kernlib.families.sparse import matrix
+from kernlib.families.sparse.matrix import compressed, rounded
 from kernlib.sparse import compress
 from tests.families.sparse.cases import FORMATS, random
 from tests.support.paths import ROOT
@@ -69,7 +70,7 @@ def test_torchs_sparse_layouts_give_the_bytes_of_the_dense_matrix(format, seed):
 
 
 MEMORY = """
-import resource, sys, torch
+import pickle, resource, sys, torch
 from kernlib import sparse
 from kernlib.families.sparse.formats import bitmap, macko, slices
 size, format = int(sys.argv[1]), sys.argv[2]
@@ -80,18 +81,44 @@ most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = most()
 w = sparse.from_csr(crow, col, values, (size, size), format)
 assert w.nnz == 3 * size
+x = torch.ones(2, size, dtype=torch.float16, requires_grad=True)
+y = sparse.matmul(w, x)
+y.sum().backward()
+assert torch.equal(y, torch.full_like(y, 3)) and torch.equal(x.grad, torch.full_like(y, 3))
+back = pickle.loads(pickle.dumps(w.transpose().convert("u4")))
+assert back.nnz == 3 * size and back.density == 3 / size
 assert most() - before < w.nbytes + (350 << 20), (most() - before, w.nbytes)
 assert w.nbytes < (100 << 20)
 """
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["auto", "macko"])
-def test_csr_takes_the_memory_of_its_result_and_a_part_of_fixed_size(format):
-    """Of a cyclic tridiagonal matrix, of 800 MB where it is laid out densely."""
+def test_a_large_matrix_is_nowhere_laid_out_densely(format):
+    """A cyclic tridiagonal one, of 800 MB where it is, from CSR to gradients."""
     command = [sys.executable, "-c", MEMORY, "20000", format]
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", FORMATS)
+def test_by_entries_a_matrix_becomes_what_it_does_by_the_dense_matrix(
+    format, dtype, seed, monkeypatch
+):
+    w = compress(random(70, 700, 0.05, dtype), format)
+    other = torch.float16 if dtype == torch.float32 else torch.float32
+
+    def became():
+        fresh = matrix.SparseMatrix(w.format, w.shape, w.dtype, w.tensors, w.facts)
+        turned = fresh.transpose()
+        return fresh, turned, fresh.convert("auto"), turned.convert("u4"), rounded(fresh, other)
+
+    dense = became()
+    monkeypatch.setattr(matrix, "LAID_OUT_BYTES", -1)
+    for one, right in zip(became(), dense, strict=True):
+        assert_same(one, right)
 
 
 NO_MATRIX = {

@@ -63,6 +63,19 @@ def fill_entries(slab: Slab, offsets: torch.Tensor, across: int, data: torch.Ten
     values[(start + HEADER) // values.element_size() + number] = slab.bits[order]
 
 
+def read_entries(
+    data: torch.Tensor, starts: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Of each value in the chunks at ``starts``: the number of the chunk among these, row and
+    column in it, and bits. On any device."""
+    present = positions(data.view(-1, UNIT)[headers(starts)])
+    chunk, place = present.nonzero(as_tuple=True)
+    j, t, g = place % 4, place // 4 % 4, place // 16 % 8
+    plane, half, block = place // 128 % 2, place // 256 % 2, place // 512
+    values = data.view(BITS[dtype])[_places(starts, present.sum(-1), dtype.itemsize)]
+    return chunk, half * 8 + g, block * 32 + t * 8 + plane * 4 + j, values
+
+
 def decode(
     data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:

@@ -7,7 +7,7 @@ What a slab takes is bounded, whatever the matrix is: it has SLAB entries, or el
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,29 @@ class Slab(NamedTuple):
         return self._replace(rows=self.rows[kept], columns=self.columns[kept], bits=self.bits[kept])
 
 
+class Found(NamedTuple):
+    """Entries of a compressed matrix, in any order: rows and columns, int64, and bits."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    bits: torch.Tensor
+
+
+def of_found(parts: Iterable[Found], shape: tuple[int, int], like: torch.Tensor) -> Entries:
+    """Those of a matrix by its entries in any order. ``like`` is an empty tensor of its values'
+    dtype and device."""
+    listed = [*parts]
+    none = torch.empty(0, dtype=torch.int64, device=like.device)
+    rows, columns = (torch.cat([none, *(part[i] for part in listed)]) for i in (0, 1))
+    values = torch.cat([like, *(part.bits.view(like.dtype) for part in listed)])
+    listed.clear()
+    order = rows.argsort(stable=True)
+    starts = torch.nn.functional.pad(torch.bincount(rows, minlength=shape[0]).cumsum(0), (1, 0))
+    found = Entries(starts, columns[order], values[order], shape)
+    found.check("columns")
+    return found
+
+
 class Entries:
     """The entries of a matrix of ``shape``: of row r those from ``crow[r]`` to before
     ``crow[r + 1]``, each in its column ``col``, in any order.
@@ -58,6 +81,20 @@ class Entries:
         self._is_sorted = True
         self._only: Slab | None = None  # of a matrix that is one
         self.nnz = 0  # entries that are not 0
+
+    def to(self, dtype: torch.dtype) -> Entries:
+        """The matrix with its values in another dtype, of those that formats hold."""
+        values = self._bits.view(self.dtype).to(dtype)
+        found = Entries(self._crow, self._col, values, self.shape)
+        found.check("columns")
+        return found
+
+    def as_coo(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in torch's layout COO, its values in a dtype."""
+        rows = torch.repeat_interleave(self._crow.long().diff())
+        values = self._bits.view(self.dtype).to(dtype)
+        indices = torch.stack((rows, self._col.long()))
+        return torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=False)
 
     def check(self, name: str) -> None:
         """Look at all columns, and count the entries. Raises ValueError, naming ``name``, for such

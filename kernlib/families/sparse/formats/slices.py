@@ -50,7 +50,7 @@ import torch
 
 from kernlib.families.sparse.formats import slices_cpu as cpu
 from kernlib.families.sparse.formats.encoding import check_facts, check_size, check_tensors, matrix
-from kernlib.families.sparse.formats.entries import CELLS, Entries
+from kernlib.families.sparse.formats.entries import CELLS, Entries, Found
 from kernlib.families.sparse.lowering.codes import (
     LANES,
     MOST_SIZE,
@@ -170,6 +170,16 @@ class SlicesFormat(NamedTuple):
         if dense.numel() and tensors["data"].numel():
             _codec(dense).read(self.code, tensors, facts["width"], dense)
         return dense
+
+    def read_entries(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        facts: Mapping[str, int],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> Iterator[Found]:
+        """The entries that are not 0, some at a time."""
+        return cpu.read_entries(self.code, tensors, facts["width"], shape[1], dtype)
 
     def nbytes(self, dense: torch.Tensor) -> int | None:
         """Bytes of what :meth:`encode` would make; None for a matrix it refuses. The host waits for

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
-from kernlib.families.sparse.formats.entries import SLAB, Entries, Slab
+from kernlib.families.sparse.formats.entries import CELLS, SLAB, Entries, Found, Slab
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.lowering.arithmetic import ceil_div
 
@@ -131,16 +131,32 @@ def _slots(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
     """Write all entries into ``dense``, contiguous and zero before."""
-    itemsize, rows, data = dense.element_size(), tensors["rows"], tensors["data"]
+    flat, cols = bits(dense).view(-1), dense.shape[1]
+    for rows, columns, found in _read(code, tensors, width, cols, dense.dtype):
+        flat[rows * cols + columns] = found
+
+
+def read_entries(
+    code: Code, tensors: Mapping[str, torch.Tensor], width: int, cols: int, dtype: torch.dtype
+) -> Iterator[Found]:
+    """The entries that are not 0 of a matrix with so many columns. On any device."""
+    for found in _read(code, tensors, width, cols, dtype):
+        kept = nonzero(found.bits)
+        yield Found(*(part[kept] for part in found))
+
+
+def _read(
+    code: Code, tensors: Mapping[str, torch.Tensor], width: int, cols: int, dtype: torch.dtype
+) -> Iterator[Found]:
+    """The entries with bits, those of some slices of a panel at a time."""
+    itemsize, rows, data = dtype.itemsize, tensors["rows"], tensors["data"]
     if data.storage_offset() % itemsize:
         data = data.clone()
-    starts = tensors["offsets"].to(torch.int64)
-    slices, cols = rows.shape[1], dense.shape[1]
-    flat = bits(dense).view(-1)
-    values = data.view(BITS[dense.dtype])
+    starts, slices = tensors["offsets"], rows.shape[1]
+    values = data.view(BITS[dtype])
     lanes = torch.arange(LANES, dtype=torch.int64, device=data.device)
-    for index in range(rows.shape[0]):
-        own = starts[index * slices : (index + 1) * slices + 1]
+    for low, high in _some_slices(starts, slices):
+        own = starts[low : high + 1].long()
         lengths, first = own.diff(), own[:-1] - own[0]
         place = torch.repeat_interleave(lengths)
         number = torch.arange(len(place), dtype=torch.int64, device=data.device)
@@ -150,10 +166,22 @@ def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: tor
         found = values[(base + value) // itemsize]
         column = (data[base + step].to(torch.int64) >> shift & code.mask).cumsum(0)
         before = torch.nn.functional.pad(column, (0, 0, 1, 0))[first[place]]
-        column = column - before + number * code.least + index * width
-        row = numbers(rows[index])[place]
+        panel = ((low + place) // slices)[:, None]
+        column = column - before + number * code.least + panel * width
+        row = numbers(rows.view(-1, rows.shape[-1])[low:high])[place]
         real = (found != 0) & (column < cols) & (row >= 0)
-        flat[row[real] * cols + column[real]] = found[real]
+        yield Found(row[real], column[real], found[real])
+
+
+def _some_slices(starts: torch.Tensor, slices: int) -> Iterator[tuple[int, int]]:
+    """All slices, as many at a time as have SLAB codes, or CELLS of them: or else one."""
+    low, count = 0, starts.numel() - 1
+    while low < count:
+        most = min(int(starts[low]) + SLAB // LANES, int(starts[-1]))
+        high = int(torch.searchsorted(starts, most, right=True)) - 1
+        high = min(max(high, low + 1), low + CELLS, count)
+        yield low, high
+        low = high
 
 
 def steps_of_lanes(

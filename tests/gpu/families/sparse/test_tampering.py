@@ -97,7 +97,7 @@ def test_states_of_the_gpu_pass(format, dtype, seed):
 
 def test_csr_of_any_indices(seed):
     crow, values = torch.tensor([0, 2, 3], device="cuda"), torch.ones(3, device="cuda")
-    for col in ([0, 4, 1], [0, 2**40, -1], [2, 1, 0]):
+    for col in ([0, 4, 1], [0, 2**40, -1], [2, 2, 0]):
         with pytest.raises(ValueError, match="col must"):
             sparse.from_csr(crow, torch.tensor(col, device="cuda"), values, (2, 4))
     with pytest.raises(ValueError, match="crow must rise"):
