@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
+from kernlib.descriptors.base import whole
 from kernlib.families.sparse.entries_of import of_rows
 from kernlib.families.sparse.matrix import SparseMatrix, of_entries
 from kernlib.runtime.tensors import check_dense
@@ -42,9 +43,15 @@ def from_csr(
 
 def _checked_shape(shape) -> tuple[int, int]:
     """Raises TypeError for what is not two ints, ValueError for sizes below 0."""
+<<<<<<< HEAD
     found = tuple(map(whole, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(found) != 2 or None in found:
+=======
+    found = tuple(shape) if isinstance(shape, (tuple, list)) else ()
+    is_right = len(found) == 2 and all(isinstance(size, Integral) for size in found)
+    if not is_right or any(isinstance(size, bool) for size in found):
+>>>>>>> 8026076a (The shape of from_csr may hold numpy's integers, and the pages say what pip install --target and calls on the command line do)
         raise TypeError(f"shape must be two ints (rows, columns), got {shape!r}")
     if min(found) < 0:
         raise ValueError(f"shape must be (rows, columns) of at least 0, got {found}")
-    return found
+    return int(found[0]), int(found[1])

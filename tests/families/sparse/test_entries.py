@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 
@@ -174,6 +175,7 @@ def test_what_is_no_csr_is_refused(message):
         "shape": (2, 4),
     }  # fmt: skip
     assert sparse.from_csr(**given, format="bitmap").nnz == 3
+    assert sparse.from_csr(**given | {"shape": [numpy.int64(2), 4]}).shape == (2, 4)
     with pytest.raises((TypeError, ValueError), match=message):
         sparse.from_csr(**given | CSR[message], format="bitmap")
 
