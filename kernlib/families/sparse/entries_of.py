@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS
-from kernlib.families.sparse.formats.entries import Entries
+from kernlib.families.sparse.formats.entries import Entries, coo
 from kernlib.runtime.tensors import materialised, stand_ins
 
 INDICES = (torch.int32, torch.int64)
@@ -86,9 +86,7 @@ def _of_coo(dense: torch.Tensor) -> Entries:
         _check_within(indices, size, names[0])
     row = dense._indices()[0]
     if not dense.is_coalesced() or bool((row[1:] < row[:-1]).any()):
-        dense = torch.sparse_coo_tensor(
-            dense._indices(), dense._values(), dense.shape, check_invariants=False
-        ).coalesce()
+        dense = coo(dense._indices(), dense._values(), tuple(dense.shape)).coalesce()
     row, col = dense._indices()
     return of_rows(_starts(row, lines), col, dense._values(), tuple(dense.shape), names)
 

@@ -94,7 +94,7 @@ class Entries:
         rows = torch.repeat_interleave(self._crow.long().diff())
         values = self._bits.view(self.dtype).to(dtype)
         indices = torch.stack((rows, self._col.long()))
-        return torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=False)
+        return coo(indices, values, self.shape)
 
     def check(self, name: str) -> None:
         """Look at all columns, and count the entries. Raises ValueError, naming ``name``, for such
@@ -161,6 +161,14 @@ class Entries:
         block, inside = starts[rows] + number // width, number % width
         columns = self._col[block].long() * width + inside
         return Slab(first, last, rows, columns, self._bits[block, (first + rows) % height, inside])
+
+
+def coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """A tensor of torch's layout COO, of indices that have been checked."""
+    kind, place = values.dtype, values.device
+    return torch.sparse_coo_tensor(
+        indices, values, shape, dtype=kind, device=place, check_invariants=False
+    )
 
 
 def _falls(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,8 @@ def _put(code: Code, entries: _Codes, offsets: torch.Tensor, data: torch.Tensor)
 def _parts(taken: torch.Tensor) -> Iterator[slice]:
     """All entries, as many at a time as make SLAB codes, which may be hundreds for each."""
     ends = taken.cumsum(0)
-    marks = torch.arange(1, ceil_div(int(ends[-1]), SLAB), device=taken.device) * SLAB
+    count = ceil_div(int(ends[-1]), SLAB)
+    marks = torch.arange(1, count, dtype=torch.int64, device=taken.device) * SLAB
     bounds = [0, *torch.searchsorted(ends, marks).tolist(), taken.numel()]
     for first, last in pairwise(bounds):
         yield slice(first, last)
