@@ -13,6 +13,7 @@ from kernlib.runtime.tensors import (
     is_lazy,
     materialised,
     overlaps_itself,
+    refuse_distributed,
     refuse_overlap,
     refuse_transforms,
 )
@@ -88,6 +89,7 @@ def check_matrix(a: torch.Tensor, overwrite: bool) -> torch.Tensor:
 
 def _check_tensor(name: str, tensor: torch.Tensor, overwrite: bool) -> torch.Tensor:
     check_dense((name,), **{name: tensor})
+    refuse_distributed(**{name: tensor})
     refuse_transforms(_NO_TRANSFORMS, **{name: tensor})
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}")

@@ -14,7 +14,7 @@ from kernlib.linalg.captured import Captured, is_busy, is_capturable
 from kernlib.linalg.checks import DTYPES, refuse_meta
 from kernlib.runtime.numbers import check_kind, host_value
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.tensors import check_dense, refuse_transforms
+from kernlib.runtime.tensors import check_dense, refuse_distributed, refuse_transforms
 
 if TYPE_CHECKING:
     from kernlib.linalg.nystrom import NystromPreconditioner
@@ -267,6 +267,7 @@ def _check_functions(matmul, preconditioner) -> None:
 
 def _check(b, x0, tol, max_iter, check_every) -> tuple[float, int, int]:
     check_dense(("b",), b=b, x0=x0)
+    refuse_distributed(b=b, x0=x0)
     refuse_transforms(_NO_TRANSFORMS, b=b, x0=x0)
     refuse_meta("b", b)
     if b.dtype not in DTYPES:

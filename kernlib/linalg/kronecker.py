@@ -32,7 +32,13 @@ from kernlib.runtime.arguments import check_same_kind
 from kernlib.runtime.numbers import extremes, host_value, on_device
 from kernlib.runtime.precision import rounds_gradients, without_autocast
 from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import check_dense, check_layout, refuse_transforms, stand_ins
+from kernlib.runtime.tensors import (
+    check_dense,
+    check_layout,
+    refuse_distributed,
+    refuse_transforms,
+    stand_ins,
+)
 
 _NO_TRANSFORMS = "kernlib.linalg does not support; give it a batch of matrices instead"
 
@@ -225,6 +231,7 @@ def as_square(factors, *, check_errors: bool = False) -> Sequence[torch.Tensor]:
     for index, factor in enumerate(factors):
         name = f"factors[{index}]"
         refuse_transforms(_NO_TRANSFORMS, **{name: factor})
+        refuse_distributed(**{name: factor})
         check_same_kind("factors[0]", factors[0], name, factor, DTYPES)
         shape = tuple(factor.shape)
         if len(shape) < 2 or shape[-1] != shape[-2]:

@@ -18,7 +18,11 @@ from kernlib.linalg.infos import of_cholesky
 from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.precision import without_autocast
+<<<<<<< HEAD
 from kernlib.runtime.tensors import check_dense, check_layout, refuse_gradients
+=======
+from kernlib.runtime.tensors import check_dense, refuse_distributed, refuse_gradients
+>>>>>>> d1557365 (DTensors are operands of kernlib's operators without local_map, and each process computes its own rows)
 
 # Rows that are widened to float64 at once: 2^22 numbers, 32 MiB, whatever the rank.
 _CHUNK = 1 << 22
@@ -106,6 +110,7 @@ def check_points(descriptor, x: torch.Tensor, regularization) -> float:
             "kernlib.linalg.conjugate_gradient a function of kernlib.kernel_matmul"
         )
     check_dense(("x",), x=x)
+    refuse_distributed(x=x)
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be float32 or float64, got {x.dtype}")
     if x.dim() != 2:

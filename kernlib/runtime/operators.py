@@ -11,6 +11,8 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from kernlib import sharding
+
 
 class _Library(torch.library.Library):
     """Operators, of which none lets a forward-mode derivative pass by: torch records gradients of
@@ -62,17 +64,18 @@ def register(
         )
     if vmap is not None:
         torch.library.register_vmap(f"kernlib::{name}", vmap, lib=_library)
-    _register_flops(operator, fake.__module__)
+    family = ".".join(fake.__module__.split(".")[:3])
+    _register_flops(operator, family)
+    sharding.follow(operator, family, _library)
     return operator
 
 
-def _register_flops(operator: torch._ops.OpOverload, module: str) -> None:
+def _register_flops(operator: torch._ops.OpOverload, family: str) -> None:
     """Have FlopCounterMode count an operator by the formula in ``flops`` of its family, whose
     ``FORMULAS`` are functions of the result and the operator's arguments by name."""
     from torch.utils import flop_counter  # 8 ms that only who records calls pays
 
     names = [argument.name for argument in operator._schema.arguments]
-    family = ".".join(module.split(".")[:3])
 
     def count(*values, out_val=None, **named) -> int:
         formula = import_module(f"{family}.flops").FORMULAS.get(operator._opname)

@@ -11,6 +11,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy as is_uninitialized
 
+from kernlib import sharding
+
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
 # No GPU memory lies below 4 GiB. An address there is the offset of a view of a tensor that has no
 # memory. Such a view with an offset of 4 GiB or more is not recognised.
@@ -118,6 +120,7 @@ def stand_ins(*tensors) -> bool:
     own, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
     for t in tensors:  # any() over a generator would double the time
         if isinstance(t, torch.Tensor) and (type(t).__torch_dispatch__ is not own or functional(t)):
+            sharding.notice(type(t))
             return True
     return False
 
@@ -132,6 +135,16 @@ def refuse_transforms(advice: str, /, **tensors) -> None:
         if tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
                 f"{name} is inside a transform of torch.func (vmap, grad ...), which {advice}"
+            )
+
+
+def refuse_distributed(**tensors) -> None:
+    """Raises TypeError for DTensors in a call that is no operator of torch."""
+    for name, tensor in tensors.items():
+        if tensor is not None and is_of(tensor, "DTensor"):
+            raise TypeError(
+                f"{name} is a DTensor, which this call does not take: pass {name}.full_tensor(), or "
+                "have each process call it by torch.distributed.tensor.experimental.local_map"
             )
 
 

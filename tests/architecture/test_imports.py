@@ -43,6 +43,7 @@ FORBIDDEN = {
     "canonical.py": ("torch", "cuda", "lmdb", "kernlib"),
     "calls.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
     "debug.py": ("cuda", "lmdb", "kernlib.families", "kernlib.jit", "kernlib.run", *ABOVE),
+    "sharding.py": ("cuda", "lmdb", "kernlib"),
     "hints.py": ("torch", "cuda", "lmdb", "kernlib"),
     "errors.py": ("torch", "cuda", "lmdb", "kernlib"),
     "events.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from kernlib import sharding
 from kernlib.descriptors.epilogues import Matern
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -78,7 +79,8 @@ def finish(
         return v
     m = torch.arange(v.shape[1], dtype=torch.int64, device=v.device)[:, None]
     n = torch.arange(v.shape[2], dtype=torch.int64, device=v.device)[None, :]
-    return torch.where(n - m == diagonal, v + regularization, v)
+    is_own = sharding.beside(n - m == diagonal, v)
+    return torch.where(is_own, v + regularization, v)
 
 
 def _is_matern(descriptor: Pairwise) -> bool:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
+<<<<<<< HEAD
 from kernlib.descriptors.base import real, shown
 from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself, refuse_other
+=======
+from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself, refuse_distributed
+>>>>>>> d1557365 (DTensors are operands of kernlib's operators without local_map, and each process computes its own rows)
 
 PER = ("matrix", "row")
 _KEYS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -119,6 +123,7 @@ def _check(weight, density, per: str) -> None:
         zero = " that have a zero" if weight.dtype.itemsize == 1 else ""
         raise TypeError(f"weight must be a tensor of floats{zero}, got {weight.dtype}")
     check_dense(("weight",), weight=weight)
+    refuse_distributed(weight=weight)
     check_density(density)
     check_per(per)
 

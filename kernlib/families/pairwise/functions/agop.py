@@ -23,6 +23,7 @@ from kernlib.runtime.tensors import (
     is_lazy,
     materialised,
     refuse_any_overlap,
+    refuse_distributed,
     refuse_gradients,
     refuse_transforms,
 )
@@ -127,6 +128,7 @@ def agop(
     check_flag("diagonal", diagonal)
     check_flag("centred", centred)
     refuse_transforms(checks.NO_TRANSFORMS, x=x, z=z, coefficients=coefficients, out=out)
+    refuse_distributed(x=x, z=z, coefficients=coefficients)
     refuse_gradients("agop", x=x, z=z, coefficients=coefficients, out=out, **hyperparameters)
     _check_points(x, z, coefficients)
     made = per_point.respelled(x, z, hyperparameters, coefficients)

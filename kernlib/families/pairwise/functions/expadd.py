@@ -26,6 +26,7 @@ from kernlib.runtime.tensors import (
     check_memory,
     check_out_shape,
     refuse_any_overlap,
+    refuse_distributed,
     refuse_gradients,
     refuse_overlap,
     refuse_transforms,
@@ -194,6 +195,7 @@ def _check_gradient(
     check_dense(("a", "b", "c", "d"), **tensors, out=out)
     given = {name: t for name, t in tensors.items() if t is not None}
     refuse_transforms(checks.NO_TRANSFORMS, **given)
+    refuse_distributed(**tensors)
     sizes = _check_tensors(given)
     for name, value in numbers.items():
         _check_number(name, value)

@@ -12,7 +12,7 @@ from kernlib.families.pairwise.descriptor import OPERATORS
 from kernlib.runtime import numbers
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.tensors import check_dense, check_memory, check_out_shape
+from kernlib.runtime.tensors import check_dense, check_memory, check_out_shape, refuse_distributed
 
 SMALLEST = {torch.float32: 2.0**-126, torch.float64: 2.0**-1022}  # that no instruction flushes
 STAGES = (
@@ -112,6 +112,7 @@ def check_tensors(kind: Kind, operands: Operands, out) -> None:
     named = dict(zip(kind.names, operands, strict=True))
     required = kind.names[: 4 if kind.plain else 3]
     check_dense(required, **named, out=out)
+    refuse_distributed(**named)
 
 
 def _check_kind_of_call(kind: Kind) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from kernlib.runtime.tensors import check_dense, materialised
+from kernlib.runtime.tensors import check_dense, materialised, refuse_distributed
 
 # dtypes of values, and the integers of as many bits.
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -22,6 +22,7 @@ def matrix(dense: torch.Tensor) -> torch.Tensor:
     """A dense matrix whose memory holds its values, without a record of gradients. Raises TypeError
     for what is no dense tensor, ValueError for one that is not a matrix of a dtype of ``BITS``."""
     check_dense(("dense",), dense=dense)
+    refuse_distributed(dense=dense)
     if dense.dim() != 2:
         raise ValueError(f"dense must be a matrix (rows, columns), got shape {tuple(dense.shape)}")
     if dense.dtype not in BITS:

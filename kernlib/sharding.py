@@ -1,0 +1,141 @@
+"""Operators of DTensors: each process computes with what it holds, where that makes a part of the
+result or of a sum, and otherwise with the whole.
+
+A family says which in ``RULES`` of its ``sharding``: functions of an operator's arguments by name,
+whose :class:`Choice`s may be combined, one for each dimension of the mesh.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+WHOLE = ("layout", "matrix", "transposed")  # lists of indices, which every process has all of
+_operators: list[tuple[torch._ops.OpOverload, str, torch.library.Library]] = []
+_is_registered = False
+
+
+class Choice(NamedTuple):
+    """Tensors by name that may be sharded together, each along a dimension, all of one size; and
+    the results then, each sharded along a dimension, or with None a part of a sum."""
+
+    inputs: dict[str, int]
+    outputs: tuple[int | None, ...]
+
+
+def follow(operator: torch._ops.OpOverload, family: str, library: torch.library.Library) -> None:
+    """Have an operator of a family take DTensors, as soon as there are any."""
+    _operators.append((operator, family, library))
+    if _is_registered:
+        _register(*_operators[-1])
+
+
+def notice(kind: type) -> None:
+    """Register all operators for a class of tensors if that is torch's DTensor."""
+    global _is_registered
+    if not _is_registered and kind.__name__ == "DTensor":
+        _is_registered = True
+        for each in _operators:
+            _register(*each)
+
+
+def beside(t: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A tensor that is the same in all processes, as a DTensor beside another one."""
+    if not _is_distributed(other):
+        return t
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = other.device_mesh
+    return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _register(operator: torch._ops.OpOverload, family: str, library: torch.library.Library) -> None:
+    from torch.distributed.tensor import DTensor
+
+    def compute(cls, function, types, args, kwargs):
+        rule = import_module(f"{family}.sharding").RULES.get(operator._opname)
+        return _compute(operator, rule, args, kwargs or {})
+
+    library._register_torch_dispatch_rule(operator._opname, DTensor, compute)
+
+
+def _compute(operator: torch._ops.OpOverload, rule, args: tuple, kwargs: dict) -> Any:
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    mesh = next(t.device_mesh for t in _leaves(given.values()) if _is_distributed(t))
+    choices = [] if rule is None else rule(**given)
+    chosen = [_chosen(choices, given, axis) for axis in range(mesh.ndim)]
+    with torch.no_grad():
+        local = {name: _local(name, value, mesh, chosen) for name, value in given.items()}
+    result = operator(**local)
+    if isinstance(result, torch.Tensor):
+        return _whole(result, 0, mesh, chosen, given)
+    return type(result)(_whole(t, place, mesh, chosen, given) for place, t in enumerate(result))
+
+
+def _leaves(values) -> list:
+    return [leaf for value in values for leaf in (value if isinstance(value, list) else [value])]
+
+
+def _is_distributed(value: object) -> bool:
+    return type(value).__name__ == "DTensor"
+
+
+def _chosen(choices: list[Choice], given: dict, axis: int) -> Choice | None:
+    """The first choice of which a tensor is sharded so along an axis of the mesh already."""
+    from torch.distributed.tensor import Shard
+
+    for choice in choices:
+        tensors = {name: given[name] for name in choice.inputs if given[name] is not None}
+        if all(map(_is_distributed, tensors.values())) and any(
+            t.placements[axis] == Shard(choice.inputs[name]) for name, t in tensors.items()
+        ):
+            return choice
+    return None
+
+
+def _local(name: str, value: Any, mesh, chosen: list) -> Any:
+    """What a process computes with in the place of an argument. Raises TypeError for a plain tensor
+    that nobody has said to be the same in all processes."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if isinstance(value, list):
+        return [_local(name, each, mesh, chosen) for each in value]
+    if _is_distributed(value):
+        placements: list[Placement] = [
+            Shard(choice.inputs[name]) if choice and name in choice.inputs else Replicate()
+            for choice in chosen
+        ]
+        return value.redistribute(mesh, placements).to_local()
+    if isinstance(value, torch.Tensor) and name not in WHOLE and value.dim():
+        raise TypeError(
+            f"{name} is a plain tensor beside DTensors: torch.distributed.tensor.distribute_tensor "
+            "makes it one, and distribute_module those of a layer"
+        )
+    return value
+
+
+def _whole(t: torch.Tensor, place: int, mesh, chosen: list, given: dict) -> DTensor:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    placements: list[Placement] = []
+    shape = list(t.shape)
+    for choice in chosen:
+        dim = -1 if choice is None else choice.outputs[place]
+        if choice is None:
+            placements.append(Replicate())
+        elif dim is None:
+            placements.append(Partial())
+        else:
+            name, along = next((n, d) for n, d in choice.inputs.items() if given[n] is not None)
+            placements.append(Shard(dim))
+            shape[dim] = given[name].shape[along]
+    like = torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        t.contiguous(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
