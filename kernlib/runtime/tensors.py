@@ -143,8 +143,9 @@ def refuse_distributed(**tensors) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and is_of(tensor, "DTensor"):
             raise TypeError(
-                f"{name} is a DTensor, which this call does not take: pass {name}.full_tensor(), or "
-                "have each process call it by torch.distributed.tensor.experimental.local_map"
+                f"{name} is a DTensor, which this call does not take: pass "
+                f"{name}.full_tensor(), or have each process call it by "
+                "torch.distributed.tensor.experimental.local_map"
             )
 
 
