@@ -18,11 +18,12 @@ from kernlib.linalg.infos import of_cholesky
 from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.precision import without_autocast
-<<<<<<< HEAD
-from kernlib.runtime.tensors import check_dense, check_layout, refuse_gradients
-=======
-from kernlib.runtime.tensors import check_dense, refuse_distributed, refuse_gradients
->>>>>>> d1557365 (DTensors are operands of kernlib's operators without local_map, and each process computes its own rows)
+from kernlib.runtime.tensors import (
+    check_dense,
+    check_layout,
+    refuse_distributed,
+    refuse_gradients,
+)
 
 # Rows that are widened to float64 at once: 2^22 numbers, 32 MiB, whatever the rank.
 _CHUNK = 1 << 22

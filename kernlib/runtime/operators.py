@@ -3,6 +3,7 @@ torch.export, make_fx, fake tensors. All operators of kernlib are registered her
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 
@@ -20,12 +21,13 @@ class _Library(torch.library.Library):
 
     def impl(self, op_name, fn, dispatch_key="", **options):
         if dispatch_key == "Autograd":
-            fn = _seen_by_forward_mode(op_name, fn)
+            fn = _seen_by_torch(op_name, fn)
         return super().impl(op_name, fn, dispatch_key, **options)
 
 
 _library = _Library("kernlib", "FRAGMENT")
-_forward: dict[str, Callable] = {}  # what torch differentiates in the place of an operator
+_forward: dict[str, Callable] = {}  # what torch differentiates, or exports, in its place
+_exported: dict[str, Callable] = {}  # further ones that exports take
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
@@ -114,14 +116,17 @@ def _seen_by_autograd(operator: torch._ops.OpOverload, recorded: Callable) -> Ca
     return autograd
 
 
-def _seen_by_forward_mode(name: str, kernel: Callable) -> Callable:
+def _seen_by_torch(name: str, kernel: Callable) -> Callable:
     """What autograd runs in the place of an operator, by ``kernel`` where no argument has a
-    forward-mode derivative. ``name`` may begin with the library's."""
+    forward-mode derivative, and outside of an export to ONNX, which knows operators of torch alone.
+    ``name`` may begin with the library's."""
+    own = name.rpartition("::")[2]
 
     def seen(keyset, *arguments, **named):
+        if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
+            return _for_onnx(own, arguments)
         if not _has_tangent(arguments):
             return kernel(keyset, *arguments, **named)
-        own = name.rpartition("::")[2]
         if own not in _forward:
             raise RuntimeError(
                 f"forward mode (torch.func.jvp, jacfwd) is not known of kernlib::{own}, which "
@@ -130,6 +135,25 @@ def _seen_by_forward_mode(name: str, kernel: Callable) -> Callable:
         return _forward[own](*arguments)
 
     return seen
+
+
+def exported_by(operator: torch._ops.OpOverload, function: Callable) -> None:
+    """Have exports to ONNX record what ``function`` of an operator's arguments does, by torch's own
+    operators; they do so with what answers in forward mode."""
+    _exported[operator._opname] = function
+
+
+def _for_onnx(name: str, arguments: tuple) -> torch.Tensor:
+    """An operator's result by torch's own, as an export to ONNX records it. Raises TypeError for an
+    operator that is no product of dense or block-sparse matrices, and no softmax of these."""
+    function = _forward.get(name) or _exported.get(name)
+    if function is None:
+        raise TypeError(
+            f"kernlib::{name} cannot be exported to ONNX: put what torch computes in its place, "
+            "as torch.cdist, or for a SparseLinear an nn.Linear whose weight is its to_dense(). "
+            "Kronecker, Kronecker-sparse and block-sparse products can be exported, and softmax"
+        )
+    return function(*arguments)
 
 
 def _has_tangent(values) -> bool:

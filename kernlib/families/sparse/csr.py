@@ -6,18 +6,10 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
-<<<<<<< HEAD
 from kernlib.descriptors.base import whole
 from kernlib.families.sparse.entries_of import of_rows
 from kernlib.families.sparse.matrix import SparseMatrix, of_entries
-from kernlib.runtime.tensors import check_dense
-=======
-from kernlib.families.sparse.formats.encoding import BITS
-from kernlib.families.sparse.matrix import SparseMatrix, compressed
-from kernlib.runtime.tensors import check_dense, materialised, refuse_distributed
-
-INDICES = (torch.int32, torch.int64)
->>>>>>> d1557365 (DTensors are operands of kernlib's operators without local_map, and each process computes its own rows)
+from kernlib.runtime.tensors import check_dense, refuse_distributed
 
 
 @takes_debug
@@ -43,36 +35,17 @@ def from_csr(
     matrix; and what :func:`kernlib.sparse.compress` raises.
     """
     check_dense(("crow", "col", "values"), crow=crow, col=col, values=values)
-<<<<<<< HEAD
+    refuse_distributed(crow=crow, col=col, values=values)
     shape = _checked_shape(shape)
     if values.dim() != 1:
         raise ValueError(f"values must have one dimension, got shape {tuple(values.shape)}")
     return of_entries(of_rows(crow, col, values, shape), format, columns)
-=======
-    refuse_distributed(crow=crow, col=col, values=values)
-    rows, cols = _checked_shape(shape)
-    _check_tensors(crow, col, values, rows)
-    crow, col = crow.detach().to(torch.int64), col.detach().to(torch.int64)
-    counts = crow.diff()
-    _check_rows(crow, counts, values.numel())
-    owner = torch.repeat_interleave(counts)
-    _check_columns(col, owner, cols)
-    dense = torch.zeros((rows, cols), dtype=values.dtype, device=values.device)
-    dense[owner, col] = materialised(values.detach())
-    return compressed(dense, format, columns)
->>>>>>> d1557365 (DTensors are operands of kernlib's operators without local_map, and each process computes its own rows)
 
 
 def _checked_shape(shape) -> tuple[int, int]:
     """Raises TypeError for what is not two ints, ValueError for sizes below 0."""
-<<<<<<< HEAD
     found = tuple(map(whole, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(found) != 2 or None in found:
-=======
-    found = tuple(shape) if isinstance(shape, (tuple, list)) else ()
-    is_right = len(found) == 2 and all(isinstance(size, Integral) for size in found)
-    if not is_right or any(isinstance(size, bool) for size in found):
->>>>>>> 8026076a (The shape of from_csr may hold numpy's integers, and the pages say what pip install --target and calls on the command line do)
         raise TypeError(f"shape must be two ints (rows, columns), got {shape!r}")
     if min(found) < 0:
         raise ValueError(f"shape must be (rows, columns) of at least 0, got {found}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
-<<<<<<< HEAD
 from kernlib.descriptors.base import real, shown
-from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself, refuse_other
-=======
-from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself, refuse_distributed
->>>>>>> d1557365 (DTensors are operands of kernlib's operators without local_map, and each process computes its own rows)
+from kernlib.runtime.tensors import (
+    check_dense,
+    materialised,
+    overlaps_itself,
+    refuse_distributed,
+    refuse_other,
+)
 
 PER = ("matrix", "row")
 _KEYS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

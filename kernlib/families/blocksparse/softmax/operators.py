@@ -1,8 +1,8 @@
 """Block-sparse softmax and its gradient as operators of ``torch.library``, for whoever records
 calls and runs them later and inside of torch.vmap. Eager calls pass by.
 
-A layout goes in as its flat tensors and its form, the scale as a tensor or, where that is None, as a
-number.
+A layout goes in as its flat tensors and its form, the scale as a tensor or, where that is None, as
+a number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.blocksparse.layout import Layout, count_of
-from kernlib.families.blocksparse.softmax import arguments, gradients
+from kernlib.families.blocksparse.softmax import arguments, gradients, reference
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.families.blocksparse.softmax.gradients import Kept, Needs
 from kernlib.families.blocksparse.softmax.primitive import (
@@ -26,7 +26,7 @@ from kernlib.families.blocksparse.softmax.primitive import (
 )
 from kernlib.runtime.arguments import refuse_recorded_out, written
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.operators import in_front, register
+from kernlib.runtime.operators import exported_by, in_front, register
 
 _LAYOUT = "Tensor[] layout, str layout_text, Tensor? scale, float factor"
 
@@ -48,6 +48,14 @@ def _fake(
     parameters = arguments.given(rpe, key_padding_mask, attn_mask)
     arguments.check_operands(from_text(descriptor), operands, parameters)
     return x.new_empty(x.shape)
+
+
+def _by_torch(
+    x, layout, layout_text, scale, factor, descriptor, rpe, key_padding_mask, attn_mask, debug
+):
+    made, parameters = from_text(descriptor), arguments.given(rpe, key_padding_mask, attn_mask)
+    scale = factor if scale is None else scale
+    return reference.softmax(made, Layout.from_layout(layout_text, layout), x, scale, parameters)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -189,6 +197,7 @@ gradient = register(
     recorded=_gradient_recorded,
     vmap=_mapped_gradient,
 )
+exported_by(whole, _by_torch)
 
 
 # What Dynamo traces.
