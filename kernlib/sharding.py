@@ -65,8 +65,11 @@ def _register(operator: torch._ops.OpOverload, family: str, library: torch.libra
 
 
 def _compute(operator: torch._ops.OpOverload, rule, args: tuple, kwargs: dict) -> Any:
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    arguments = operator._schema.arguments
+    given = dict(zip([each.name for each in arguments], args, strict=False)) | kwargs
+    for each in arguments:
+        if each.alias_info is not None and each.alias_info.is_write:
+            raise TypeError(f"{each.name} takes no DTensors: leave it out, and copy the result")
     mesh = next(t.device_mesh for t in _leaves(given.values()) if _is_distributed(t))
     choices = [] if rule is None else rule(**given)
     chosen = [_chosen(choices, given, axis) for axis in range(mesh.ndim)]

@@ -24,10 +24,16 @@ def _product(result: torch.Tensor, /, *, a, b, layout, descriptor: str, **_) -> 
     return 2 * slots * rows * columns * result.numel() // max(1, lines)
 
 
+def heads_of(q: torch.Tensor, layout: list[torch.Tensor], layout_text: str) -> int:
+    """Heads of the layout of attention: 1 where it has none."""
+    rows = int(layout_text.split("x")[0])
+    return max(1, layout[0].shape[0] // max(1, -(-q.shape[2] // rows)))
+
+
 def _pairs(q, layout, layout_text: str) -> int:
     """Products of a query and a key."""
     rows, columns = map(int, layout_text.split(" ")[0].split("x"))
-    heads = max(1, layout[0].shape[0] // max(1, -(-q.shape[2] // rows)))  # of the layout
+    heads = heads_of(q, layout, layout_text)
     return q.shape[0] * q.shape[1] // heads * layout[3].shape[0] * rows * columns
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kernlib.descriptors.text import from_text
+from kernlib.families.blocksparse.flops import heads_of
 from kernlib.sharding import Choice
 
 
@@ -24,9 +25,14 @@ def _product(*, a, b, descriptor: str, tensors=(), **_) -> list[Choice]:
     return [] if made.epilogue else [Choice(sides, (None,))]
 
 
-def _attention(*, captured, scale, dropout_p: float, descriptor: str, **given) -> list[Choice]:
+def _attention(
+    *, q, layout, layout_text, captured, scale, dropout_p, descriptor: str, **given
+) -> list[Choice]:
     """Batches, where nothing else has one, and nothing goes by its number."""
+    given |= {"q": q}
     if captured or scale is not None or dropout_p or "batch" in descriptor:
+        return []
+    if heads_of(q, layout, layout_text) not in (1, q.shape[1]):  # a layout for each batch
         return []
     lengths = {name: 0 for name in ("q_lengths", "kv_lengths") if given[name] is not None}
     sides = dict.fromkeys(("grad", "grad_lse", "out", "lse", "q", "k", "v"), 0)

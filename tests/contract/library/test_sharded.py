@@ -23,6 +23,7 @@ from kernlib.nn import BlockSparseLinear, KroneckerLinear, KSLinear, SparseLinea
 
 WHOLE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 LAYOUT, HEADS = blocksparse.causal(32, 16), blocksparse.dense(32, 32, 16, heads=2)
+BATCHES = blocksparse.dense(32, 32, 16, heads=6)
 W, KERNEL, WIDTH = sparse.compress(torch.eye(32), "u4"), kl.gaussian(), {"bandwidth": 2.0}
 BLOCKS, TURNED = (3, 16, 16), kl.KroneckerSparse(2, 4, 4, 4, batch_last=True)
 
@@ -63,9 +64,14 @@ CASES = {
     "softmax": (lambda x: blocksparse.softmax(x, LAYOUT), (BLOCKS, ROWS), WHOLE),
     "attention": (lambda q, k, v: blocksparse.attention(q, k, v, HEADS),
                   *[((3, 2, 32, 8), placement) for placement in (ROWS, WHOLE, ROWS)], ROWS),
+    "a layout for each batch": (
+        lambda q, k, v: blocksparse.attention(q, k, v, BATCHES),
+        *[((3, 2, 32, 8), ROWS)] * 3, WHOLE,
+    ),
     "dropout": (lambda q, k, v: blocksparse.attention(q, k, v, HEADS, dropout_p=0.5, seed=1),
                 *[((3, 2, 32, 8), ROWS)] * 3, WHOLE),
 }  # fmt: skip
+GATHERED = ("dropout", "a layout for each batch")  # which takes another process
 LAYERS = {
     "KSLinear": lambda: KSLinear([(2, 4, 4, 4), (2, 4, 4, 4)]),
     "KroneckerLinear": lambda: KroneckerLinear((4, 8), (4, 8)),
@@ -92,7 +98,7 @@ def mesh():
 
 
 @pytest.mark.few(99)
-@pytest.mark.parametrize("case", [name for name in CASES if name != "dropout"])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in GATHERED])
 def test_a_process_computes_its_part_of_the_result(case, mesh):
     call, tensors, placements, wanted = made(case)
     sharded = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, placements, strict=True)]
@@ -106,8 +112,11 @@ def test_a_process_computes_its_part_of_the_result(case, mesh):
 
 def test_a_plain_tensor_beside_distributed_ones_is_refused_by_name(mesh):
     x = torch.randn(4, 3)
+    a = distribute_tensor(x, mesh, [WHOLE])
     with pytest.raises(TypeError, match=r"^b is a plain tensor beside DTensors: .*distribute_mod"):
-        kl.cdist(distribute_tensor(x, mesh, [WHOLE]), x)
+        kl.cdist(a, x)
+    with pytest.raises(TypeError, match=r"^out takes no DTensors: leave it out"):
+        kl.cdist(a, a, out=distribute_tensor(torch.empty(4, 4), mesh, [ROWS]))
 
 
 SQUARE = torch.eye(4)
