@@ -44,7 +44,7 @@ def notice(kind: type) -> None:
             _register(*each)
 
 
-def beside(t: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def beside(t: torch.Tensor, other: Any) -> torch.Tensor:
     """A tensor that is the same in all processes, as a DTensor beside another one."""
     if not _is_distributed(other):
         return t

@@ -17,7 +17,7 @@ def called(layer: nn.Module, input: Any) -> Any:
     """
     if isinstance(input, Proxy):
         return recorded(layer, input)
-    if isinstance(input, torch.Tensor) and input.layout == torch.jagged:
+    if getattr(input, "layout", None) == torch.jagged:
         return torch.nested.nested_tensor_from_jagged(
             layer(input.values()), input.offsets(), input.lengths(), input._ragged_idx
         )
