@@ -15,8 +15,10 @@ VARIABLES = ("KERNLIB_CACHE_BYTES", "KERNLIB_DEBUG", "KERNLIB_ASSERT_CACHED")
 
 @pytest.fixture
 def cache_dir(tmp_path, monkeypatch):
-    """A cache of this test's own, which the settings read anew, on a machine without a GPU."""
+    """A cache of this test's own, which the settings read anew, on a machine without a GPU. For who
+    shows progress no time goes by."""
     folder = tmp_path / "cache"
+    monkeypatch.setattr("kernlib.progress.clock", lambda: 0.0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("kernlib.cli.checks.DRIVER_VERSION", tmp_path / "driver")
     for name in VARIABLES:

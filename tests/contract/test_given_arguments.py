@@ -124,7 +124,7 @@ FLAGS = {  # of each call, by name
     "kernel_topk": (partial(kl.kernel_topk, GAUSSIAN, *POINTS, 1, **WIDTH), "largest"),
     "compile": (partial(kl.compile, []), "debug progress"),
     "prepare": (partial(kl.prepare, GAUSSIAN, *POINTS, **WIDTH), "debug progress"),
-    "tune": (partial(kl.tune, GAUSSIAN, *POINTS, **WIDTH), "progress"),
+    "tune": (partial(kl.tune, GAUSSIAN, *POINTS, **WIDTH), "debug progress"),
     "solve_cholesky": (partial(linalg.solve_cholesky, square(), square()), f"upper {SOLVE}"),
     "solve_lu": (partial(linalg.solve_lu, square(), square()), SOLVE),
     "eigh": (partial(linalg.eigh, square()), "upper overwrite_a check_errors"),

@@ -404,6 +404,7 @@ def test_the_result_reads_as_a_table(gpus):
 
 
 def test_progress_and_table_go_to_stderr(gpus, capsys, monkeypatch):
+    monkeypatch.setattr("kernlib.progress.clock", lambda: 0.0)
     a, b = on_gpu(3000, 64), on_gpu(2000, 64)
     kl.tune(L1, a, b, progress=True)
     shown = capsys.readouterr()
