@@ -13,7 +13,7 @@ import torch
 
 from kernlib.debug import takes_debug
 from kernlib.descriptors.base import as_int, as_number
-from kernlib.families.blocksparse.contents.given import as_tensor, place_of
+from kernlib.families.blocksparse.contents.given import as_tensor, place_of, refuse_traced
 from kernlib.families.blocksparse.contents.sizes import (
     check_positions,
     checked_block,
@@ -221,6 +221,7 @@ def _blocks(name: str, size: int, block: int) -> int:
 
 
 def _made(mask: torch.Tensor, block: tuple[int, int], heads: int | None, device: Device) -> Layout:
+    refuse_traced("this function of kernlib.blocksparse")
     if heads is not None and mask.dim() == 2:
         mask = mask.expand(heads, *mask.shape)
     return Layout(mask, block, device=place_of(device, None))

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from kernlib import run
 from kernlib.families.blocksparse.contents import bits, matrices, writing
 from kernlib.families.blocksparse.contents.given import (
     Indices,
@@ -20,6 +21,7 @@ from kernlib.families.blocksparse.contents.given import (
     checked_mask,
     outside,
     place_of,
+    refuse_traced,
 )
 from kernlib.families.blocksparse.contents.sizes import (
     DROPPED,
@@ -87,6 +89,9 @@ class Layout:
         capacity: int | None = None,
         device: torch.device | str | int | None = None,
     ):
+        if is_dynamo_compiling():
+            _trace(self, mask, block, capacity, device)
+            return
         block = checked_block(block)
         place, mask = place_of(device, mask), checked_mask(mask)
         heads = mask.shape[0] if mask.dim() == 3 else None
@@ -121,6 +126,7 @@ class Layout:
         indices on the CPU that are out of range, there twice, or more than ``capacity``; those on a
         GPU are dropped, which :meth:`check` finds.
         """
+        refuse_traced("Layout.from_indices")
         block, grid = checked_block(block), checked_grid(grid)
         given = checked_indices(rows, cols, heads)
         if (heads is None) != (n_heads is None):
@@ -145,6 +151,7 @@ class Layout:
         sizes of blocks that no kernel takes and for a block that stands there twice."""
         from kernlib.families.blocksparse import imports  # which only this needs
 
+        refuse_traced("Layout.from_bsr")
         found = imports.read_bsr(bsr)
         made = cls.from_indices(found.rows, found.cols, found.grid, found.block)
         if made.device.type == "cuda":
@@ -160,6 +167,7 @@ class Layout:
         no kernel takes and for batches that differ."""
         from kernlib.families.blocksparse import imports
 
+        refuse_traced("Layout.from_block_mask")
         mask, block = imports.read_block_mask(block_mask)
         made = cls(mask, block, capacity)
         return made.set_condition(imports.condition_of(block_mask)) if capacity is None else made
@@ -229,6 +237,9 @@ class Layout:
     @property
     def text(self) -> str:
         """All but the contents: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
+        if self._text is None:
+            text = layout_text(self._block, self._grid, self._heads, self._capacity)
+            object.__setattr__(self, "_text", text)
         return self._text
 
     @property
@@ -255,6 +266,8 @@ class Layout:
     @property
     def key(self) -> tuple:
         """Text and device: what plans of products depend on."""
+        if self._identity is None:
+            object.__setattr__(self, "_identity", (self.text, self._device))
         return self._identity
 
     def set_condition(self, condition: str) -> Layout:
@@ -347,6 +360,11 @@ class Layout:
         object.__setattr__(self, "_keeper", keeper)
 
     def _begin_update(self) -> None:
+        if is_dynamo_compiling():
+            raise RuntimeError(
+                "update_ does not work inside of a function for torch.compile: call it between the "
+                "calls of that function, which sees what was written"
+            )
         if self._keeper is not None:
             raise RuntimeError(
                 f"the layout is that of a {self._keeper}, whose values would stay where they are: "
@@ -421,7 +439,7 @@ class Layout:
             raise ValueError("a layout on meta has no contents to copy: make it of its mask")
         with outside():
             moved = tuple(t.to(place, non_blocking=non_blocking) for t in self.tensors)
-        return _marked(self._text, moved)
+        return _marked(self.text, moved)
 
     def cuda(self, device: torch.device | int | None = None) -> Layout:
         """:meth:`to` a CUDA device, the current one by default."""
@@ -437,10 +455,10 @@ class Layout:
         from kernlib.families.blocksparse import saved
 
         copies = {name: t.clone() for name, t in writing.named(self.tensors).items()}
-        return saved.header_of(self._text, copies), copies
+        return saved.header_of(self.text, copies), copies
 
     def __repr__(self) -> str:
-        return f"Layout({self._text}, device='{self._device}')"
+        return f"Layout({self.text}, device='{self._device}')"
 
     def __setattr__(self, name: str, value) -> None:
         raise AttributeError(
@@ -451,11 +469,11 @@ class Layout:
         raise AttributeError(f"the sizes of a Layout do not change: {name} cannot be deleted")
 
     def __copy__(self) -> Layout:
-        return _marked(self._text, self.tensors)
+        return _marked(self.text, self.tensors)
 
     def __deepcopy__(self, memo: dict) -> Layout:
         with outside():
-            made = _marked(self._text, tuple(t.clone() for t in self.tensors))
+            made = _marked(self.text, tuple(t.clone() for t in self.tensors))
         memo[id(self)] = made
         return made
 
@@ -486,7 +504,28 @@ def _fill_flat(made: Layout, form: str, flat: tuple[torch.Tensor, ...]) -> None:
     _put(made, layout_text(*sizes), sizes, flat[SIZES].device)
 
 
-def _put(made: Layout, text: str, sizes: tuple, device: torch.device) -> None:
+def _trace(made: Layout, mask: Mask, block: object, capacity: int | None, device: object) -> None:
+    """The fields of a layout that is made inside of a compiled function, by an operator."""
+    if capacity is None:
+        raise ValueError(
+            "capacity must be given where a layout is made inside of a function for torch.compile, "
+            "which cannot count the blocks of mask there: pass one that is large enough, such as "
+            "the number of all blocks, or make the layout outside and pass it in"
+        )
+    rows, cols = checked_block(block)
+    mask = torch.as_tensor(mask, device=device)
+    flat = run.blocksparse_operators.layout_tensors(mask, rows, cols, capacity)
+    heads, grid_rows, grid_cols, _ = flat[SIZES].shape
+    has_heads = mask.dim() == 3
+    object.__setattr__(made, "_tensors", None)
+    object.__setattr__(made, "_flat", flat)
+    object.__setattr__(made, "_form", form_text((rows, cols), has_heads))
+    grid = grid_rows - 2, grid_cols - 2
+    sizes = (rows, cols), grid, heads - 2 if has_heads else None, capacity
+    _put(made, None, sizes, flat[SIZES].device)
+
+
+def _put(made: Layout, text: str | None, sizes: tuple, device: torch.device) -> None:
     """The fields of a new layout, which refuses to have them set."""
     put = object.__setattr__
     block, grid, heads, capacity = sizes
@@ -496,7 +535,7 @@ def _put(made: Layout, text: str, sizes: tuple, device: torch.device) -> None:
     put(made, "_heads", heads)
     put(made, "_capacity", capacity)
     put(made, "_device", device)
-    put(made, "_identity", (text, device))
+    put(made, "_identity", None if text is None else (text, device))
     for name in ("_addresses", "condition", "_keeper"):
         put(made, name, None)
 

@@ -6,6 +6,7 @@ A layout goes in as its flat tensors and its form.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -16,6 +17,8 @@ from kernlib.descriptors.text import from_text
 from kernlib.families.blocksparse import checks, gradients
 from kernlib.families.blocksparse.attention import operators as attention
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
+from kernlib.families.blocksparse.contents.given import checked_mask
+from kernlib.families.blocksparse.contents.sizes import blocks_of, sizes_shape, tensor_shapes
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout, count_of
 from kernlib.families.blocksparse.product import PRODUCT, calls
@@ -169,7 +172,36 @@ product = register(
 )
 
 
+# A layout that is made of a mask inside of a program.
+
+
+def _layout(mask, rows: int, cols: int, capacity: int) -> list[torch.Tensor]:
+    return [*Layout(mask, (rows, cols), capacity).flat]
+
+
+def _fake_layout(mask, rows, cols, capacity):
+    heads, grid = mask.shape[0] if mask.dim() == 3 else None, tuple(mask.shape[-2:])
+    shapes = tensor_shapes(blocks_of((rows, cols), grid, heads, capacity))
+    flat = [mask.new_empty((math.prod(shape),), dtype=torch.int32) for shape in shapes]
+    return [*flat, mask.new_empty(sizes_shape(grid, heads), dtype=torch.int32)]
+
+
+layout_of_mask = register(
+    "blocksparse_layout",
+    "(Tensor mask, int rows, int cols, SymInt capacity) -> Tensor[]",
+    _layout,
+    _fake_layout,
+)
+
+
 # What Dynamo traces.
+
+
+@torch.compiler.allow_in_graph
+def layout_tensors(mask, rows: int, cols: int, capacity: int) -> tuple[torch.Tensor, ...]:
+    """The flat tensors of a layout. What is wrong with a mask is raised here, what is wrong with
+    its values and with the capacity when the operator runs."""
+    return tuple(layout_of_mask(checked_mask(mask), rows, cols, capacity))
 
 
 def run(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.runtime.tensors import check_layout, refuse_transforms, stand_ins
 
@@ -75,7 +76,8 @@ def as_tensor(name: str, value: object, shape: str) -> torch.Tensor:
         if value.numel() == 0 and value.dtype.is_floating_point:
             value = value.to(torch.int64)  # of empty lists torch makes floats
     check_layout(name, value)
-    refuse_transforms(ADVICE, **{name: value})
+    if not is_dynamo_compiling():  # which traces what transforms do
+        refuse_transforms(ADVICE, **{name: value})
     return value
 
 
@@ -128,6 +130,15 @@ def check_source(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 def on_gpu(tensor: torch.Tensor) -> bool:
     """Whether kernels read it where it lies."""
     return tensor.device.type == "cuda"
+
+
+def refuse_traced(name: str) -> None:
+    """Raises RuntimeError inside of a function for torch.compile."""
+    if is_dynamo_compiling():
+        raise RuntimeError(
+            f"{name} does not work inside of a function for torch.compile: make the layout outside "
+            "and pass it in, or make it by Layout(mask, block, capacity)"
+        )
 
 
 @contextmanager
