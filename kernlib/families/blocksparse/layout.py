@@ -513,7 +513,10 @@ def _trace(made: Layout, mask: Mask, block: object, capacity: int | None, device
             "the number of all blocks, or make the layout outside and pass it in"
         )
     rows, cols = checked_block(block)
-    mask = torch.as_tensor(mask, device=device)
+    if not isinstance(mask, torch.Tensor):
+        mask = torch.as_tensor(mask, dtype=None, device="cpu" if device is None else device)
+    elif device is not None:
+        mask = mask.to(device)
     flat = run.blocksparse_operators.layout_tensors(mask, rows, cols, capacity)
     heads, grid_rows, grid_cols, _ = flat[SIZES].shape
     has_heads = mask.dim() == 3

@@ -115,13 +115,13 @@ def _check_sizes(q, k, v, layout, key_transposed: bool) -> None:
     """Raises TypeError and ValueError."""
     check_layout(layout)
     (rows, cols), heads = layout.shape, layout.heads
-    key_axis, key_end = (-1, f"D, {cols}") if key_transposed else (-2, f"{cols}, D")
     for name, t, axis, size, end in (
-        ("q", q, -2, rows, f"{rows}, D"),
-        ("k", k, key_axis, cols, key_end),
-        ("v", v, -2, cols, f"{cols}, Dv"),
+        ("q", q, -2, rows, "{}, D"),
+        ("k", k, -1 if key_transposed else -2, cols, "D, {}" if key_transposed else "{}, D"),
+        ("v", v, -2, cols, "{}, Dv"),
     ):
         if t.dim() < 3 or t.shape[axis] != size:
+            end = end.format(size)  # not before, as Dynamo would make a constant of a symbol
             raise ValueError(
                 f"{name} must be (..., H, {end}) for a layout of {layout.text}, got "
                 f"{tuple(t.shape)}"

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
@@ -26,6 +27,7 @@ from kernlib.nn.block_sparse.weight import (
     checked_dtype,
     layout_for,
 )
+from kernlib.nn.traced import parameters_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -130,8 +132,12 @@ class BlockSparseConv2d(BlockSparseModule):
         if isinstance(input, inputs.Proxy):
             return inputs.recorded(self, input)
         check_dense(("input",), input=input)
-        layout, weight, bias = self._here(), self.weight, self.bias
-        self._check_input(input)
+        layout = self._here()
+        if is_dynamo_compiling():
+            weight, bias = parameters_of(self, ("weight", "bias"))
+        else:
+            weight, bias = self.weight, self.bias
+        self._check_input(input, weight)
         columns, size = self._columns(input if input.dim() == 4 else input.unsqueeze(0))
         given = {} if bias is None else {"bias": bias}
         if self._candidates is not None and torch.is_grad_enabled():
@@ -143,8 +149,8 @@ class BlockSparseConv2d(BlockSparseModule):
         y = y.unflatten(-1, size)
         return y if input.dim() == 4 else y.squeeze(0)
 
-    def _check_input(self, input: torch.Tensor) -> None:
-        channels, weight = self.in_channels, self.weight
+    def _check_input(self, input: torch.Tensor, weight: torch.Tensor) -> None:
+        channels = self.in_channels
         if input.dim() not in (3, 4) or input.shape[-3] != channels:
             raise ValueError(
                 f"input must have shape (N, {channels}, H, W) or ({channels}, H, W), got "
