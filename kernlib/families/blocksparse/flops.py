@@ -8,11 +8,7 @@ import torch
 from kernlib.descriptors.text import from_text
 
 
-<<<<<<< HEAD
-def _of_matmul(result: torch.Tensor, /, *, a, b, layout, descriptor: str, **_) -> int:
-=======
 def _product(result: torch.Tensor, /, *, a, b, layout, descriptor: str, **_) -> int:
->>>>>>> 3f399640 (Documents and faults follow)
     made = from_text(descriptor)
     if made.mode == "sdd":
         return 2 * result.numel() * a.shape[-2 if made.transpose_a else -1]
@@ -50,13 +46,7 @@ FORMULAS = {
     "blocksparse_attention": _attention,
     "blocksparse_attention_gradient": _attention_gradient,
     "blocksparse_attention_scored": _attention,
-<<<<<<< HEAD
-    "blocksparse_matmul": _of_matmul,
-    "blocksparse_matmul_product": _of_matmul,
-    "blocksparse_scaled": _of_matmul,
-=======
     "blocksparse_matmul": _product,
     "blocksparse_matmul_product": _product,
     "blocksparse_scaled": _product,
->>>>>>> 3f399640 (Documents and faults follow)
 }
