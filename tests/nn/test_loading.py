@@ -7,6 +7,7 @@ import copy
 import io
 import os
 import pickle
+from datetime import timedelta
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.multiprocessing import spawn
+from torch.multiprocessing import ProcessRaisedException, spawn
 
 from kernlib.nn import KroneckerLinear, SparseLinear, block_sparsify, sparsify
 from tests.nn.layer_writes import KINDS, former_state, inputs, layer
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
+LIMIT = timedelta(minutes=5)  # of a collective whose other process is gone
 
 
 def empty(kind: str, device: str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
@@ -96,7 +98,7 @@ def by_names(module: nn.Module, state: dict) -> None:
 
 
 def by_assigning(module: nn.Module, state: dict) -> None:
-    module.load_state_dict(state, assign=True)
+    module.load_state_dict({name: t.clone() for name, t in state.items()}, assign=True)
 
 
 WITHOUT_VALUES = ("empty", "meta", "from meta")
@@ -124,6 +126,12 @@ def test_layers_are_filled_by_name(kind, load, target):
         assert torch.equal(other(x), wanted(x)) and torch.equal(other.to_dense(), wanted.to_dense())
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
     assert all(torch.equal(t, before[n]) for n, t in state.items())
+    if kind in ("linear", "conv"):
+        assert module.layout.nnz == wanted.layout.nnz
+        assert torch.equal(module.drop_(1)(x), copy.deepcopy(wanted).drop_(1)(x))
+        nnz = module.layout.nnz
+        module.reset_parameters()  # which draws values, and no blocks where they are known
+        assert module.layout.nnz == nnz < wanted.layout.nnz
 
 
 @each_kind
@@ -332,7 +340,8 @@ def work(rank: int, folder: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", meeting, LIMIT, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -366,10 +375,32 @@ def work(rank: int, folder: str) -> None:
     os._exit(0)  # threads of gloo may still run, and abort a process that ends in order
 
 
+with_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo here")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo here")
+@with_gloo
 def test_two_processes_load_shard_and_save(tmp_path):
     spawn(work, (str(tmp_path),), nprocs=2)
+
+
+def work_apart(rank: int, folder: str) -> None:
+    """One of two processes, of which the second cannot load what the first sends."""
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", meeting, LIMIT, rank=rank, world_size=2)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    full = nn.Sequential(layer("u4")).state_dict() if rank == 0 else {}
+    model = nn.Sequential(SparseLinear(300, 70 + rank))
+    set_model_state_dict(model, full, options=options)
+    dist.barrier()
+
+
+@pytest.mark.slow
+@with_gloo
+def test_a_process_that_cannot_load_ends_the_other_with_its_error(tmp_path):
+    with pytest.raises(ProcessRaisedException, match=r"shape \(70, 300\), that of the layer has"):
+        spawn(work_apart, (str(tmp_path),), nprocs=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

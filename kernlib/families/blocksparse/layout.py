@@ -19,6 +19,7 @@ from kernlib.families.blocksparse.contents.given import (
     checked_device,
     checked_indices,
     checked_mask,
+    has_values,
     outside,
     place_of,
     refuse_traced,
@@ -79,7 +80,7 @@ class Layout:
 
     __slots__ = (
         "__weakref__", "_addresses", "_block", "_capacity", "_device", "_flat", "_form", "_grid",
-        "_heads", "_identity", "_keeper", "_tensors", "_text", "condition",
+        "_heads", "_identity", "_keeper", "_mask", "_tensors", "_text", "condition",
     )  # fmt: skip
 
     def __init__(
@@ -102,7 +103,8 @@ class Layout:
             count = checked_count("capacity", count, 0)
             blocks = blocks_of(block, grid, heads, count)
             tensors = writing.of_mask(_with_heads(mask), blocks, place)
-        _fill(self, layout_text(block, grid, heads, count), tensors)
+            _fill(self, layout_text(block, grid, heads, count), tensors)
+            _note_mask(self, mask)
         _mark(self)
 
     @classmethod
@@ -141,7 +143,11 @@ class Layout:
         with outside():
             blocks = blocks_of(block, grid, n_heads, count)
             tensors = writing.of_indices(given, blocks, place)
-        return _marked(layout_text(block, grid, n_heads, count), tensors)
+        layout = _marked(layout_text(block, grid, n_heads, count), tensors)
+        if place.type == "meta" and has_values(*given.values()):
+            there = cls.from_indices(rows, cols, grid, block, heads, n_heads, count, "cpu")
+            _note_mask(layout, there.mask())
+        return layout
 
     @classmethod
     def from_bsr(cls, bsr: torch.Tensor) -> tuple[Layout, torch.Tensor]:
@@ -338,6 +344,8 @@ class Layout:
         check_source("mask", mask, self._device)
         with outside():
             writing.update_mask(self.tensors, _with_heads(mask), self.sizes)
+        if self._mask is not None:
+            object.__setattr__(self, "_mask", None)
         return self
 
     def update_indices_(self, rows: Indices, cols: Indices, heads: Indices | None = None) -> Layout:
@@ -352,6 +360,8 @@ class Layout:
         check_source("rows", given["rows"], self._device)
         with outside():
             writing.update_indices(self.tensors, given, self.sizes)
+        if self._mask is not None:
+            object.__setattr__(self, "_mask", None)
         return self
 
     def keep_for(self, keeper: str) -> None:
@@ -430,13 +440,16 @@ class Layout:
         return matrices.col_order(self.sizes, self.tensors)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Layout:
-        """The layout on a device: itself if it is there, else a copy. Raises TypeError for what is
-        no device, ValueError for a text that names none."""
+        """The layout on a device: itself if it is there, else a copy; of one that was made on meta,
+        as under ``torch.device("meta")``, it has the blocks of its mask. Raises TypeError for what
+        is no device, ValueError for a text that names none."""
         place = checked_device(device)
         if place == self._device:
             return self
         if self._device.type == "meta":
-            raise ValueError("a layout on meta has no contents to copy: make it of its mask")
+            if self._mask is None:
+                raise ValueError("a layout on meta has no contents to copy: make it of its mask")
+            return Layout(self._mask, self._block, self._capacity, place)
         with outside():
             moved = tuple(t.to(place, non_blocking=non_blocking) for t in self.tensors)
         return _marked(self.text, moved)
@@ -469,11 +482,11 @@ class Layout:
         raise AttributeError(f"the sizes of a Layout do not change: {name} cannot be deleted")
 
     def __copy__(self) -> Layout:
-        return _marked(self.text, self.tensors)
+        return _with_mask_of(self, _marked(self.text, self.tensors))
 
     def __deepcopy__(self, memo: dict) -> Layout:
         with outside():
-            made = _marked(self.text, tuple(t.clone() for t in self.tensors))
+            made = _with_mask_of(self, _marked(self.text, tuple(t.clone() for t in self.tensors)))
         memo[id(self)] = made
         return made
 
@@ -539,8 +552,19 @@ def _put(made: Layout, text: str | None, sizes: tuple, device: torch.device) -> 
     put(made, "_capacity", capacity)
     put(made, "_device", device)
     put(made, "_identity", None if text is None else (text, device))
-    for name in ("_addresses", "condition", "_keeper"):
+    for name in ("_addresses", "condition", "_keeper", "_mask"):
         put(made, name, None)
+
+
+def _note_mask(layout: Layout, mask: torch.Tensor) -> None:
+    """Have a layout on meta, which holds no contents, know them for when it is moved."""
+    if layout.device.type == "meta":
+        object.__setattr__(layout, "_mask", mask.to("cpu", copy=True) if has_values(mask) else None)
+
+
+def _with_mask_of(layout: Layout, other: Layout) -> Layout:
+    object.__setattr__(other, "_mask", layout._mask)
+    return other
 
 
 def _mark(layout: Layout) -> None:

@@ -1,12 +1,14 @@
 """Layouts: contents against the mask they are made of, in place and on a GPU that exists only by
 name, whose kernels the host runs; values as matrices and back; and every error."""
 
+import copy
 import re
 
 import pytest
 import torch
 
 from kernlib.errors import CaptureError
+from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.contents import device, writing
 from kernlib.families.blocksparse.layout import NAMES, Layout, parse_layout
 from tests.support import fakes
@@ -183,6 +185,26 @@ def test_places():
         _ = away.nnz
     with pytest.raises(ValueError, match="a layout on meta has no contents to copy"):
         away.cpu()
+
+
+def test_a_layout_that_is_made_on_meta_has_its_blocks_elsewhere():
+    for make in (
+        lambda: Layout(MASK, 16, capacity=5),
+        lambda: Layout([MASK, MASK], 16),
+        lambda: Layout.from_indices([1, 0], [2, 2], (2, 3), 16),
+        lambda: builders.random(64, 96, 16, 0.4, heads=2, seed=3),
+        lambda: builders.fixed(64, 16, 32),
+    ):
+        wanted = make()
+        with torch.device("meta"):
+            layout = make()
+        assert layout.device.type == "meta"
+        for one in (layout, copy.copy(layout), copy.deepcopy(layout)):
+            there = one.to("cpu")
+            assert there.text == wanted.text and torch.equal(there.mask(), wanted.mask())
+        layout.update_(torch.zeros(wanted.mask().shape, dtype=torch.bool))
+        with pytest.raises(ValueError, match="no contents to copy"):
+            layout.to("cpu")
 
 
 def test_inference_mode_makes_layouts_that_can_be_written():

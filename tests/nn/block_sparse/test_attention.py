@@ -344,6 +344,25 @@ def test_copies_pickles_and_moves():
     assert torch.equal(empty(*given)[0], wanted)
 
 
+def test_a_layer_that_is_made_on_meta_has_its_blocks_behind_it():
+    x = torch.randn(32, 2, 64)
+    for given, block in (
+        (lambda: builders.random(32, 32, 16, 0.8), None),
+        (lambda: [[1, 0], [1, 1]], 16),
+        (lambda: lambda rows, cols: builders.random(rows, cols, 16, 0.8), None),
+    ):
+        wanted = BlockSparseMultiheadAttention(64, 4, given(), block)
+        with torch.device("meta"):
+            made = BlockSparseMultiheadAttention(64, 4, given(), block)
+        for fill in (
+            lambda m, state: m.load_state_dict(state, assign=True),
+            lambda m, state: m.to_empty(device="cpu").load_state_dict(state),
+        ):
+            other = copy.deepcopy(made)
+            fill(other, wanted.state_dict())
+            assert torch.equal(other(x, x, x)[0], wanted(x, x, x)[0])
+
+
 def test_layouts_by_masks_and_functions():
     mask = torch.rand(HEADS, 4, 6) > 0.4
     made, _ = pair(Layout(mask, 16))
