@@ -31,6 +31,13 @@ def layer(kind: str, device: str = "cpu", seed: int = 0) -> nn.Module:
     return SparseLinear.from_linear(dense.to(device), kind)
 
 
+def empty(kind: str, device: str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+    """A layer that has the sizes of :func:`layer` alone."""
+    if kind in ("linear", "conv"):
+        return layer(kind, device)
+    return SparseLinear(300, 70, device=device, dtype=dtype)
+
+
 def inputs(kind: str, device: str = "cpu") -> torch.Tensor:
     shape = {"linear": (5, 96), "conv": (2, 16, 5, 5)}.get(kind, (5, 300))
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(device)

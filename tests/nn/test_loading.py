@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,17 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.multiprocessing import ProcessRaisedException, spawn
 
 from kernlib.nn import KroneckerLinear, SparseLinear, block_sparsify, sparsify
-from tests.nn.layer_writes import KINDS, former_state, inputs, layer
+from tests.nn.layer_writes import KINDS, empty, former_state, inputs, layer
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LIMIT = timedelta(minutes=5)  # of a collective whose other process is gone
-
-
-def empty(kind: str, device: str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
-    """A layer that has the sizes of :func:`layer` alone."""
-    if kind in ("linear", "conv"):
-        return layer(kind, device)
-    return SparseLinear(300, 70, device=device, dtype=dtype)
 
 
 TARGETS = {
@@ -202,6 +196,12 @@ def test_other_states_are_taken_for_a_call(kind):
     for _ in range(2):
         assert torch.equal(torch.func.functional_call(module, state, (x,)), other(x))
         assert torch.equal(module(x), mine)
+
+
+def test_an_empty_layer_is_made_inside_of_modes():
+    with FakeTensorMode():
+        module = SparseLinear(300, 70)
+        assert {*module.state_dict()} == {"bias", "weight_packed"}
 
 
 def test_an_empty_state_is_saved_as_plain_tensors():

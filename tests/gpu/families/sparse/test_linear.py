@@ -12,6 +12,7 @@ from torch import nn
 from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import magnitude
 from tests.families.sparse.cases import FORMATS
+from tests.nn import layer_writes
 
 DEVICE = "cuda"
 STEPS = 4  # with CUDA graphs the first runs eagerly, the second records, the others replay
@@ -101,6 +102,31 @@ def test_a_swapped_model(seed):
     moved = copy.deepcopy(mlp).cpu().to(DEVICE)
     with torch.no_grad():
         assert torch.equal(other(x), mlp(x)) and torch.equal(moved(x), mlp(x))
+
+
+@pytest.mark.parametrize("kind", layer_writes.KINDS)
+def test_layers_are_saved_and_filled_on_the_gpu(kind, seed):
+    """By name, as transformers and accelerate fill a model on meta for a device; by a state of
+    another device; and into a layer of bfloat16."""
+    wanted, x = layer_writes.layer(kind, DEVICE, seed=5), layer_writes.inputs(kind, DEVICE)
+    state = wanted.state_dict()
+    assert {t.device.type for t in state.values()} == {"cuda"}
+    y = wanted(x)
+    for place in ("meta", DEVICE, "cpu"):
+        for source in (state, {name: t.cpu() for name, t in state.items()}):
+            module = layer_writes.empty(kind, place)
+            module.load_state_dict(source, assign=place == "meta")
+            assert torch.equal(module.to(DEVICE)(x), y)
+    module = layer_writes.empty(kind, "meta")
+    for name, tensor in state.items():
+        if name in module._buffers:
+            module._buffers[name] = tensor.clone()
+        else:
+            setattr(module, name, nn.Parameter(tensor.clone()))
+    assert torch.equal(module(x), y) and torch.equal(copy.deepcopy(module)(x), y)
+    if kind in FORMATS:
+        half = x.bfloat16()
+        assert torch.equal(wanted(half), wanted(half.float()).bfloat16())
 
 
 def test_pruning_makes_the_choice_of_the_cpu(seed):
