@@ -500,21 +500,15 @@ class Layout:
 
 def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
     """The fields of a new layout of the tensors in its text's shapes."""
-    object.__setattr__(made, "_tensors", tensors)
-    object.__setattr__(made, "_flat", None)
-    object.__setattr__(made, "_form", text)
-    _put(made, text, parse_layout(text), tensors[0].device)
+    _put(made, text, parse_layout(text), tensors[0].device, tensors, None, text)
 
 
 def _fill_flat(made: Layout, form: str, flat: tuple[torch.Tensor, ...]) -> None:
     """Those of a layout as an operator is given it; sizes may be symbols."""
-    object.__setattr__(made, "_tensors", None)
-    object.__setattr__(made, "_flat", flat)
-    object.__setattr__(made, "_form", form)
     block, has_heads = parse_form(form)
     heads, rows, cols, _ = flat[SIZES].shape
     sizes = block, (rows - 2, cols - 2), heads - 2 if has_heads else None, flat[3].shape[0]
-    _put(made, layout_text(*sizes), sizes, flat[SIZES].device)
+    _put(made, layout_text(*sizes), sizes, flat[SIZES].device, None, flat, form)
 
 
 def _trace(made: Layout, mask: Mask, block: object, capacity: int | None, device: object) -> None:
@@ -533,18 +527,18 @@ def _trace(made: Layout, mask: Mask, block: object, capacity: int | None, device
     flat = run.blocksparse_operators.layout_tensors(mask, rows, cols, capacity)
     heads, grid_rows, grid_cols, _ = flat[SIZES].shape
     has_heads = mask.dim() == 3
-    object.__setattr__(made, "_tensors", None)
-    object.__setattr__(made, "_flat", flat)
-    object.__setattr__(made, "_form", form_text((rows, cols), has_heads))
     grid = grid_rows - 2, grid_cols - 2
     sizes = (rows, cols), grid, heads - 2 if has_heads else None, capacity
-    _put(made, None, sizes, flat[SIZES].device)
+    _put(made, None, sizes, flat[SIZES].device, None, flat, form_text((rows, cols), has_heads))
 
 
-def _put(made: Layout, text: str | None, sizes: tuple, device: torch.device) -> None:
+def _put(made: Layout, text, sizes: tuple, device: torch.device, tensors, flat, form: str) -> None:
     """The fields of a new layout, which refuses to have them set."""
     put = object.__setattr__
     block, grid, heads, capacity = sizes
+    put(made, "_tensors", tensors)
+    put(made, "_flat", flat)
+    put(made, "_form", form)
     put(made, "_text", text)
     put(made, "_block", block)
     put(made, "_grid", grid)
