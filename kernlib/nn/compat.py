@@ -27,8 +27,14 @@ from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse
 from kernlib.nn.kronecker_sparse import DTYPES, KSLinear, checked_device, flatten_bias
-from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts, bmm
-from kernlib.nn.replace import nearest_factor
+from kernlib.nn.kronecker_sparse_algorithms import (
+    ALGORITHMS,
+    STORAGE,
+    Pattern,
+    autocasts,
+    bmm,
+    nearest_factor,
+)
 from kernlib.runtime.tensors import check_dense
 
 FORMATS = ("kernel", *ALGORITHMS)
