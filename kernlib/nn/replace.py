@@ -18,6 +18,7 @@ from kernlib.nn.linears import (
     as_linear,
     check_model,
     checked_match,
+    class_name,
     linears,
     matches,
     warn_of_nothing,
@@ -77,7 +78,8 @@ def replace_linear(
     check_model(model, "use KSLinear.from_linear")
     check_flag("approximate", approximate)
     match = checked_match(match)
-    chain_of = patterns if callable(patterns) else _by_sizes(patterns)
+    is_function = callable(patterns) and not isinstance(patterns, type)
+    chain_of = patterns if is_function else _by_sizes(patterns)
     holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
     every, new = list(linears(model)), {}
     for _, _, name, layer in every:
@@ -118,7 +120,7 @@ def _by_sizes(patterns) -> Callable[[str, int, int], Chain | None]:
     if not isinstance(patterns, Mapping):
         raise TypeError(
             "patterns must be a mapping from (in_features, out_features) to chains, or a function "
-            f"of a layer's name and these sizes, got {type(patterns).__name__}"
+            f"of a layer's name and these sizes, got {class_name(patterns)}"
         )
     return lambda name, in_features, out_features: patterns.get((in_features, out_features))
 

@@ -236,11 +236,12 @@ def _checked_size(name: str, size) -> int:
 def _checked_device(device) -> torch.device | None:
     if device is not None and type(device) not in (torch.device, str, int):
         raise ValueError(
-            f"device must be a torch.device, str or int that names one, got {device!r}"
+            f"device must be a torch.device, str or int that names one, got {shown(device)}"
         )
     try:
         return None if device is None else torch.empty(0, dtype=torch.uint8, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
-            f"device must be a torch.device, str or int that names one, got {device!r}: {error}"
+            "device must be a torch.device, str or int that names one, got "
+            f"{shown(device)}: {error}"
         ) from None

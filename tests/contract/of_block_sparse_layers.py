@@ -273,7 +273,7 @@ ENTRIES = {
     ),
     "kernlib.nn.BlockSparseLinear": entry(call_layer, layer, 6, None, 2),
     "kernlib.nn.BlockSparseLinear from_linear": entry(call_pruned, pruned, 5),
-    "kernlib.nn.block_sparsify": entry(kl.nn.block_sparsify, swapped, 3),
+    "kernlib.nn.block_sparsify": entry(kl.nn.block_sparsify, swapped, 2),
     "kernlib.nn.BlockSparseConv2d": entry(call_convolution, convolution, 11),
     "kernlib.nn.taps_layout": entry(call_taps, taps, 2),
     "kernlib.nn.BlockSparseMultiheadAttention": entry(call_heads, heads, 15),

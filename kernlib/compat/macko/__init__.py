@@ -81,11 +81,11 @@ def move_to_device(compressed: Compressed, device: torch.device | str | int) -> 
     tensors, shape = _parts(compressed)
     _check_matrix(*tensors, *shape)
     if type(device) not in (torch.device, str, int):
-        raise TypeError(f"device must be a torch.device, str or int, got {device!r}")
+        raise TypeError(f"device must be a torch.device, str or int, got {shown(device)}")
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device must be one of torch's, got {device!r}") from error
+        raise ValueError(f"device must be one of torch's, got {shown(device)}") from error
     _look(tensors, shape)
     try:
         moved = tuple(tensor.to(device) for tensor in tensors)

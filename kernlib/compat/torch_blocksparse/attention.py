@@ -45,7 +45,7 @@ class SparsityInfo:
         """The layout of these lengths, which "fixed" has one of. Raises ValueError for other modes
         and lengths, TypeError and ValueError for attributes of other kinds."""
         if self.mode not in MODES:
-            raise ValueError(f"mode of the sparsity must be one of {MODES}, got {self.mode!r}")
+            raise ValueError(f"mode of the sparsity must be one of {MODES}, got {shown(self.mode)}")
         if self.mode == "dense":
             return builders.dense(query_length, key_length, self.block, heads, "cpu")
         if query_length != key_length:

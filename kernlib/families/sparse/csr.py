@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
-from kernlib.descriptors.base import whole
+from kernlib.descriptors.base import shown, whole
 from kernlib.families.sparse.formats.encoding import BITS
 from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.runtime.tensors import check_dense, materialised
@@ -52,7 +52,7 @@ def _checked_shape(shape) -> tuple[int, int]:
     """Raises TypeError for what is not two ints, ValueError for sizes below 0."""
     found = tuple(map(whole, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(found) != 2 or None in found:
-        raise TypeError(f"shape must be two ints (rows, columns), got {shape!r}")
+        raise TypeError(f"shape must be two ints (rows, columns), got {shown(shape)}")
     if min(found) < 0:
         raise ValueError(f"shape must be (rows, columns) of at least 0, got {found}")
     return found

@@ -10,6 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import takes_debug
+from kernlib.descriptors.base import shown
 from kernlib.errors import warn
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.layout import (
@@ -204,13 +205,13 @@ class SparseMatrix:
         no device, such as a dtype, ValueError for a text that names none."""
         if type(device) not in (torch.device, str, int):
             raise TypeError(
-                f"device must be a torch.device, str or int, got {device!r}; for another dtype "
-                "compress to_dense().to(dtype)"
+                f"device must be a torch.device, str or int, got {shown(device)}; for another "
+                "dtype compress to_dense().to(dtype)"
             )
         try:
             device = torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f"device must be one of torch's, got {device!r}") from error
+            raise ValueError(f"device must be one of torch's, got {shown(device)}") from error
         moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
         if all(new is old for new, old in zip(moved, self._operands, strict=True)):
             return self

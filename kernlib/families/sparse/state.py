@@ -62,7 +62,7 @@ def _check_names_of(given: Mapping[str, object]) -> None:
         )
     format_of(format)
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
 
 
 def _integers(name: str, values) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def _integers(name: str, values) -> tuple[int, ...]:
     try:
         found = tuple(values)
     except TypeError:
-        raise ValueError(f"{name} must hold ints, got {values!r}") from None
+        raise ValueError(f"{name} must hold ints, got {shown(values)}") from None
     for value in found:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} must hold ints of at least 0, got {shown(value)}")

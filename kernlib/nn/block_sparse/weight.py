@@ -118,7 +118,9 @@ class BlockSparseModule(LayoutModule):
         the layer. Nothing waits for a GPU. Raises TypeError and ValueError unless one of the two is
         given and right."""
         if (count is None) == (density is None):
-            raise ValueError(f"give count or density, one of them; got {count!r} and {density!r}")
+            raise ValueError(
+                f"give count or density, one of them; got {shown(count)} and {density!r}"
+            )
         if count is None:
             check_density(density)
             kept = round(density * growth.total(self._layout))

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
+from kernlib.descriptors.base import shown
 from kernlib.errors import KernlibError
 from kernlib.families.pairwise import checks, per_point
 from kernlib.families.pairwise.descriptor import exp_power_sum
@@ -294,7 +295,7 @@ def _check_out(
 def _least(eps: float) -> float:
     number = host_value("eps", eps, 0)
     if number is None or not number >= 0:
-        raise ValueError(f"eps must be a number of 0 or greater, got {eps!r}")
+        raise ValueError(f"eps must be a number of 0 or greater, got {shown(eps)}")
     return number
 
 
