@@ -27,8 +27,9 @@ from kernlib.families.sparse.tensors import LIVE, MARK, PLACES, next_mark, place
 
 def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
     """The matrix of a layout's format, shape and dtype with these tensors, in order, or of a form
-    with tensors that say the rest. Its facts are found in the tensors. If a matrix exists whose tensors or memory they are, it is that one.
-    Tensors that kernels cannot read in place are copied.
+    with tensors that say the rest. Its facts are found in the tensors. If a matrix exists whose
+    tensors or memory they are, it is that one. Tensors that kernels cannot read in place are
+    copied.
 
     Raises ValueError that names what is wrong, CaptureError for tensors that have not been checked
     while a CUDA graph is captured.

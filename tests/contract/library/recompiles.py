@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import kernlib as kl
-from kernlib import blocksparse, linalg, sparse
+from kernlib import blocksparse, sparse
 
 COUNT = 12
 MOST = 2  # the first call makes constants of sizes that the second one makes symbols of
@@ -115,7 +115,7 @@ def made_inside() -> Calls:
 
 def scaled() -> Calls:
     for layout in layouts():
-        rows, cols = layout.shape
+        cols = layout.shape[1]
         values, scales = blocksparse.quantize(stored(layout))
         b, scale_b = blocksparse.quantize(torch.randn(cols, 7))
         yield blocksparse.scaled_dsd, (values, b, scales, scale_b, layout)
@@ -309,7 +309,7 @@ def main() -> None:
             except Exception as error:
                 counts.append(
                     type(error).__name__
-                    + str(error)[: int(1000 if len(sys.argv) > 1 else 60)].replace("\n", " ")
+                    + str(error)[: 1000 if len(sys.argv) > 1 else 60].replace("\n", " ")
                 )
         print(f"| {name} | {counts[0]} | {counts[1]} |", flush=True)
 

@@ -1,8 +1,8 @@
 """Block-sparse softmax and its gradient as operators of ``torch.library``, for whoever records
 calls and runs them later and inside of torch.vmap. Eager calls pass by.
 
-A layout goes in as its flat tensors and its form, the scale as a tensor or, where that is None, as a
-number.
+A layout goes in as its flat tensors and its form, the scale as a tensor or, where that is None, as
+a number.
 """
 
 from __future__ import annotations
