@@ -288,6 +288,12 @@ class KSLinear(ComputesWeight, nn.Module):
         if output.numel() != size:
             given = tuple(output.shape)
             raise ValueError(f"output must be the product of the input, {size} values, got {given}")
+        if output.dim() == 0 or output.shape[0 if self.bs_last else -1] != self.out_size:
+            wanted = f"({self.out_size}, ...)" if self.bs_last else f"(..., {self.out_size})"
+            raise ValueError(f"output must have shape {wanted}, got {tuple(output.shape)}")
+        if output.device != tensor.device or output.dtype not in DTYPES:
+            kind = f"{output.dtype} on {output.device}"
+            raise ValueError(f"output must be of floats on {tensor.device}, got {kind}")
         output = self._finish(output, self.bs_last)
         if self.bs_last:
             return output.reshape(self.out_size, *tensor.shape[1:])
@@ -536,7 +542,7 @@ def checked_device(device: object) -> torch.device | None:
         return torch.device(device)
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).splitlines()[0][:200]
-        raise ValueError(f"device {shown(device)} is none that torch knows: {reason}") from None
+        raise ValueError(f"device must be one of torch's, got {shown(device)}: {reason}") from None
 
 
 def _shared(weights: list[torch.Tensor], name: str):

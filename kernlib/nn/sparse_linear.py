@@ -140,7 +140,8 @@ class SparseLinear(ComputesWeight, MatrixModule):
         rows, cols = matrix.shape
         layer = cls(cols, rows, False, activation, matrix.dtype, matrix.device)
         if bias is not None and not isinstance(bias, nn.Parameter):
-            bias = nn.Parameter(bias.detach())
+            bias = bias.detach()
+            bias = nn.Parameter(bias.clone() if bias.is_inference() else bias)
         layer.bias = bias
         layer._hold(matrix)
         return layer

@@ -126,6 +126,7 @@ def fixed(
     columns of unidirectional attention may lie behind the diagonal.
     """
     block = as_int("block", block)
+    heads = None if heads is None else checked_count("heads", heads, 1)
     grid, pair = _square(length, block, heads)
     if attention not in ATTENTIONS:
         known = " or ".join(map(repr, ATTENTIONS))

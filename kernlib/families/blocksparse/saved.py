@@ -127,7 +127,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], blocks: Blocks) -> None:
     if set(tensors) != set(NAMES):
         raise ValueError(
             f"a layout has the tensors {', '.join(NAMES)}, got "
-            f"{', '.join(map(str, tensors)) or 'none'}"
+            f"{', '.join(map(str, tensors)) or 'none'}: pass what state() gives"
         )
     check_dense(NAMES, **tensors)
     device = tensors[NAMES[0]].device
@@ -138,7 +138,9 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], blocks: Blocks) -> None:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
         if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device} and {NAMES[0]} on {device}")
+            raise ValueError(
+                f"{name} is on {tensor.device} and {NAMES[0]} on {device}: move it there"
+            )
         _check_memory(name, tensor)
 
 

@@ -251,7 +251,7 @@ def check_tensor(name: str, value: torch.Tensor, positive: frozenset[str]) -> No
 
 def _check_device(name: str, value: torch.Tensor, device: torch.device) -> None:
     if value.device != device and value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+        raise ValueError(f"{name} is on {value.device}, the inputs on {device}: move it there")
 
 
 def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:

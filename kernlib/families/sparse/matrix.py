@@ -35,7 +35,7 @@ from kernlib.families.sparse.tensors import (
     thaw,
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.tensors import stand_ins
+from kernlib.runtime.tensors import check_flag, stand_ins
 
 UNPRUNED = 0.9  # a density above what pruning leaves; from 0.93 on no format saves memory
 SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr)
@@ -210,8 +210,11 @@ class SparseMatrix:
             )
         try:
             device = torch.device(device)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, OverflowError) as error:
             raise ValueError(f"device must be one of torch's, got {shown(device)}") from error
+        check_flag("non_blocking", non_blocking)
+        if device.type not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"device must be a CPU, a CUDA device or meta, got {device}")
         moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
         if all(new is old for new, old in zip(moved, self._operands, strict=True)):
             return self

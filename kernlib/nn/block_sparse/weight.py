@@ -202,6 +202,8 @@ class BlockSparseModule(LayoutModule):
                 f"tensor must have the weight's shape {tuple(self.weight.shape)}, got "
                 f"{tuple(tensor.shape)}"
             )
+        if tensor.device != self.weight.device:
+            raise ValueError(f"tensor must be on {self.weight.device}, got {tensor.device}")
         return tensor.clone() if self._source is None else growth.moved(tensor, self._source)
 
     def _watch(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def checked_device(device: object) -> torch.device:
         raise TypeError(f"device must be a torch.device, str or int, got {shown(device)}")
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, OverflowError) as error:
         raise ValueError(f"device must be one of torch's, got {shown(device)}") from error
     if found.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"device must be a CPU, a CUDA device or meta, got {found}")

@@ -229,7 +229,7 @@ def _check_tensors(given: dict[str, torch.Tensor]) -> dict[str, int]:
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(
                     f"{name} of shape {tuple(t.shape)} has {letter} = {size}, "
-                    f"{places[letter]} has {sizes[letter]}"
+                    f"{places[letter]} has {sizes[letter]}: they must be one"
                 )
             places.setdefault(letter, name)
     return sizes
@@ -251,7 +251,7 @@ def _check_number(name: str, value: object) -> None:
 def _check_device(name: str, value: object, like: torch.Tensor) -> None:
     """Raises ValueError for a tensor of another device than the inputs' and the host."""
     if isinstance(value, torch.Tensor) and value.device not in (like.device, torch.device("cpu")):
-        raise ValueError(f"{name} is on {value.device}, the inputs on {like.device}")
+        raise ValueError(f"{name} is on {value.device}, the inputs on {like.device}: move it there")
 
 
 def _check_host(name: str, number: float, positive: frozenset[str] = _POSITIVE) -> None:

@@ -180,7 +180,7 @@ def check_number(kind: Kind, name: str, value, device: torch.device) -> None:
         return
     numbers.check_tensor(name, value, frozenset(), check_host)
     if value.device != device and value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+        raise ValueError(f"{name} is on {value.device}, the inputs on {device}: move it there")
 
 
 def check_host(name: str, value: float, positive: frozenset[str] = frozenset()) -> None:
