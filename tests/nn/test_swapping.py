@@ -198,6 +198,7 @@ def test_to_dense_is_the_matrix_and_to_linear_a_layer_of_it(name, bias):
     assert type(back) is nn.Linear and not back.training
     assert torch.equal(back.weight, matrix) and (back.bias is None) == (not bias)
     assert all(p.requires_grad and p.is_leaf for p in back.parameters())
+    assert not bias or back.bias is not layer.bias
     x = torch.randn(5, 16)
     torch.testing.assert_close(layer(x), back(x), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
