@@ -294,7 +294,7 @@ def main() -> None:
     together = train(dense, text, range(begun), options)
 
     sparse = copy.deepcopy(dense)
-    swapped = block_sparsify(sparse, config.block, config.density, filter="mlp")
+    swapped = block_sparsify(sparse, config.block, density=config.density, match="mlp")
     first = next(iter(swapped.values()))
     masks = [first.layout.mask()]
     results = {

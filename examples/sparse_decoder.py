@@ -282,7 +282,7 @@ def main() -> None:
     dense = generate(model, steps, device)
     megabytes = weight_mb(model)
     compressed = copy.deepcopy(model)
-    layers = sparsify(compressed, PRUNED)
+    layers = sparsify(compressed, match=PRUNED)
     for layer in layers.values():
         layer.freeze()  # nobody writes the weights from here on: products begin earlier
     for name, layer in list(layers.items())[:7]:  # those of the first block

@@ -13,6 +13,7 @@ import torch
 
 from kernlib import events, hints
 from kernlib.descriptors.base import Descriptor, whole
+from kernlib.descriptors.base import shown as in_words
 from kernlib.errors import UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
@@ -186,9 +187,11 @@ def _check_workers(workers: int | None) -> None:
         return
     number = whole(workers)
     if number is None:
-        raise TypeError(f"workers must be a positive int or None, got {workers!r}")
+        raise TypeError(f"workers must be a positive int or None, got {in_words(workers)}")
     if number < 1:
-        raise ValueError(f"workers must be a positive int, got {number}; None takes one a core")
+        raise ValueError(
+            f"workers must be a positive int, got {in_words(number)}; None takes one a core"
+        )
 
 
 def _device_of(tensors: tuple) -> int | None:
@@ -226,7 +229,7 @@ def _wanted(descriptor: Descriptor, arch: str, specs, dtypes: tuple, arguments: 
     if specs is None:
         for dtype in dtypes:
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"dtypes must be torch dtypes, got {dtype!r}")
+                raise TypeError(f"dtypes must be torch dtypes, got {in_words(dtype)}")
         try:
             return family.variants(descriptor, arch, dtypes)
         except KeyError as error:

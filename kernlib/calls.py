@@ -29,6 +29,38 @@ def hinted(made: _Made) -> _Made:
     return made
 
 
+def former(*order: str, **names: str) -> Callable[[_Made], _Made]:
+    """Marks a function that is :func:`hinted` as one that was called otherwise: with arguments of
+    this ``order`` behind those that have a place now, and with the keywords of ``names``, former to
+    present. Such calls warn with a DeprecationWarning."""
+
+    def mark(function: _Made) -> _Made:
+        function.former = order, names  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def _as_now(name: str, function: Any, values: tuple, given: dict) -> tuple[tuple, dict]:
+    """The arguments of a call as the function takes them now."""
+    order, names = function.former
+    places = function.__code__.co_argcount
+    placed = dict(zip(order, values[places:], strict=False))
+    said = []
+    if placed and len(values) <= places + len(order) and not given.keys() & placed.keys():
+        values, given = values[:places], given | placed
+        said += [f"{key}= by name" for key in placed]
+    for before, now in names.items():
+        if before in given and now not in given:
+            given = {now if key == before else key: value for key, value in given.items()}
+            said.append(f"{now}= for {before}=")
+    if said:
+        from kernlib.errors import deprecated
+
+        deprecated(f"{name}() takes {', '.join(said)}")
+    return values, given
+
+
 def _constructors(owner: type) -> list[tuple[str, Any]]:
     """Its own ``__init__`` and public class methods, by name."""
     return [
@@ -39,8 +71,12 @@ def _constructors(owner: type) -> list[tuple[str, Any]]:
 
 
 def _hinted(function: Callable, name: str, owner: type | None = None) -> Callable:
+    respelled = hasattr(function, "former")
+
     @functools.wraps(function)
     def call(*values, **given):
+        if respelled:
+            values, given = _as_now(name, function, values, given)
         try:
             return function(*values, **given)
         except TypeError as error:

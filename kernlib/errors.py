@@ -61,20 +61,30 @@ class ConvergenceWarning(KernlibWarning):
     exception."""
 
 
+GONE = "0.3"  # the version without the spellings that are deprecated now
 SILENCE = "warnings.filterwarnings('ignore', category=kernlib.{}) hides this"
 
 
 def warn(text: str, kind: type[KernlibWarning] = KernlibWarning) -> None:
     """A warning of a kind at the line outside of kernlib that the call came from."""
+    _at_caller(f"{text}; {SILENCE.format(kind.__name__)}", kind)
+
+
+def deprecated(text: str) -> None:
+    """A DeprecationWarning of a spelling that the next minor version but one does without, at the
+    line outside of kernlib that the call came from."""
+    _at_caller(f"{text}; the former spelling goes with kernlib {GONE}", DeprecationWarning)
+
+
+def _at_caller(text: str, kind: type[Warning]) -> None:
     import sys
     import warnings
 
-    package, level = __name__.partition(".")[0], 2  # of the frame that calls this
-    frame = sys._getframe(1)
+    package, level = __name__.partition(".")[0], 3  # of the frame behind that which calls this
+    frame = sys._getframe(2)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == package:
         frame, level = frame.f_back, level + 1
-    silence = SILENCE.format(kind.__name__)
-    warnings.warn(f"{text}; {silence}", kind, stacklevel=level)
+    warnings.warn(text, kind, stacklevel=level)
 
 
 def _excerpt(log: str, source: str) -> str:

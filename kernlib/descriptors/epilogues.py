@@ -99,7 +99,7 @@ class Matern(_Bandwidth):
 
     def __post_init__(self):
         nu = as_number("nu", self.nu)
-        require(nu in (1.5, 2.5), f"nu must be 1.5 or 2.5 (0.5 is Laplace), got {nu!r}")
+        require(nu in (1.5, 2.5), f"nu must be 1.5 or 2.5 (0.5 is Laplace), got {shown(nu)}")
         object.__setattr__(self, "nu", nu)
 
     @property
@@ -265,7 +265,7 @@ class LeakyRelu(Epilogue):
 
     def __post_init__(self):
         slope = as_number("negative_slope", self.negative_slope)
-        require(math.isfinite(slope), f"negative_slope must be finite, got {slope!r}")
+        require(math.isfinite(slope), f"negative_slope must be finite, got {shown(slope)}")
         object.__setattr__(self, "negative_slope", slope)
 
     @property

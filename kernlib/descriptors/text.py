@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 
 from kernlib.descriptors import nesting
-from kernlib.descriptors.base import Descriptor, Part, parsed, render
+from kernlib.descriptors.base import Descriptor, Part, parsed, render, shown
 
 _CONSTANTS = (type(None), bool, int, float, str)
 NO_FUNCTIONS: Mapping[str, Callable] = {}
@@ -30,7 +30,7 @@ def to_text(descriptor: Descriptor) -> str:
     Raises TypeError for anything but a descriptor, and for a field that is no plain value.
     """
     if not isinstance(descriptor, Descriptor):
-        raise TypeError(f"descriptor must be a kernlib descriptor, got {descriptor!r}")
+        raise TypeError(f"descriptor must be a kernlib descriptor, got {shown(descriptor)}")
     try:
         return render(descriptor)
     except TypeError as error:

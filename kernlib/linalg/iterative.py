@@ -259,9 +259,10 @@ def _relative(norm: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _check_functions(matmul, preconditioner) -> None:
     for name, function in (("matmul", matmul), ("preconditioner", preconditioner)):
-        if not callable(function) and (name == "matmul" or function is not None):
+        given = name == "matmul" or function is not None
+        if given and (not callable(function) or isinstance(function, type)):
             raise TypeError(
-                f"{name} must be a function of v, such as A.__matmul__, got {function!r}"
+                f"{name} must be a function of v, such as A.__matmul__, got {shown(function)}"
             )
 
 

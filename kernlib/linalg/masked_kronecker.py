@@ -16,6 +16,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import takes_debug
+from kernlib.descriptors.base import shown
 from kernlib.families.kronecker_product.checks import TYPES
 from kernlib.families.kronecker_product.matmul import as_factors, kron_matmul
 from kernlib.linalg.checks import refuse_meta
@@ -124,8 +125,9 @@ def masked_kron_solve(
     """
     factors = as_square(factors)
     tol, max_iter, check_every = check_limits(tol, max_iter, check_every)
-    if preconditioner is not None and not callable(preconditioner):
-        raise TypeError(f"preconditioner must be a function of v, got {preconditioner!r}")
+    is_function = callable(preconditioner) and not isinstance(preconditioner, type)
+    if preconditioner is not None and not is_function:
+        raise TypeError(f"preconditioner must be a function of v, got {shown(preconditioner)}")
     check_dense(("index",), index=index)
     refuse_transforms(_NO_TRANSFORMS, index=index)
     index = _checked("index", index, features(factors), factors[0])

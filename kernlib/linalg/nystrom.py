@@ -151,7 +151,7 @@ def checked_rest(task: str, generator, tensors: dict, hyperparameters: dict) -> 
     """The hyperparameters, those of one number without dimensions. Raises TypeError, ValueError and
     RuntimeError for what ``task`` does not take of a call's other arguments."""
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+        raise TypeError(f"generator must be a torch.Generator, got {shown(generator)}")
     single = {}
     for name, value in hyperparameters.items():
         if name in ("out", "accumulate"):

@@ -27,8 +27,14 @@ from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse
 from kernlib.nn.kronecker_sparse import DTYPES, KSLinear, checked_device, flatten_bias
-from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts, bmm
-from kernlib.nn.replace import nearest_factor
+from kernlib.nn.kronecker_sparse_algorithms import (
+    ALGORITHMS,
+    STORAGE,
+    Pattern,
+    autocasts,
+    bmm,
+    nearest_factor,
+)
 from kernlib.runtime.tensors import check_dense
 
 FORMATS = ("kernel", *ALGORITHMS)
@@ -72,6 +78,9 @@ def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
     a, b, c, d = pattern = _checked_pattern(pattern)
     compressed = algo in ("dense", "sparse", "bsr")
     _check_shape("factor", factor, _stored_shapes(pattern, algo), compressed)
+    if factor.is_floating_point() and factor.dtype not in DTYPES:
+        known = ", ".join(str(dtype) for dtype in DTYPES)
+        raise TypeError(f"factor must be one of {known}, got {factor.dtype}")
     if algo == "kernel":
         return factor.reshape(a, d, c, b).permute(0, 3, 2, 1)
     if algo == "bsr":

@@ -66,8 +66,8 @@ class ChainWeight(ComputedWeight):
 
     layer = "KSLinear"
     advice = (
-        "Write the parameters in layer.factors; to merge something into the matrix, put an "
-        "nn.Linear with layer.to_dense() in the layer's place"
+        "Write the parameters in layer.factors; to merge something into the matrix, put "
+        "layer.to_linear() in the layer's place"
     )
 
 
@@ -77,7 +77,7 @@ class KroneckerWeight(ComputedWeight):
     layer = "KroneckerLinear"
     advice = (
         "Write the parameters in layer.factors; to merge something into the matrix, put "
-        "layer.to_dense(), an nn.Linear, in the layer's place"
+        "layer.to_linear() in the layer's place"
     )
 
 

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,15 +16,16 @@ from kernlib import run
 from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
+from kernlib.errors import deprecated
 from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
 from kernlib.nn import inputs
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed
 from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
-from kernlib.nn.linears import check_is_linear, class_name
+from kernlib.nn.linears import checked_linear, dense_linear
 from kernlib.nn.traced import factors_of, parameters_of
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_dense, stand_ins
+from kernlib.runtime.tensors import check_dense
 
 # Alternating least squares end when a sweep adds less than this part to the norm of the product,
 # or after so many sweeps. Random matrices have no structure to find and take most: about 50 for
@@ -84,7 +86,7 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def from_dense(
+    def from_linear(
         cls,
         linear: nn.Linear,
         in_sizes: Sequence[int],
@@ -107,7 +109,8 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         Raises TypeError for what is no ``nn.Linear`` of a known dtype, ValueError for one without
         values or with some that are not finite, and for sizes that are not those of its features.
         """
-        weight = _checked_weight(linear)
+        linear = _checked(linear)
+        weight = linear.weight
         layer = cls(
             in_sizes,
             out_sizes,
@@ -133,6 +136,12 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         layer.factors.requires_grad_(weight.requires_grad)
         return layer.train(linear.training)
 
+    @classmethod
+    def from_dense(cls, *values: Any, **given: Any) -> KroneckerLinear:
+        """:meth:`from_linear`, as it was called before."""
+        deprecated("KroneckerLinear.from_dense() is from_linear()")
+        return cls.from_linear(*values, **given)
+
     in_sizes = property(lambda self: tuple(s[0] for s in self._shapes), doc="Rows of each factor.")
     out_sizes = property(
         lambda self: tuple(s[1] for s in self._shapes), doc="Columns of each factor."
@@ -144,11 +153,9 @@ class KroneckerLinear(ComputesWeight, nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix (out_features, in_features) of the factors as they are, differentiable, for
-        code that asks an ``nn.Linear`` for its weight: no parameter, and RuntimeError for a write
-        to it, which the layer would not see."""
-        factors = [factor.mT for factor in weights_of(self, self._names)]
-        return computed(reduce(_kron, factors), KroneckerWeight)
+        """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter, and
+        RuntimeError for a write to it, which the layer would not see."""
+        return computed(self.to_dense(), KroneckerWeight)
 
     def reset_parameters(self) -> None:
         """Draw factors and bias anew."""
@@ -189,19 +196,15 @@ class KroneckerLinear(ComputesWeight, nn.Module):
             return operators.run_fitted(self._plain, input, *factors)
         return operators.run_fitted(self._biased, input, *factors, bias=bias)
 
-    def to_dense(self) -> nn.Linear:
+    def to_dense(self) -> torch.Tensor:
+        """W (out_features, in_features) of the factors as they are, differentiable; activation and
+        bias are not in it."""
+        return reduce(_kron, [factor.mT for factor in weights_of(self, self._names)])
+
+    def to_linear(self) -> nn.Linear:
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
         it."""
-        weight = self.weight.detach()
-        options = {"device": weight.device, "dtype": weight.dtype}
-        linear = nn.utils.skip_init(
-            nn.Linear, self.in_features, self.out_features, self.bias is not None, **options
-        )
-        with torch.no_grad():
-            linear.weight.copy_(weight)
-            if self.bias is not None:
-                linear.bias.copy_(self.bias)
-        return linear.train(self.training)
+        return dense_linear(self, self.to_dense())
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
@@ -226,7 +229,7 @@ def nearest_kronecker(
     matrix: torch.Tensor, row_sizes: Sequence[int], column_sizes: Sequence[int]
 ) -> list[torch.Tensor]:
     """Float64 factors (row_sizes[i], column_sizes[i]) whose Kronecker product is nearest to
-    ``matrix`` (prod rows, prod columns), all of one norm; see :meth:`KroneckerLinear.from_dense`.
+    ``matrix`` (prod rows, prod columns), all of one norm; see :meth:`KroneckerLinear.from_linear`.
 
     Entry ((i1, ..., iN), (j1, ..., jN)) of the product is ``prod_k F_k[ik, jk]``: with one
     dimension for each pair (ik, jk) the matrix is a tensor, and the product one of rank 1.
@@ -320,22 +323,9 @@ def _as_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _checked_weight(linear) -> torch.Tensor:
-    """The weight of an nn.Linear that has one with values. Raises ValueError and TypeError."""
-    check_is_linear(linear)
-    weight = linear.weight
-    if nn.parameter.is_lazy(weight):
-        raise ValueError("linear is a lazy layer that has not been called: call it once")
-    if weight.dtype not in DTYPES:
-        known = ", ".join(str(one) for one in DTYPES)
-        raise TypeError(f"the weight of linear must be one of {known}, got {weight.dtype}")
-    if weight.is_meta:
-        return weight
-    if stand_ins(weight):
-        raise ValueError(
-            f"the weight of linear is a {class_name(weight)}, whose memory holds no values: make "
-            "it a plain tensor first"
-        )
-    if not bool(weight.isfinite().all()):
+def _checked(linear) -> nn.Linear:
+    """The nn.Linear with a weight of finite values, or on meta. Raises ValueError and TypeError."""
+    linear = checked_linear(linear, DTYPES)
+    if not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
         raise ValueError("the weight of linear must be finite, got NaN or infinity in it")
-    return weight
+    return linear

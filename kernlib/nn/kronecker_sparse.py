@@ -23,7 +23,14 @@ from kernlib.nn import inputs
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.computed_weight import ChainWeight, ComputesWeight, computed
 from kernlib.nn.derived import Kept, derived
-from kernlib.nn.kronecker_sparse_algorithms import ALGORITHMS, STORAGE, Pattern, autocasts
+from kernlib.nn.kronecker_sparse_algorithms import (
+    ALGORITHMS,
+    STORAGE,
+    Pattern,
+    autocasts,
+    nearest_factor,
+)
+from kernlib.nn.linears import checked_linear, dense_linear
 from kernlib.nn.traced import factors_of, parameters_of
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense, refuse_other
@@ -122,6 +129,53 @@ class KSLinear(ComputesWeight, nn.Module):
                     if weight.is_meta and not factor.is_meta:
                         raise ValueError(f"weights must have values on {factor.device}, got meta")
                     factor.copy_(weight)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        patterns: Sequence[Pattern],
+        *,
+        approximate: bool = True,
+        algo: str = "auto",
+        activation: str | Epilogue | None = None,
+        precision: str | None = None,
+        init: str = "linear",
+    ) -> KSLinear:
+        """The layer of one factor whose matrix is, of those with its support, the nearest to that
+        of ``linear`` in the Frobenius norm: the weight itself for (1, out, in, 1). The bias, dtype,
+        device, mode and what requires a gradient are those of ``linear``, and the other arguments
+        are those of the layer. ``approximate=False`` draws the factors, of which there may then be
+        several. Of a weight on "meta" it is a layer there, which a state fills.
+
+        Raises TypeError for what is no ``nn.Linear`` of a known dtype, ValueError for one without
+        values, for patterns of other sizes, and for several with ``approximate``.
+        """
+        check_flag("approximate", approximate)
+        linear = checked_linear(linear, DTYPES)
+        weight, bias = linear.weight, linear.bias
+        layer = cls(
+            patterns, None, bias is not None, algo, weight.dtype, device=weight.device,
+            activation=activation, precision=precision, init=init,
+        )  # fmt: skip
+        if (layer.in_size, layer.out_size) != (linear.in_features, linear.out_features):
+            raise ValueError(
+                f"linear takes {linear.in_features} features to {linear.out_features}, its "
+                f"patterns {list(layer.patterns)} take {layer.in_size} to {layer.out_size}"
+            )
+        if approximate and layer.num_mat != 1:
+            raise ValueError(
+                "approximate=True takes one factor from a weight, and patterns has "
+                f"{layer.num_mat}: use approximate=False or a chain of one"
+            )
+        with torch.no_grad():
+            if approximate:
+                layer.factors[0].copy_(nearest_factor(weight, layer.patterns[0]))
+            if bias is not None:
+                layer.bias.copy_(bias)
+                layer.bias.requires_grad_(bias.requires_grad)
+        layer.factors.requires_grad_(weight.requires_grad)
+        return layer.train(linear.training)
 
     patterns = property(lambda self: self._patterns, doc="Patterns, the first factor first.")
     bs_last = property(lambda self: self._bs_last, doc="Whether the batch comes last.")
@@ -234,6 +288,12 @@ class KSLinear(ComputesWeight, nn.Module):
         if output.numel() != size:
             given = tuple(output.shape)
             raise ValueError(f"output must be the product of the input, {size} values, got {given}")
+        if output.dim() == 0 or output.shape[0 if self.bs_last else -1] != self.out_size:
+            wanted = f"({self.out_size}, ...)" if self.bs_last else f"(..., {self.out_size})"
+            raise ValueError(f"output must have shape {wanted}, got {tuple(output.shape)}")
+        if output.device != tensor.device or output.dtype not in DTYPES:
+            kind = f"{output.dtype} on {output.device}"
+            raise ValueError(f"output must be of floats on {tensor.device}, got {kind}")
         output = self._finish(output, self.bs_last)
         if self.bs_last:
             return output.reshape(self.out_size, *tensor.shape[1:])
@@ -250,6 +310,11 @@ class KSLinear(ComputesWeight, nn.Module):
         return product
 
     to_dense = get_dense_product
+
+    def to_linear(self) -> nn.Linear:
+        """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
+        it, and its batch is first."""
+        return dense_linear(self, self.to_dense())
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_size}", f"out_features={self.out_size}"]
@@ -477,7 +542,7 @@ def checked_device(device: object) -> torch.device | None:
         return torch.device(device)
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).splitlines()[0][:200]
-        raise ValueError(f"device {shown(device)} is none that torch knows: {reason}") from None
+        raise ValueError(f"device must be one of torch's, got {shown(device)}: {reason}") from None
 
 
 def _shared(weights: list[torch.Tensor], name: str):

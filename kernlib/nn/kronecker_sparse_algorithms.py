@@ -235,3 +235,11 @@ def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device.type)
     return [t if t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+def nearest_factor(weight: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """The factor (a, b, c, d) whose matrix is nearest to ``weight`` (a*b*d, a*c*d) in the Frobenius
+    norm: the values of ``weight`` on the support."""
+    a, b, c, d = pattern
+    spread = weight.reshape(a, b, d, a, c, d)
+    return spread.diagonal(0, 0, 3).diagonal(0, 1, 3).permute(2, 0, 1, 3)

@@ -1,8 +1,10 @@
-"""Where the layers of a model are that others may take the place of."""
+"""Where the layers of a model are that others may take the place of, and dense layers in the place
+of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from kernlib.descriptors.base import shown
 from kernlib.errors import warn
+from kernlib.runtime.tensors import check_dense, stand_ins
 
 Place = tuple[nn.Module, str, str, nn.Module]
 
@@ -76,7 +79,10 @@ def weight_parameter(layer: nn.Module) -> torch.Tensor:
 
 
 def class_name(value: object) -> str:
-    """The class of a value with its module, which tells layers of one name apart."""
+    """The class of a value with its module, which tells layers of one name apart, or the class that
+    stands in the place of a value."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
@@ -88,16 +94,93 @@ def check_is_linear(linear: object) -> None:
         raise TypeError(f"linear must be an nn.Linear, got {class_name(linear)}{advice}")
 
 
-def warn_of_rest(task: str, module: nn.Module, accepts: Callable, swapped: Iterable[str]) -> None:
+def check_model(model: object, instead: str) -> None:
+    """Raises TypeError for what is no module, and for an nn.Linear itself, which has no place in
+    one."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {class_name(model)}")
+    if isinstance(model, nn.Linear):
+        raise TypeError(f"model is an nn.Linear itself, in no place to be swapped: {instead}")
+
+
+def checked_match(match):
+    """None, a function or a compiled expression. Raises TypeError and ValueError for others."""
+    if isinstance(match, type):
+        raise TypeError(
+            "match must be a regular expression or a function of a layer's name and the layer, "
+            f"got the class {match.__name__}: None takes every nn.Linear"
+        )
+    if match is None or isinstance(match, re.Pattern) or callable(match):
+        return match
+    if not isinstance(match, str):
+        raise TypeError(
+            "match must be None, a regular expression, or a function of a layer's name and the "
+            f"layer, got {shown(match)}"
+        )
+    try:
+        return re.compile(match)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"match {shown(match)} is no regular expression: {error}") from None
+
+
+def matches(match, name: str, layer: nn.Module) -> bool:
+    """Whether a checked ``match`` takes a layer."""
+    if match is None:
+        return True
+    if isinstance(match, re.Pattern):
+        return match.search(name) is not None
+    return bool(match(name, layer))
+
+
+def checked_linear(linear: object, dtypes: tuple[torch.dtype, ...]) -> nn.Linear:
+    """The nn.Linear that :func:`as_linear` makes of one, whose weight is of one of these dtypes.
+    Raises TypeError and ValueError for others, and for a weight without values but on meta."""
+    check_is_linear(linear)
+    if nn.parameter.is_lazy(weight_parameter(linear)):
+        raise ValueError("linear is a lazy layer that has not been called: call it once")
+    linear = as_linear(linear)
+    weight = linear.weight
+    check_dense(("the weight of linear",), **{"the weight of linear": weight})
+    refuse_stand_in(weight)
+    if weight.dtype not in dtypes:
+        known = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"the weight of linear must be one of {known}, got {weight.dtype}")
+    return linear
+
+
+def refuse_stand_in(weight: torch.Tensor) -> None:
+    """Raises ValueError for a weight whose memory does not hold its values, as one that torchao has
+    quantized."""
+    if stand_ins(weight) and not weight.is_meta:
+        raise ValueError(
+            f"the weight of linear is a {class_name(weight)}, whose memory holds no values: make "
+            "it a plain tensor first, as by its dequantize()"
+        )
+
+
+def dense_linear(layer: nn.Module, weight: torch.Tensor) -> nn.Linear:
+    """An nn.Linear with copies of a ``weight`` and of the bias of a layer, in its mode."""
+    linear = nn.utils.skip_init(
+        nn.Linear, weight.shape[1], weight.shape[0], layer.bias is not None,
+        device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        if layer.bias is not None:
+            linear.bias.copy_(layer.bias)
+    return linear.train(layer.training)
+
+
+def warn_of_rest(task: str, module: nn.Module, match, swapped: Iterable) -> None:
     """Warns of layers that one might have expected ``task`` to swap, and that stay: what derives
-    from nn.Linear, and what has features as one, such as quantized layers. ``accepts`` says of name
-    and layer whether the caller has chosen it."""
+    from nn.Linear, and what has features as one, such as quantized layers, where ``match`` takes
+    them."""
     rest = [
         (name, layer)
         for parent, child, name, layer in _places(module)
         if _is_like_linear(layer)
         and not (isinstance(parent, nn.MultiheadAttention) and child == "out_proj")
-        and accepts(name, layer)
+        and matches(match, name, layer)
     ]
     if rest and list(swapped):
         some = ", ".join(f"{name!r} ({class_name(layer)})" for name, layer in rest[:3])
@@ -143,8 +226,8 @@ def without_fused_path(model: nn.Module, kind: type[nn.Module]) -> None:
             part.use_nested_tensor = False
 
 
-def warn_of_nothing(task: str, module: nn.Module, chosen: str, given: object) -> None:
-    """Warns that ``task`` swaps no layer of a model, which the argument ``chosen`` chooses from."""
+def warn_of_nothing(task: str, module: nn.Module, match: object) -> None:
+    """Warns that ``task`` swaps no layer of a model."""
     names = [f"{name!r}" for _, _, name, _ in linears(module)]
     if not names:
         derived = [class_name(m) for m in module.modules() if _is_like_linear(m)]
@@ -153,6 +236,6 @@ def warn_of_nothing(task: str, module: nn.Module, chosen: str, given: object) ->
         return
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     warn(
-        f"{task} swaps nothing: {chosen}={shown(given)} takes none of the {len(names)} nn.Linear "
-        f"of {type(module).__name__} ({some})"
+        f"{task} swaps nothing: match={shown(getattr(match, 'pattern', match))} takes none of the "
+        f"{len(names)} nn.Linear of {type(module).__name__} ({some})"
     )

@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from kernlib.calls import hinted
+from kernlib.calls import former, hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.errors import warn
 from kernlib.nn.kronecker_sparse import KSLinear
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
 from kernlib.nn.linears import (
     as_linear,
+    check_model,
+    checked_match,
+    class_name,
     linears,
+    matches,
     warn_of_nothing,
     warn_of_rest,
     weight_parameter,
@@ -35,15 +38,17 @@ VIT_S16: dict[tuple[int, int], tuple[Pattern, ...]] = {
 
 
 @hinted
+@former(module="model")
 def replace_linear(
-    module: nn.Module,
+    model: nn.Module,
     patterns: Mapping[tuple[int, int], Chain] | Callable[[str, int, int], Chain | None],
     *,
     match: str | re.Pattern[str] | Callable[[str, nn.Linear], bool] | None = None,
     approximate: bool = False,
     **options: Any,
 ) -> dict[str, KSLinear]:
-    """Swap layers of ``module`` in place, and return the new ones by their names.
+    """Swap the ``nn.Linear`` layers of ``model`` for :class:`KSLinear` in place, and return the new
+    ones by their names.
 
     - ``patterns``: chains by ``(in_features, out_features)``, such as :data:`VIT_S16`, or a
       function of a layer's name, ``in_features`` and ``out_features``. A layer without a chain, or
@@ -65,24 +70,20 @@ def replace_linear(
     Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, and of layers that stay
     because they are no ``nn.Linear`` itself, such as quantized ones.
 
-    Raises, with ``module`` as it was, ValueError that names the layer: for a chain of other sizes,
+    Raises, with ``model`` as it was, ValueError that names the layer: for a chain of other sizes,
     for ``approximate`` with several factors, and for a weight that another module holds too, such
     as an embedding's; ValueError for a ``match`` that is no regular expression; and TypeError for a
-    ``module`` that is none, or an ``nn.Linear`` itself, and for arguments of another kind.
+    ``model`` that is none, or an ``nn.Linear`` itself, and for arguments of another kind.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {shown(module)}")
-    if isinstance(module, nn.Linear):
-        raise TypeError(
-            "module is an nn.Linear itself, in no place to be swapped: build a KSLinear"
-        )
+    check_model(model, "use KSLinear.from_linear")
     check_flag("approximate", approximate)
-    match = _checked_match(match)
-    chain_of = patterns if callable(patterns) else _by_sizes(patterns)
-    holders = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
-    every, new = list(linears(module)), {}
+    match = checked_match(match)
+    is_function = callable(patterns) and not isinstance(patterns, type)
+    chain_of = patterns if is_function else _by_sizes(patterns)
+    holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+    every, new = list(linears(model)), {}
     for _, _, name, layer in every:
-        if layer in new or not _matches(match, name, layer):
+        if layer in new or not matches(match, name, layer):
             continue
         linear = as_linear(layer)
         chain = chain_of(name, linear.in_features, linear.out_features)
@@ -92,19 +93,19 @@ def replace_linear(
             raise ValueError(f"{name} shares its weight with another module; leave it out")
         new[layer] = _replacement(name, linear, chain, approximate, options)
     if not new:
-        _warn_of_nothing(module, match, patterns)
+        _warn_of_nothing(model, match, patterns)
     places = [(*place, name, new[layer]) for *place, name, layer in every if layer in new]
     for parent, child, _, layer in places:
         setattr(parent, child, layer)
-    warn_of_rest("replace_linear", module, lambda *place: _matches(match, *place), new)
+    warn_of_rest("replace_linear", model, match, new)
     return {name: layer for _, _, name, layer in places}
 
 
-def _warn_of_nothing(module: nn.Module, match, patterns) -> None:
+def _warn_of_nothing(model: nn.Module, match, patterns) -> None:
     """Warns that no layer is swapped: none is matched, or none has a chain."""
-    matched = [layer for _, _, name, layer in linears(module) if _matches(match, name, layer)]
+    matched = [layer for _, _, name, layer in linears(model) if matches(match, name, layer)]
     if not matched:
-        warn_of_nothing("replace_linear", module, "match", getattr(match, "pattern", match))
+        warn_of_nothing("replace_linear", model, match)
         return
     matched = [as_linear(layer) for layer in matched]
     sizes = sorted({(layer.in_features, layer.out_features) for layer in matched})
@@ -115,73 +116,19 @@ def _warn_of_nothing(module: nn.Module, match, patterns) -> None:
     )
 
 
-def nearest_factor(weight: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """The factor (a, b, c, d) whose matrix is nearest to ``weight`` (a*b*d, a*c*d) in the Frobenius
-    norm: the values of ``weight`` on the support."""
-    a, b, c, d = pattern
-    spread = weight.reshape(a, b, d, a, c, d)
-    return spread.diagonal(0, 0, 3).diagonal(0, 1, 3).permute(2, 0, 1, 3)
-
-
 def _by_sizes(patterns) -> Callable[[str, int, int], Chain | None]:
     if not isinstance(patterns, Mapping):
         raise TypeError(
             "patterns must be a mapping from (in_features, out_features) to chains, or a function "
-            f"of a layer's name and these sizes, got {type(patterns).__name__}"
+            f"of a layer's name and these sizes, got {class_name(patterns)}"
         )
     return lambda name, in_features, out_features: patterns.get((in_features, out_features))
-
-
-def _checked_match(match):
-    """None, a function or a regular expression. Raises TypeError and ValueError for others."""
-    if match is None or isinstance(match, re.Pattern) or callable(match):
-        return match
-    if not isinstance(match, str):
-        raise TypeError(
-            "match must be None, a regular expression, or a function of a layer's name and the "
-            f"layer, got {shown(match)}"
-        )
-    try:
-        return re.compile(match)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"match {shown(match)} is no regular expression: {error}") from None
-
-
-def _matches(match, name: str, layer: nn.Module) -> bool:
-    if match is None:
-        return True
-    if isinstance(match, re.Pattern):
-        return match.search(name) is not None
-    return bool(match(name, layer))
 
 
 def _replacement(
     name: str, layer: nn.Linear, chain: Chain, approximate: bool, options: dict
 ) -> KSLinear:
-    weight, bias = layer.weight, layer.bias
     try:
-        new = KSLinear(
-            chain, None, bias is not None, dtype=weight.dtype, device=weight.device, **options
-        )
+        return KSLinear.from_linear(layer, chain, approximate=approximate, **options)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
-    if (new.in_features, new.out_features) != (layer.in_features, layer.out_features):
-        raise ValueError(
-            f"{name} takes {layer.in_features} features to {layer.out_features}, its chain "
-            f"{list(new.patterns)} takes {new.in_features} to {new.out_features}"
-        )
-    if new.bs_last:
-        raise ValueError(f"{name} has the batch first, and bs_last=True would have it last")
-    if approximate and new.num_mat != 1:
-        raise ValueError(
-            f"{name}: approximate=True takes one factor from a weight, and its chain has "
-            f"{new.num_mat}; use approximate=False or a chain of one"
-        )
-    with torch.no_grad():
-        if approximate:
-            new.factors[0].copy_(nearest_factor(weight, new.patterns[0]))
-        if bias is not None:
-            new.bias.copy_(bias)
-            new.bias.requires_grad_(bias.requires_grad)
-    new.factors.requires_grad_(weight.requires_grad)
-    return new.train(layer.training)

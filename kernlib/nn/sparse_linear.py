@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.calls import hinted
+from kernlib.calls import former, hinted
 from kernlib.descriptors.base import shown, whole
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import warn
@@ -16,6 +16,7 @@ from kernlib.nn import inputs
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, computed
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
+from kernlib.nn.linears import class_name, dense_linear
 from kernlib.nn.sparse_holding import MatrixModule
 from kernlib.nn.sparse_weights import check_bias, checked_dtype, is_silently_dense, matrix_of
 from kernlib.nn.traced import parameters_of
@@ -75,9 +76,11 @@ class SparseLinear(ComputesWeight, MatrixModule):
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
 
     @classmethod
+    @former("format", "density", "per", "activation", "columns")
     def from_linear(
         cls,
         linear: nn.Linear,
+        *,
         format: str = "auto",
         density: float | None = None,
         per: str = "matrix",
@@ -132,12 +135,13 @@ class SparseLinear(ComputesWeight, MatrixModule):
         ``bias`` that is a parameter is kept as it is. Raises TypeError and ValueError for a bias
         that is no tensor (out_features,) of the matrix's dtype and device."""
         if not isinstance(matrix, SparseMatrix):
-            raise TypeError(f"matrix must be a SparseMatrix, got {type(matrix).__name__}")
+            raise TypeError(f"matrix must be a SparseMatrix, got {class_name(matrix)}")
         check_bias(bias, matrix)
         rows, cols = matrix.shape
         layer = cls(cols, rows, False, activation, matrix.dtype, matrix.device)
         if bias is not None and not isinstance(bias, nn.Parameter):
-            bias = nn.Parameter(bias.detach())
+            bias = bias.detach()
+            bias = nn.Parameter(bias.clone() if bias.is_inference() else bias)
         layer.bias = bias
         layer._hold(matrix)
         return layer
@@ -161,6 +165,11 @@ class SparseLinear(ComputesWeight, MatrixModule):
     def to_dense(self) -> torch.Tensor:
         """W (out_features, in_features), a new tensor; activation and bias are not in it."""
         return self.matrix.to_dense()
+
+    def to_linear(self) -> nn.Linear:
+        """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
+        it."""
+        return dense_linear(self, self.to_dense())
 
     @property
     def nbytes(self) -> int:
@@ -228,11 +237,12 @@ def _checked_size(name: str, size) -> int:
 def _checked_device(device) -> torch.device | None:
     if device is not None and type(device) not in (torch.device, str, int):
         raise ValueError(
-            f"device must be a torch.device, str or int that names one, got {device!r}"
+            f"device must be a torch.device, str or int that names one, got {shown(device)}"
         )
     try:
         return None if device is None else torch.empty(0, dtype=torch.uint8, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
-            f"device must be a torch.device, str or int that names one, got {device!r}: {error}"
+            "device must be a torch.device, str or int that names one, got "
+            f"{shown(device)}: {error}"
         ) from None

@@ -8,11 +8,14 @@ from collections.abc import Callable
 
 from torch import nn
 
-from kernlib.calls import hinted
+from kernlib.calls import former, hinted
 from kernlib.errors import warn
 from kernlib.nn.linears import (
     as_linear,
+    check_model,
+    checked_match,
     linears,
+    matches,
     warn_of_nothing,
     warn_of_rest,
     weight_parameter,
@@ -28,9 +31,11 @@ from kernlib.nn.sparse_weights import (
 
 
 @hinted
+@former("match", "density", "format", "per", "columns", filter="match")
 def sparsify(
     model: nn.Module,
-    filter: str | Callable[[str, nn.Linear], bool] | None = None,
+    *,
+    match: str | re.Pattern[str] | Callable[[str, nn.Linear], bool] | None = None,
     density: float | None = None,
     format: str = "auto",
     per: str = "matrix",
@@ -39,9 +44,9 @@ def sparsify(
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
     new ones by their names.
 
-    - ``filter``: which layers: those for which this function of name and layer is true, or in whose
-      name this regular expression is found, such as ``r"mlp|[qkvo]_proj"``; None takes all. Leave
-      out a head that shares the weight of an embedding.
+    - ``match``: which layers: those in whose name this regular expression is found, such as
+      ``r"mlp|[qkvo]_proj"``, or for which this function of name and layer is true; None takes all.
+      Leave out a head that shares the weight of an embedding.
     - ``density``, ``format``, ``per``, ``columns``: as of :meth:`SparseLinear.from_linear`.
 
     Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
@@ -62,18 +67,13 @@ def sparsify(
     that names it for a weight of another dtype than float16, bfloat16 and float32 and for a bias of
     another dtype than its weight, and TypeError for a ``model`` that is an ``nn.Linear`` itself.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    check_filter(filter)
+    check_model(model, "use SparseLinear.from_linear")
+    match = checked_match(match)
     check_options(density, format, per, columns)
-    if isinstance(model, nn.Linear):
-        raise TypeError(
-            "model is an nn.Linear itself, in no place to be swapped: use SparseLinear.from_linear"
-        )
-    places = places_of(model, filter)
+    places = places_of(model, match)
     _check_all(model, places, density)
     if not places:
-        warn_of_nothing("sparsify", model, "filter", filter)
+        warn_of_nothing("sparsify", model, match)
     new: dict[str, SparseLinear] = {}
     dense: list[str] = []
     while places:
@@ -89,7 +89,7 @@ def sparsify(
         del places[layer], layer, linear  # and with it the dense weight
     without_fused_path(model, SparseLinear)
     _warn_of_dense(dense, new)
-    warn_of_rest("sparsify", model, lambda *place: accepts(filter, *place), new)
+    warn_of_rest("sparsify", model, match, new)
     return new
 
 
@@ -104,38 +104,16 @@ def _warn_of_dense(dense: list[str], new: dict[str, SparseLinear]) -> None:
         )
 
 
-def places_of(model: nn.Module, filter) -> dict[nn.Module, list[tuple[nn.Module, str, str]]]:
-    """The layers that a filter accepts in one of their places, and all places of each: its parent,
+def places_of(model: nn.Module, match) -> dict[nn.Module, list[tuple[nn.Module, str, str]]]:
+    """The layers that ``match`` takes in one of their places, and all places of each: its parent,
     its name there, its whole name."""
     every = list(linears(model))
-    accepted = {layer for _, _, name, layer in every if accepts(filter, name, layer)}
+    accepted = {layer for _, _, name, layer in every if matches(match, name, layer)}
     places: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
     for parent, child, name, layer in every:
         if layer in accepted:
             places.setdefault(layer, []).append((parent, child, name))
     return places
-
-
-def check_filter(filter) -> None:
-    if isinstance(filter, str):
-        try:
-            re.compile(filter)
-        except (re.error, OverflowError, RecursionError) as error:
-            shown = filter if len(filter) <= 80 else filter[:77] + "..."
-            raise ValueError(
-                f"filter must be a regular expression, got {shown!r}: {error}"
-            ) from None
-    elif filter is not None and not callable(filter):
-        raise TypeError(
-            "filter must be a regular expression, a function of a name and a layer, or None, got "
-            f"{type(filter).__name__}"
-        )
-
-
-def accepts(filter, name: str, layer: nn.Module) -> bool:
-    if filter is None:
-        return True
-    return bool(filter(name, layer)) if callable(filter) else re.search(filter, name) is not None
 
 
 def _check_all(model: nn.Module, places: dict, density) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.descriptors.base import shown
 from kernlib.families.sparse.formats.registry import check_format
 from kernlib.families.sparse.layout import DTYPES, format_of, parse_layout
 from kernlib.families.sparse.lowering.rates import check_columns
@@ -93,7 +94,7 @@ def check_bias(bias, weight: torch.Tensor | SparseMatrix) -> None:
 def checked_dtype(dtype: torch.dtype) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         known = ", ".join(DTYPES)
-        raise TypeError(f"a SparseLinear holds {known}, got {dtype} for dtype")
+        raise TypeError(f"dtype of a SparseLinear must be one of {known}, got {shown(dtype)}")
     return dtype
 
 

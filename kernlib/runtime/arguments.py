@@ -136,7 +136,7 @@ def _check_scalar(descriptor: Product, name: str, value, x: torch.Tensor, look: 
     else:
         check_kind(name, value, 0)
     if value.device != x.device and value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}, x on {x.device}")
+        raise ValueError(f"{name} is on {value.device}, x on {x.device}: move it there")
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], name: str = "x") -> None:

@@ -107,7 +107,7 @@ def on_device(name: str, value: torch.Tensor, device: torch.device, dtype: torch
     if value.device == device:
         return value if value.dtype == dtype else value.to(dtype)
     if value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+        raise ValueError(f"{name} is on {value.device}, the inputs on {device}: move it there")
     if device.type == "meta":
         return value.to(device, dtype)
     if torch.cuda.is_current_stream_capturing():

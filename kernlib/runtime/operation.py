@@ -19,7 +19,7 @@ from kernlib import events
 from kernlib.descriptors.base import whole
 from kernlib.errors import UnsupportedError
 from kernlib.runtime.plan import PlanCache
-from kernlib.runtime.tensors import stand_ins
+from kernlib.runtime.tensors import UNREADABLE, stand_ins
 
 # Ways to compute a checked call.
 KERNELS = "kernels"
@@ -72,7 +72,12 @@ def bind(operation: Operation) -> Bound:
         return first(key, *request) if plan is None else launch(plan, *request)
 
     def first(key, *request) -> torch.Tensor:
-        if stand_ins(*operation.tensors(*request)):
+        try:
+            tensors = operation.tensors(*request)
+        except UNREADABLE:  # of a class in the place of an operand, or of too few
+            check(*request)
+            raise
+        if stand_ins(*tensors):
             return by_operator(operation, request)
         call = check(*request)
         way = operation.way(call, *request)
@@ -140,8 +145,16 @@ def _device(operation: Operation, call, request: tuple) -> torch.device:
 
 
 def by_operator(operation: Operation, request: tuple) -> torch.Tensor:
-    """The result of a request by the operator of its operation."""
-    return operators_of(operation).BY_NAME[operation.name](*request)
+    """The result of a request by the operator of its operation. Raises TypeError for a tensor whose
+    own dispatcher does not take it."""
+    function = operators_of(operation).BY_NAME[operation.name]
+    try:
+        return function(*request)
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        from kernlib.runtime.operators import refuse_dispatcher  # loaded with the function
+
+        refuse_dispatcher(operation.name, function, request, error)
+        raise
 
 
 def operators_of(operation: Operation) -> ModuleType:

@@ -3,9 +3,12 @@ torch.export, make_fx, fake tensors. All operators of kernlib are registered her
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
+from itertools import zip_longest
+from types import TracebackType
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -13,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from kernlib import sharding
+from kernlib.descriptors.base import Descriptor
 
 
 class _Library(torch.library.Library):
@@ -179,3 +183,51 @@ def in_front(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor
         return t
     t = t.movedim(dim, 0)
     return t.reshape(t.shape[0], *(1,) * (1 + rank - t.dim()), *t.shape[1:])
+
+
+# Tensors with a dispatcher of their own, which says what an operator makes of them.
+
+
+def refuse_dispatcher(name: str, function: Callable, request: tuple, error: Exception) -> None:
+    """Raises TypeError that names the argument and what to pass, where an ``error`` of a call
+    ``function(*request)`` of the operator ``name`` was raised by a tensor's own dispatcher; nothing
+    where kernlib raised it, or no tensor has one."""
+    if _is_ours(error.__traceback__):
+        return
+    for argument, tensor in _named(function, request):
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or _is_torchs(kind):
+            continue
+        said = str(error).partition("\n")[0]
+        raise TypeError(
+            f"{argument} is a {kind.__name__}, a tensor with a dispatcher of its own, which does "
+            f"not take kernlib::{name} ({said}): pass the plain tensor that it holds"
+        ) from error
+
+
+def _is_torchs(kind: type) -> bool:
+    """Whether a class is one by which torch itself traces."""
+    return kind.__module__.startswith(("torch._subclasses", "torch._functorch", "torch.fx"))
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Whether the last function of a traceback is one of kernlib."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
+        "kernlib."
+    )
+
+
+def _named(function: Callable, request: tuple) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a request, and what the caller calls them."""
+    names = [name for name in inspect.signature(function).parameters]
+    operands = request[0].operands if isinstance(request[0], Descriptor) else ()
+    for name, value in zip(names, request, strict=False):
+        if isinstance(value, dict):
+            parts = value.items()
+        elif isinstance(value, tuple):
+            parts = zip_longest(operands[: len(value)], value, fillvalue="an argument")
+        else:
+            parts = [(name, value)]
+        yield from ((key, part) for key, part in parts if isinstance(part, torch.Tensor))

@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy as is_uninitialized
 
 from kernlib import sharding
+from kernlib.descriptors.base import shown
 
 MAX_EXACT_OVERLAP = 1 << 26  # elements up to which two interleaved views are compared one by one
 # No GPU memory lies below 4 GiB. An address there is the offset of a view of a tensor that has no
@@ -27,11 +28,15 @@ APART = {
 }
 
 
+# What :func:`signature` raises for what is no such tensor; TypeError for a class.
+UNREADABLE = (AttributeError, RuntimeError, NotImplementedError, TypeError, ValueError)
+
+
 def signature(t: torch.Tensor) -> tuple:
     """All of a tensor that a plan depends on: shape, strides, dtype, device, alignment, negation.
 
-    Raises AttributeError, RuntimeError or NotImplementedError for what is no such tensor;
-    :func:`check_dense` and :func:`refuse_transforms` then say so in the caller's words.
+    Raises one of ``UNREADABLE`` for what is no such tensor; :func:`check_dense` and
+    :func:`refuse_transforms` then say so in the caller's words.
     """
     # Fake and zero tensors have no memory. Their alignment is below 0 here, so that they do not
     # find the plan of a real tensor. _is_zerotensor() would take another 0.1 us, and does not know
@@ -59,7 +64,7 @@ def check_flag(name: str, value: object) -> None:
     """Raises TypeError for what is neither True nor False: other values, such as "no", would count
     as true or false unexpectedly."""
     if type(value) is not bool:
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:

@@ -251,7 +251,6 @@ def test_the_ready_made_ones():
     assert {"laplace_l1", "gaussian", "p_distance", "polynomial", "l2_distance"} <= set(known)
     assert not {"Pairwise", "Abs", "Laplace", "run_kernel", "compile"} & set(known)
     assert known["gaussian"]() == kl.gaussian()
-    assert lookup.descriptors("gaussian()") == lookup.descriptors("gaussian") == [kl.gaussian()]
 
 
 def test_a_function_as_it_is_called_in_python(run, asked, modules):

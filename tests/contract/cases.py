@@ -39,6 +39,17 @@ BINDING = re.compile(
     r"unexpected keyword argument|required (positional|keyword-only) argument|positional argument|"
     r"multiple values"
 )
+# What a message says that would do, and what an argument was.
+ADVICE = re.compile(
+    r"\b(must|pass|give|takes?|use|needs?|call|write|make|clone|leave|rename|say|says|load|"
+    r"compress|detach|dequantize|pad|set|move|tune|name|known are|supported modes are|"
+    r"does not parse|is no regular expression|has no argument)\b|did you mean",
+    re.IGNORECASE,
+)
+FACT = re.compile(
+    r"\b(got|is|are|was|has|have|holds?|shares?|overlaps|requires|lacks|left|missing|unexpected|no|"
+    r"needs?|both|does not|computes|reduces|more than|given with)\b|: meta"
+)
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 1e-3, torch.float64: 1e-6}
 
 
@@ -173,7 +184,13 @@ def _fault_of(error: Exception, entry: Entry, given: dict, changed: dict) -> str
         return "" if _names_one(text, names) else f"names no argument: {short}"
     if not _raised_by_kernlib(error):
         return f"not kernlib's own {short} at {_place(error)}"
-    return "" if _names_one(text, names) else f"names no argument: {short} at {_place(error)}"
+    if not _names_one(text, names):
+        return f"names no argument: {short} at {_place(error)}"
+    if isinstance(error, (NotImplementedError, torch.linalg.LinAlgError)):
+        return ""  # of what nothing would do
+    if not ADVICE.search(text):
+        return f"says not what would do: {short} at {_place(error)}"
+    return "" if FACT.search(text) else f"says not what was wrong: {short} at {_place(error)}"
 
 
 def _names_one(text: str, names: set[str]) -> bool:
@@ -194,7 +211,11 @@ def _raised_by_kernlib(error: BaseException) -> bool:
 
 
 def _raised_by_given(error: BaseException) -> bool:
+    """Whether code of an argument raised it: a function, or a tensor's own dispatcher, of which
+    torch's functions know no more."""
     last = traceback.extract_tb(error.__traceback__)[-1]
+    if last.name == "__torch_dispatch__":
+        return Path(last.filename).name == "wrong.py"
     return Path(last.filename).name.startswith("of_") and last.name == "<lambda>"
 
 

@@ -12,6 +12,7 @@ from tests.contract import (
     of_blocksparse,
     of_kronecker_product,
     of_linalg,
+    of_methods,
     of_pairwise,
     of_products,
     of_scaled,
@@ -21,7 +22,7 @@ from tests.contract import (
 ENTRIES = of_pairwise.ENTRIES | of_products.ENTRIES | of_kronecker_product.ENTRIES
 ENTRIES |= of_blocksparse.ENTRIES | of_block_sparse_layers.ENTRIES | of_scaled.ENTRIES
 ENTRIES |= of_attention.ENTRIES
-ENTRIES |= of_linalg.ENTRIES | of_service.ENTRIES
+ENTRIES |= of_linalg.ENTRIES | of_service.ENTRIES | of_methods.ENTRIES
 MODULES = (
     "kernlib", "kernlib.blocksparse", "kernlib.linalg", "kernlib.nn", "kernlib.nn.compat",
     "kernlib.sparse", "kernlib.compat.kermac", "kernlib.compat.macko",
@@ -44,6 +45,34 @@ def public() -> set[str]:
     return found
 
 
+def methods() -> set[str]:
+    """Public methods, with arguments, of public classes: those of kernlib's own that are no
+    constructor. A method that several classes share is one, of the class that has it first."""
+    found = {}
+    for name in sorted(public()):
+        module, _, attribute = name.rpartition(".")
+        value = getattr(import_module(module), attribute)
+        for owner in inspect.getmro(value) if inspect.isclass(value) else ():
+            if not owner.__module__.startswith("kernlib"):
+                continue
+            for method, function in vars(owner).items():
+                function = getattr(function, "__func__", function)
+                if method.startswith("_") or not inspect.isfunction(function):
+                    continue
+                if len(inspect.signature(function).parameters) > 1:
+                    found.setdefault(function.__code__, method)
+    return set(found.values()) - OF_TORCH
+
+
+# Methods that are torch's own, or that only kernlib calls, and those whose arguments another has.
+OF_TORCH = {"train", "requires_grad_", "cuda", "from_layout", "keep_for", "from_dense"}
+
+
+def covered_methods() -> set[str]:
+    """The methods that entries call, which are named behind a space or a point."""
+    return {word for name in ENTRIES for word in name.replace(".", " ").split()}
+
+
 def _is_record(value) -> bool:
     from enum import Enum
 
@@ -63,13 +92,14 @@ ON_GPU = {
     for name, entry in ENTRIES.items()
     if not name.endswith(("compile", "tune", "pre_compile_descriptors"))
     and (name not in of_service.ENTRIES or "kermac" in name or name == "kernlib.prepare")
+    and name not in of_methods.ENTRIES
 }
 
 
 def share(name: str, count: int, entries=ENTRIES) -> int:
-    """The part of so many cases that an entry gets, by weight."""
+    """The part of so many cases that an entry gets, by weight, and one at least."""
     total = sum(entry.weight for entry in entries.values())
-    return max(1, -(-count * entries[name].weight // total))
+    return max(1, round(count * entries[name].weight / total))
 
 
 def faults(name: str, seed: int, count: int, device: str = "cpu") -> list[str]:

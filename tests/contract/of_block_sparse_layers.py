@@ -23,7 +23,7 @@ KINDS = KINDS_OF_PRODUCTS | {
     "key_padding_mask_kind": "text", "attn_mask_kind": "text", "rpe_kind": "flag",
     "key_transposed": "flag", "in_features": "int", "out_features": "int", "bias": "flag",
     "dtype": "dtype", "activation": "epilogue", "criterion": "text", "per": "text",
-    "linear": "any", "model": "any", "filter": "text", "embed_dim": "int", "num_heads": "int",
+    "linear": "any", "model": "any", "match": "text", "embed_dim": "int", "num_heads": "int",
     "dropout": "number", "add_bias_kv": "flag", "add_zero_attn": "flag", "kdim": "int",
     "vdim": "int", "batch_first": "flag", "in_channels": "int", "out_channels": "int",
     "kernel_size": "int", "padding": "int", "dilation": "int", "groups": "int",
@@ -32,7 +32,7 @@ KINDS = KINDS_OF_PRODUCTS | {
 NAMES = (
     *NAMES_OF_PRODUCTS, "w", "rpe", "key_padding_mask", "attn_mask", "causal", "q", "v",
     "key_transposed", "query", "key", "value", "input", "weight", "in_features", "out_features",
-    "dtype", "activation", "criterion", "per", "linear", "model", "filter", "kernel_size",
+    "dtype", "activation", "criterion", "per", "linear", "model", "match", "kernel_size",
     "padding", "dilation", "groups", "padding_mode", "in_channels", "out_channels", "features",
 )  # fmt: skip
 
@@ -211,12 +211,14 @@ def pruned(c: Context) -> dict:
 
 
 def call_pruned(linear, block, density, criterion, per, *, input, **named):
-    made = kl.nn.BlockSparseLinear.from_linear(linear, block, density, criterion, per, **named)
+    made = kl.nn.BlockSparseLinear.from_linear(
+        linear, block, density=density, criterion=criterion, per=per, **named
+    )
     return made(input)
 
 
 def swapped(c: Context) -> dict:
-    return {"model": nn.Sequential(dense_linear(c)), "block": 16, "density": 0.5, "filter": None,
+    return {"model": nn.Sequential(dense_linear(c)), "block": 16, "match": None, "density": 0.5,
             "criterion": "magnitude", "per": "matrix", "precision": None}  # fmt: skip
 
 
@@ -271,7 +273,7 @@ ENTRIES = {
     ),
     "kernlib.nn.BlockSparseLinear": entry(call_layer, layer, 6, None, 2),
     "kernlib.nn.BlockSparseLinear from_linear": entry(call_pruned, pruned, 5),
-    "kernlib.nn.block_sparsify": entry(kl.nn.block_sparsify, swapped, 3),
+    "kernlib.nn.block_sparsify": entry(kl.nn.block_sparsify, swapped, 2),
     "kernlib.nn.BlockSparseConv2d": entry(call_convolution, convolution, 11),
     "kernlib.nn.taps_layout": entry(call_taps, taps, 2),
     "kernlib.nn.BlockSparseMultiheadAttention": entry(call_heads, heads, 15),

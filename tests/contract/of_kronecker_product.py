@@ -18,7 +18,8 @@ KINDS = {
     "use_bias": "flag", "device": "device", "dtype": "dtype", "activation": "epilogue",
 }  # fmt: skip
 NAMES = (
-    "x", "y", "out", "factors", "alpha", "beta", "side", "shapes", "transposed", "precision",
+    "x", "y", "out", "factors", "factor1", "factor2",
+    "alpha", "beta", "side", "shapes", "transposed", "precision",
     "bias", "scale", "descriptor", "epilogue", "dimensions", "tensors", "weight", "weights",
     "input", "in_sizes", "out_sizes", "dtype", "device", "activation", "epilogues",
 )  # fmt: skip

@@ -17,6 +17,8 @@ KINDS = {
     "cholesky": "flag", "noise": "number",
 }  # fmt: skip
 NAMES = (
+    "factor1",
+    "factor2",
     "eigenvalues",
     "symmetric",
     "bandwidth",

@@ -303,8 +303,8 @@ def wanted_matmul(descriptor, a, b, v, out=None, **values):
     return plain.written(found, a, out)
 
 
-def entry(name, call, arguments, positional, wanted, weight=2) -> tuple[str, Entry]:
-    return name, Entry(call, arguments, positional, OPTIONS, wanted, NAMES, weight)
+def entry(name, call, arguments, positional, wanted, weight=2, more=()) -> tuple[str, Entry]:
+    return name, Entry(call, arguments, positional, OPTIONS, wanted, (*NAMES, *more), weight)
 
 
 ENTRIES = dict(
@@ -314,7 +314,8 @@ ENTRIES = dict(
         entry("kernlib.cdist_grad", kl.cdist_grad, cdist_grad, 4, wanted_gradient, 4),
         entry("kernlib.cdist_expadd", kl.cdist_expadd, cdist_expadd, 2, wanted_expadd, 3),
         entry("kernlib.cdist_grad_expadd", kl.cdist_grad_expadd, cdist_grad_expadd, 4, None, 3),
-        entry("kernlib.agop", kl.agop, agop, 4, wanted_agop, 3),
+        # Of a tensor with a dispatcher of its own, which b of run_kernel is, z is called so.
+        entry("kernlib.agop", kl.agop, agop, 4, wanted_agop, 3, ("b",)),
         entry("kernlib.kernel_matmul", kl.kernel_matmul, kernel_matmul, 4, wanted_matmul, 4),
         entry("kernlib.kernel_sum", kl.kernel_sum, reduction, 3, wanted_sum, 2),
         entry("kernlib.kernel_logsumexp", kl.kernel_logsumexp, reduction, 3, wanted_logsumexp, 2),

@@ -20,7 +20,7 @@ KINDS = {
     "columns": "int", "density": "number", "per": "text", "inplace": "flag", "shape": "any",
     "epilogue": "epilogue", "activation": "epilogue", "patterns": "any", "weights": "any",
     "use_bias": "flag", "algo": "text", "dtype": "dtype", "bs_last": "flag", "device": "device",
-    "precision": "text", "model": "any", "module": "any", "filter": "text", "match": "text",
+    "precision": "text", "model": "any", "module": "any", "match": "text",
     "approximate": "flag", "linear": "any", "w": "any", "facts": "any", "version": "int",
     "nnz": "int", "rows": "int", "cols": "int", "pattern": "any", "a": "int", "b": "int",
     "c": "int", "d": "int", "in_features": "int", "out_features": "int", "bias_flag": "flag",
@@ -114,7 +114,7 @@ def call_layer(patterns, weights, use_bias, algo, dtype, bs_last, *, x, **named)
 
 def swap(c: Context) -> dict:
     model = nn.Sequential(nn.Linear(8, 6, device=c.device), nn.ReLU())
-    return {"module": model, "patterns": {(8, 6): [(2, 3, 4, 1)]}, "match": None,
+    return {"model": model, "patterns": {(8, 6): [(2, 3, 4, 1)]}, "match": None,
             "approximate": False, "algo": "einsum"}  # fmt: skip
 
 
@@ -232,7 +232,15 @@ def from_linear(c: Context) -> dict:
 
 
 def call_from_linear(linear, format, density, per, activation, columns, x, **rest):
-    made = kl.nn.SparseLinear.from_linear(linear, format, density, per, activation, columns, **rest)
+    made = kl.nn.SparseLinear.from_linear(
+        linear,
+        format=format,
+        density=density,
+        per=per,
+        activation=activation,
+        columns=columns,
+        **rest,
+    )
     return made(x)
 
 
@@ -242,7 +250,7 @@ def empty_layer(c: Context) -> dict:
 
 
 def sparsified(c: Context) -> dict:
-    return {"model": nn.Sequential(linear(c)), "filter": None, "density": 0.5, "format": "auto",
+    return {"model": nn.Sequential(linear(c)), "match": None, "density": 0.5, "format": "auto",
             "per": "matrix", "columns": 1}  # fmt: skip
 
 
@@ -341,7 +349,7 @@ ENTRIES = dict(
         of_ksmm("get_linear_layer", any_layer, BIAS),
         entry("kernlib.nn.SparseLinear", kl.nn.SparseLinear, empty_layer, 6, None, 1, BIAS),
         entry("kernlib.nn.SparseLinear.from_linear", call_from_linear, from_linear, 7, None, 3),
-        entry("kernlib.nn.sparsify", kl.nn.sparsify, sparsified, 6, None, 2),
+        entry("kernlib.nn.sparsify", kl.nn.sparsify, sparsified, 1, None, 2),
         entry("kernlib.sparse.matmul", sparse.matmul, product, 2, wanted_product, 4),
         entry("kernlib.sparse.compress", call_compress, matrix, 3, wanted_dense, 3),
         entry("kernlib.sparse.from_csr", call_csr, csr, 6, None, 3),

@@ -11,6 +11,7 @@ import torch
 import kernlib as kl
 from kernlib import linalg
 from kernlib.compat import kermac, torch_blocksparse
+from tests.contract.wrong import Sharded
 
 pytestmark = pytest.mark.few(1000)  # each public function is a promise
 
@@ -224,6 +225,22 @@ NAMES = {
             GAUSSIAN, torch.nested.nested_tensor([X, Y], layout=torch.jagged), Y, bandwidth=1.0
         ),
         "a must be a dense tensor, got a nested one",
+    ),
+    "a class of tensors": (
+        lambda: kl.kernel_sum(GAUSSIAN, torch.Tensor, Y, bandwidth=1.0),
+        "a must be a tensor, got the class Tensor",
+    ),
+    "a class of layouts": (
+        lambda: kl.blocksparse.softmax(torch.ones(3, 16, 16), kl.blocksparse.Layout),
+        r"layout must be a kernlib.blocksparse.Layout, got .*\(mask, block\) makes one",
+    ),
+    "a tensor with a dispatcher of its own": (
+        lambda: kl.run_kernel(GAUSSIAN, X, Sharded(Y), bandwidth=1.0),
+        r"b is a Sharded, .* does not take kernlib::pairwise .*: pass the plain tensor",
+    ),
+    "factors with a dispatcher of their own": (
+        lambda: kl.kron_matmul(X, [torch.eye(3), Sharded(torch.eye(1))]),
+        r"factor2 is a Sharded, .* does not take kernlib::kronecker_product .*: pass the plain",
     ),
     "a class to compile": (lambda: kl.compile(kl.Pairwise), r"call it, kernlib.Pairwise\(\)"),
     "a function to compile": (lambda: kl.compile([kl.gaussian]), r"call it, kernlib.gaussian\(\)"),

@@ -115,7 +115,7 @@ NUMBERS = {
 PARTS = {  # from 0 to 1
     "magnitude": lambda x: sparse.magnitude(SQUARE, x),
     "from_linear": lambda x: SparseLinear.from_linear(net()[0], density=x).matrix.density,
-    "block_sparsify": lambda x: block_sparsify(net(), 16, x)["0"].layout.nnz,
+    "block_sparsify": lambda x: block_sparsify(net(), 16, density=x)["0"].layout.nnz,
     "drawn": lambda x: BlockSparseLinear(32, 32, 16, density=x).layout.nnz,
     "drop_": lambda x: BlockSparseLinear(32, 32, LAYOUT).drop_(density=x).layout.nnz,
     "random": lambda x: blocksparse.random(64, 64, 16, x).mask(),

@@ -36,6 +36,26 @@ class Plain(torch.Tensor):
     """A subclass that changes nothing."""
 
 
+class Sharded(torch.Tensor):
+    """A subclass with a dispatcher of its own, which knows no operator of kernlib, as DTensor's."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __repr__(self):
+        return "Sharded(...)"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"Operator {function} does not have a sharding strategy")
+
+
 def nested(t):
     return torch.nested.nested_tensor([t, t])
 
@@ -133,7 +153,15 @@ TENSORS = SAME | {
     ),
     "inference": lambda t: torch.inference_mode()(torch.clone)(t.detach()),
     "scrambled": scrambled,
+    "sharded": lambda t: Sharded(t.detach()),
+    "bsr": lambda t: t.detach().to_sparse_bsr((1, 1)),
     "an array": lambda t: t.detach().float().cpu().numpy(),
+    "an array of texts": lambda t: np.full(tuple(t.shape), "x"),
+    "a tuple of it": lambda t: (t,),
+    "a list of None": lambda t: [None] * len(t),
+    "its class": type,
+    "its shape": lambda t: t.shape,
+    "empty": lambda t: t.new_empty(0),
     "a list": lambda t: t.detach().float().cpu().tolist(),
     "uninitialized": lambda t: torch.nn.parameter.UninitializedParameter(),
 }
@@ -147,6 +175,13 @@ ANYTHING = {
     "type": Anything,
     "empty list": [],
     "dict": {"a": 1},
+    "list of None": [None],
+    "nested lists": [[[]]],
+    "array": np.ones(3),
+    "array of objects": np.array([None]),
+    "many digits": 10**5000,
+    "generator": (each for each in ()),
+    "exception": ValueError("x"),
     "set": {1},
     "function": nothing,
     "module": AnyModule(),
@@ -254,6 +289,8 @@ def instead(kind: str, value, random) -> tuple[str, object]:
             return name, TENSORS[name](value)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
             return "None", None  # what cannot be made of this tensor
+    if random.random() < 0.06:
+        return "its class", type(value)
     table = OF_KIND.get(kind) or ANYTHING
     if table is not ANYTHING and kind != "function" and random.random() < 0.2:
         table = ANYTHING

@@ -28,7 +28,7 @@ def layer(kind: str, device: str = "cpu", seed: int = 0) -> nn.Module:
         return BlockSparseConv2d(16, 32, 3, layout=16, density=0.5, device=device)
     dense = nn.Linear(300, 70)
     magnitude(dense.weight.detach(), DENSITY.get(kind, 0.3), inplace=True)
-    return SparseLinear.from_linear(dense.to(device), kind)
+    return SparseLinear.from_linear(dense.to(device), format=kind)
 
 
 def empty(kind: str, device: str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:

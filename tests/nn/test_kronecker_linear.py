@@ -227,8 +227,8 @@ def test_parameters_are_drawn_anew():
 @each_size
 def test_a_product_is_found_again(sizes):
     target = layer(sizes, activation="gelu")
-    linear = target.to_dense()
-    made = KroneckerLinear.from_dense(linear, *sizes, activation="gelu")
+    linear = target.to_linear()
+    made = KroneckerLinear.from_linear(linear, *sizes, activation="gelu")
     torch.testing.assert_close(made.weight, target.weight)
     assert torch.equal(made.bias, target.bias)
     x = random(7, made.in_features)
@@ -242,7 +242,7 @@ def test_of_two_factors_it_is_the_nearest(sizes):
     """Whose error is what the other singular values of the rearranged matrix hold."""
     (p1, p2), (q1, q2) = sizes
     linear = dense(p1 * p2, q1 * q2)
-    made = KroneckerLinear.from_dense(linear, *sizes)
+    made = KroneckerLinear.from_linear(linear, *sizes)
     blocks = [
         linear.weight.T[i * p2 : (i + 1) * p2, j * q2 : (j + 1) * q2].flatten()
         for i in range(p1)
@@ -257,7 +257,7 @@ def test_of_two_factors_it_is_the_nearest(sizes):
 def test_of_more_factors_none_alone_can_be_better(sizes):
     """Each is the least-squares solution for the others, and no start of chance is far better."""
     linear = dense(math.prod(sizes[0]), math.prod(sizes[1]))
-    factors = KroneckerLinear.from_dense(linear, *sizes).factors
+    factors = KroneckerLinear.from_linear(linear, *sizes).factors
     target = linear.weight.T.detach()
     error = (reduce(torch.kron, factors) - target).square().sum()
     for factor in factors:
@@ -283,23 +283,23 @@ def test_a_layer_of_zeros_can_still_train():
     with torch.no_grad():
         linear.weight.zero_()
     for sizes in [((12,), (12,)), ((3, 4), (4, 3)), ((3, 2, 2), (2, 3, 2))]:
-        made = KroneckerLinear.from_dense(linear, *sizes)
+        made = KroneckerLinear.from_linear(linear, *sizes)
         assert not made.weight.any() and all(factor.isfinite().all() for factor in made.factors)
         made(random(5, 12)).sum().backward()
         assert any(factor.grad.any() for factor in made.factors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_from_dense_keeps_dtype_mode_and_what_trains(dtype):
+def test_from_linear_keeps_dtype_mode_and_what_trains(dtype):
     linear = dense(15, 8, dtype=dtype).eval()
     linear.bias.requires_grad_(False)
-    made = KroneckerLinear.from_dense(linear, *SIZES["two"])
+    made = KroneckerLinear.from_linear(linear, *SIZES["two"])
     assert {parameter.dtype for parameter in made.parameters()} == {dtype}
     assert not made.training and made.factors[0].requires_grad and not made.bias.requires_grad
     linear.weight.requires_grad_(False)
-    frozen = KroneckerLinear.from_dense(linear, *SIZES["two"], precision="fp32")
+    frozen = KroneckerLinear.from_linear(linear, *SIZES["two"], precision="fp32")
     assert not frozen.factors[1].requires_grad and frozen.precision == "fp32"
-    assert KroneckerLinear.from_dense(dense(15, 8, bias=False), *SIZES["two"]).bias is None
+    assert KroneckerLinear.from_linear(dense(15, 8, bias=False), *SIZES["two"]).bias is None
 
 
 def with_weight(value):
@@ -323,14 +323,15 @@ WRONG_DENSE = {
 def test_what_is_no_dense_layer_is_said(case):
     make, kind, message = WRONG_DENSE[case]
     with pytest.raises(kind, match=message):
-        KroneckerLinear.from_dense(make(), *SIZES["two"])
+        KroneckerLinear.from_linear(make(), *SIZES["two"])
 
 
 @each_size
 @pytest.mark.parametrize("bias", [False, True])
-def test_to_dense_is_a_linear_of_its_own(sizes, bias):
+def test_to_linear_is_a_linear_of_its_own(sizes, bias):
     made = layer(sizes, bias=bias).eval()
-    linear = made.to_dense()
+    linear = made.to_linear()
+    assert torch.equal(made.to_dense(), made.weight) and made.to_dense().requires_grad
     assert type(linear) is nn.Linear and not linear.training
     assert all(parameter.requires_grad for parameter in linear.parameters())
     x = random(6, made.in_features)
@@ -360,7 +361,7 @@ def test_it_is_cast_and_moved():
     torch.testing.assert_close(narrow(x.float()).double(), made(x), rtol=1e-4, atol=1e-4)
     assert copy.deepcopy(made).half()(x.half()).dtype == torch.float16
     gone = copy.deepcopy(made).to("meta")
-    assert gone(x.to("meta")).shape == (6, 8) and gone.to_dense().weight.is_meta
+    assert gone(x.to("meta")).shape == (6, 8) and gone.to_linear().weight.is_meta
 
 
 def test_a_layer_on_meta_is_filled_later():
@@ -409,7 +410,7 @@ def test_parametrized_factors_and_bias():
     parametrize.register_parametrization(made.factors, "0", Double())
     parametrize.register_parametrization(made, "bias", Double())
     torch.testing.assert_close(made(x), 2 * plain + made.bias)
-    torch.testing.assert_close(made(x), made.to_dense()(x))
+    torch.testing.assert_close(made(x), made.to_linear()(x))
 
 
 def test_vmap_over_layers():

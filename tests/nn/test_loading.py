@@ -229,10 +229,10 @@ class Block(nn.Module):
 
 SWAPS = {
     "sparsify": lambda model: sparsify(model, density=0.3),
-    "block_sparsify": lambda model: block_sparsify(model, 16, 0.5),
-    "block_sparsify per row": lambda model: block_sparsify(model, 16, 0.5, per="row"),
-    "from_dense": lambda model: [
-        setattr(model, name, KroneckerLinear.from_dense(getattr(model, name), *sizes))
+    "block_sparsify": lambda model: block_sparsify(model, 16, density=0.5),
+    "block_sparsify per row": lambda model: block_sparsify(model, 16, density=0.5, per="row"),
+    "from_linear": lambda model: [
+        setattr(model, name, KroneckerLinear.from_linear(getattr(model, name), *sizes))
         for name, sizes in {"up": ([8, 12], [8, 8]), "down": ([8, 8], [8, 12])}.items()
     ],
 }
@@ -250,7 +250,7 @@ def test_a_swapped_model_is_loaded_without_its_dense_weights(swap, load):
     SWAPS[swap](module)
     assert all(t.is_meta for t in module.parameters())
     for name, part in module.named_children():
-        if swap == "from_dense":
+        if swap == "from_linear":
             part.load_state_dict(getattr(wanted, name).state_dict(), assign=True)
         else:
             load(part, getattr(wanted, name).state_dict())
@@ -264,7 +264,7 @@ def test_a_swapped_model_is_loaded_without_its_dense_weights(swap, load):
 def test_a_model_that_was_swapped_on_meta_draws_its_blocks(per):
     with torch.device("meta"):
         module = Block()
-    block_sparsify(module, 16, 0.4, per=per)
+    block_sparsify(module, 16, density=0.4, per=per)
     module.to_empty(device="cpu")
     for part in module.children():
         part.reset_parameters()
@@ -283,8 +283,8 @@ def test_transformers_and_accelerate(tmp_path):
     )  # fmt: skip
 
     for swap in (
-        lambda model: sparsify(model, "mlp", density=0.4, format="u4"),
-        lambda model: block_sparsify(model, 16, 0.5, "mlp"),
+        lambda model: sparsify(model, match="mlp", density=0.4, format="u4"),
+        lambda model: block_sparsify(model, 16, match="mlp", density=0.5),
     ):
 
         class Swapped(transformers.LlamaForCausalLM):

@@ -111,7 +111,11 @@ def test_what_derives_from_linear_stays():
 
 
 WRONG = {
-    "sizes": (dict(patterns={(12, 48): [(1, 48, 13, 1)]}), ValueError, "1.0 takes 12 features to"),
+    "sizes": (
+        dict(patterns={(12, 48): [(1, 48, 13, 1)]}),
+        ValueError,
+        "1.0: linear takes 12 features to",
+    ),
     "chain": (
         dict(patterns={(12, 48): [(1, 5, 12, 1), (1, 48, 6, 1)]}),
         ValueError,
@@ -156,9 +160,9 @@ def test_a_masked_weight_is_that_of_what_was_loaded():
 
 def test_no_module_a_linear_itself_and_tied_weights_are_refused():
     for wrong in (None, nn.Linear):
-        with pytest.raises(TypeError, match="module must be an nn"):
+        with pytest.raises(TypeError, match="model must be an nn"):
             replace_linear(wrong, CHAINS)
-    with pytest.raises(TypeError, match=r"module is an nn.Linear itself"):
+    with pytest.raises(TypeError, match=r"model is an nn.Linear itself"):
         replace_linear(nn.Linear(12, 12), CHAINS)
     net = nn.ModuleDict({"embedding": nn.Embedding(48, 12), "head": nn.Linear(12, 48, bias=False)})
     net["head"].weight = net["embedding"].weight

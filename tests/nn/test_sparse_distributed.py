@@ -21,7 +21,7 @@ def layer(format: str) -> SparseLinear:
     torch.manual_seed(0)
     linear = nn.Linear(300, 70)
     magnitude(linear.weight.detach(), 0.3, inplace=True)
-    return SparseLinear.from_linear(linear, format)
+    return SparseLinear.from_linear(linear, format=format)
 
 
 def work(rank: int, folder: str) -> None:

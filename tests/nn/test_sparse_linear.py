@@ -45,12 +45,12 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-3) ->
 def test_what_cannot_be_swapped_or_made_is_refused():
     model = nn.Sequential(nn.Linear(16, 8))
     for given, error, words in (
-        (0.5, TypeError, "filter must be a regular expression, .* got float"),
-        (["0"], TypeError, "filter must be .* got list"),
-        ("[", ValueError, "filter must be a regular expression, got '\\['"),
+        (0.5, TypeError, "match must be None, a regular expression, .* got 0.5"),
+        (["0"], TypeError, r"match must be .* got \['0'\]"),
+        ("[", ValueError, r"match '\[' is no regular expression"),
     ):
         with pytest.raises(error, match=words):
-            sparsify(model, given)
+            sparsify(model, match=given)
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got dict"):
         sparsify({})
     for sizes in ((-1, 8), ("16", 8), (16, 8.0)):
@@ -67,7 +67,7 @@ def test_names_and_order_of_arguments():
         "linear", "format", "density", "per", "activation", "columns",
     ]  # fmt: skip
     assert list(inspect.signature(sparsify).parameters) == [
-        "model", "filter", "density", "format", "per", "columns",
+        "model", "match", "density", "format", "per", "columns",
     ]  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_names_and_order_of_arguments():
 @pytest.mark.parametrize("bias", (False, True))
 def test_a_layer_is_the_linear_that_it_was_made_of(format, bias):
     plain = linear(bias)
-    layer = SparseLinear.from_linear(plain, format)
+    layer = SparseLinear.from_linear(plain, format=format)
     assert (layer.in_features, layer.out_features) == (300, 70)
     assert layer.matrix.format == format and layer.nbytes == layer.matrix.nbytes
     assert layer.bias is plain.bias
@@ -121,8 +121,8 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations(activation):
-    layer = SparseLinear.from_linear(linear(), "bitmap", activation=activation)
-    plain = SparseLinear.from_linear(linear(), "bitmap")
+    layer = SparseLinear.from_linear(linear(), format="bitmap", activation=activation)
+    plain = SparseLinear.from_linear(linear(), format="bitmap")
     wanted = ACTIVATIONS[activation](plain.float()(inputs(5).float()))
     close(layer(inputs(5)), wanted.half())
     assert f"activation={layer.activation[0]}" in repr(layer)
@@ -139,9 +139,13 @@ def test_a_matrix_and_a_plain_tensor_as_bias():
 WRONG = {
     "module": (lambda: SparseLinear.from_linear(nn.ReLU()), TypeError, "an nn.Linear, got .*ReLU"),
     "double": (lambda: SparseLinear.from_linear(linear().double()), TypeError, "got torch.float64"),
-    "format": (lambda: SparseLinear.from_linear(linear(), "csr"), ValueError, "format.*'csr'"),
+    "format": (
+        lambda: SparseLinear.from_linear(linear(), format="csr"),
+        ValueError,
+        "format.*'csr'",
+    ),
     "density": (lambda: SparseLinear.from_linear(linear(), density=2), ValueError, "from 0 to 1"),
-    "tensor": (lambda: SparseLinear.from_matrix(torch.ones(3, 4)), TypeError, "got Tensor"),
+    "tensor": (lambda: SparseLinear.from_matrix(torch.ones(3, 4)), TypeError, "got torch.Tensor"),
     "bias": (
         lambda: SparseLinear.from_matrix(compress(linear().weight), torch.ones(3).half()),
         ValueError,
@@ -170,7 +174,7 @@ def test_what_is_refused(case):
 @pytest.mark.parametrize("activation", (None, "gelu"))
 def test_gradients_reach_x_and_the_bias(format, activation):
     plain = linear(dtype=torch.float32)
-    layer = SparseLinear.from_linear(copy.deepcopy(plain), format, activation=activation)
+    layer = SparseLinear.from_linear(copy.deepcopy(plain), format=format, activation=activation)
     x, y = (inputs(5, dtype=torch.float32).requires_grad_() for _ in range(2))
     wanted = F.gelu(plain(y)) if activation else plain(y)
     layer(x).square().sum().backward()
@@ -188,7 +192,7 @@ def test_a_frozen_bias_stays_frozen():
 
 
 def test_autocast_takes_x_in_the_dtype_of_the_weight():
-    layer = SparseLinear.from_linear(linear(dtype=torch.bfloat16), "bitmap")
+    layer = SparseLinear.from_linear(linear(dtype=torch.bfloat16), format="bitmap")
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(inputs(3, dtype=torch.float32))
     assert y.dtype == torch.bfloat16
@@ -197,7 +201,7 @@ def test_autocast_takes_x_in_the_dtype_of_the_weight():
 
 def test_compiled_it_is_one_graph_whose_weights_stay_where_they_are():
     """Tensors that Dynamo does not know to be static would be copied at each replay."""
-    layer, kinds = SparseLinear.from_linear(linear(), "bitmap", activation="silu"), []
+    layer, kinds = SparseLinear.from_linear(linear(), format="bitmap", activation="silu"), []
 
     def backend(module, given):
         kinds.append([getattr(t, "_dynamo_static_input_type", None) for t in given])
@@ -213,7 +217,7 @@ def test_compiled_it_is_one_graph_whose_weights_stay_where_they_are():
 
 def test_a_compiled_layer_records_gradients():
     torch._dynamo.reset()
-    layer = SparseLinear.from_linear(linear(dtype=torch.float32), "bitmap")
+    layer = SparseLinear.from_linear(linear(dtype=torch.float32), format="bitmap")
     compiled, gradients = torch.compile(layer, fullgraph=True, backend="aot_eager"), []
     for call in (compiled, layer):
         x = inputs(3, dtype=torch.float32).requires_grad_()
@@ -227,7 +231,7 @@ def test_a_compiled_layer_records_gradients():
 
 @each_format
 def test_a_state_dict_loads_into_every_layer_of_the_size(format):
-    layer = SparseLinear.from_linear(linear(), format)
+    layer = SparseLinear.from_linear(linear(), format=format)
     state, x = layer.state_dict(), inputs(4)
     assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values())
     file = io.BytesIO()
@@ -238,9 +242,9 @@ def test_a_state_dict_loads_into_every_layer_of_the_size(format):
     targets = [
         SparseLinear(300, 70, dtype=torch.float16),
         SparseLinear(300, 70, dtype=torch.float16, device="meta"),
-        SparseLinear.from_linear(linear(density=0.9), "bitmap"),
-        SparseLinear.from_linear(linear(density=0.01), "dense"),
-        SparseLinear.from_linear(linear(), format).to("meta").to_empty(device="cpu"),
+        SparseLinear.from_linear(linear(density=0.9), format="bitmap"),
+        SparseLinear.from_linear(linear(density=0.01), format="dense"),
+        SparseLinear.from_linear(linear(), format=format).to("meta").to_empty(device="cpu"),
     ]
     for target in targets:
         target.load_state_dict(state)
@@ -254,7 +258,7 @@ def test_a_state_dict_loads_into_every_layer_of_the_size(format):
 
 
 def test_assigned_tensors_are_those_that_were_loaded():
-    layer = SparseLinear.from_linear(linear(), "bitmap")
+    layer = SparseLinear.from_linear(linear(), format="bitmap")
     state = {name: value.clone() for name, value in layer.state_dict().items()}
     with torch.device("meta"):
         target = SparseLinear(300, 70)
@@ -263,7 +267,7 @@ def test_assigned_tensors_are_those_that_were_loaded():
     assert target.weight_data.untyped_storage().data_ptr() == memory
     assert target.state_dict()["weight_packed"].untyped_storage().data_ptr() == memory
     assert torch.equal(target(inputs(2)), layer(inputs(2)))
-    other = SparseLinear.from_linear(linear(dtype=torch.float32), "dense")
+    other = SparseLinear.from_linear(linear(dtype=torch.float32), format="dense")
     other.load_state_dict(state)  # into the dtype of the layer
     assert other.matrix.dtype == torch.float32 and other.matrix.format == "bitmap"
     assert torch.equal(other.to_dense(), layer.to_dense().float())
@@ -271,7 +275,7 @@ def test_assigned_tensors_are_those_that_were_loaded():
 
 @each_format
 def test_copies_and_pickles(format):
-    layer, x = SparseLinear.from_linear(linear(), format, activation="relu"), inputs(3)
+    layer, x = SparseLinear.from_linear(linear(), format=format, activation="relu"), inputs(3)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x)) and other.activation == layer.activation
         pairs = zip(other.matrix.operands, layer.matrix.operands, strict=True)
@@ -282,13 +286,13 @@ def test_copies_and_pickles(format):
 
 @each_format
 def test_another_dtype_rounds_the_values(format):
-    layer = SparseLinear.from_linear(linear(), format)
+    layer = SparseLinear.from_linear(linear(), format=format)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         other = copy.deepcopy(layer).to(dtype)
         assert other.matrix.dtype == other.bias.dtype == dtype
         assert torch.equal(other.to_dense(), linear().weight.to(dtype))
         assert other(inputs(2, dtype=dtype)).dtype == dtype
-    with pytest.raises(TypeError, match=r"holds float32, .*got torch\.float64"):
+    with pytest.raises(TypeError, match=r"must be one of float32, .*got torch\.float64"):
         layer.double()
     with pytest.raises(TypeError, match="on meta has no values to turn from"):
         copy.deepcopy(layer).to("meta").bfloat16()
@@ -298,7 +302,7 @@ def test_another_dtype_rounds_the_values(format):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_type_for_everything_leaves_whole_numbers_whole(format, dtype):
     """``Module.type`` casts every buffer, ``Module.to`` those of floats alone."""
-    layer, x = SparseLinear.from_linear(linear(), format), inputs(3, dtype=dtype)
+    layer, x = SparseLinear.from_linear(linear(), format=format), inputs(3, dtype=dtype)
     wanted = copy.deepcopy(layer).to(dtype)
     typed = torch.nn.Sequential(layer).type(dtype)[0]
     assert torch.equal(typed(x), wanted(x)) and typed.matrix.dtype == dtype
@@ -308,7 +312,7 @@ def test_a_type_for_everything_leaves_whole_numbers_whole(format, dtype):
 
 @each_format
 def test_a_shallow_copy_leaves_the_layer_as_it_was(format):
-    layer, x = SparseLinear.from_linear(linear(), format), inputs(3)
+    layer, x = SparseLinear.from_linear(linear(), format=format), inputs(3)
     wanted, held, bias = layer(x), layer.matrix.operands, layer.bias.detach().clone()
     other = copy.copy(layer)
     assert torch.equal(other(x), wanted)
@@ -334,7 +338,7 @@ class Doubled(torch.nn.Module):
 
 
 def test_moving_keeps_the_number_of_entries():
-    layer = SparseLinear.from_linear(linear(), "bitmap")
+    layer = SparseLinear.from_linear(linear(), format="bitmap")
     nnz = layer.matrix.nnz
     moved = copy.deepcopy(layer).to("meta")
     assert moved.matrix.device.type == "meta" and moved.matrix.nnz == nnz
@@ -357,7 +361,7 @@ def test_moving_keeps_the_number_of_entries():
 )  # fmt: skip
 def test_a_filter_says_which_layers_are_swapped(filter, wanted):
     net = model()
-    swapped = sparsify(net, filter)
+    swapped = sparsify(net, match=filter)
     assert set(swapped) == names(net, SparseLinear) == wanted
     assert all(net.get_submodule(name) is layer for name, layer in swapped.items())
 
@@ -394,7 +398,7 @@ def test_dense_weights_are_let_go():
 def test_a_layer_in_several_places_is_swapped_in_all(filter):
     shared = nn.Linear(12, 12)
     net = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": nn.Linear(12, 12)})
-    swapped = sparsify(net, filter)
+    swapped = sparsify(net, match=filter)
     assert set(swapped) == {"a", "b.0", "c"}
     assert net["a"] is net["b"][0] is swapped["a"] and net["c"] is not net["a"]
 
@@ -405,9 +409,9 @@ def test_refusals_leave_the_model_as_it_was():
     tied["head"].weight = tied["embed"].weight
     with pytest.raises(ValueError, match="head shares its weight with another module; leave it"):
         sparsify(tied)
-    assert type(tied["up"]) is nn.Linear and set(sparsify(tied, "up")) == {"up"}
+    assert type(tied["up"]) is nn.Linear and set(sparsify(tied, match="up")) == {"up"}
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
-    with pytest.raises(TypeError, match=r"^1: a SparseLinear holds .*got torch.float64"):
+    with pytest.raises(TypeError, match=r"^1: dtype of a SparseLinear must be .*got torch.float64"):
         sparsify(mixed)
     assert type(mixed[0]) is nn.Linear
     with pytest.raises(TypeError, match=r"is an nn.Linear itself"):

@@ -45,7 +45,8 @@ def test_a_state_without_a_weight_says_that_it_was_not_loaded():
 
 
 def test_in_a_model_the_names_are_whole():
-    model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), "bitmap"), "norm": nn.Tanh()})
+    up = SparseLinear.from_linear(linear(), format="bitmap")
+    model = nn.ModuleDict({"up": up, "norm": nn.Tanh()})
     keys = model.load_state_dict({"up.bias": model["up"].bias}, strict=False)
     assert keys.missing_keys == ["up.weight_packed"] and not keys.unexpected_keys
     whole = model.load_state_dict(model.state_dict(), strict=False)
@@ -104,7 +105,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_wrong_state_names_the_layer(case):
     change, message = BROKEN[case]
-    model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), "bitmap")})
+    model = nn.ModuleDict({"up": SparseLinear.from_linear(linear(), format="bitmap")})
     state = model.state_dict()
     with pytest.raises(RuntimeError, match=f"up: .*{message}"):
         model.load_state_dict({**state, "up.weight_packed": change(state["up.weight_packed"])})
@@ -112,7 +113,7 @@ def test_a_wrong_state_names_the_layer(case):
 
 
 def test_what_cannot_be_loaded():
-    layer = SparseLinear.from_linear(linear(), "bitmap")
+    layer = SparseLinear.from_linear(linear(), format="bitmap")
     state = layer.state_dict()
     with pytest.raises(RuntimeError, match=r"has shape \(70, 300\), that of the layer has"):
         SparseLinear(300, 71).load_state_dict(state)
@@ -130,7 +131,7 @@ def test_what_cannot_be_loaded():
 
 @each_format
 def test_pickled_layers_are_looked_at(format):
-    made = SparseLinear.from_linear(linear(), format)
+    made = SparseLinear.from_linear(linear(), format=format)
     assert torch.equal(copy.deepcopy(made).to_dense(), made.to_dense())
     if format == "dense":
         return
@@ -148,7 +149,7 @@ def test_pickled_layers_are_looked_at(format):
 @each_format
 @pytest.mark.parametrize("via", ["meta", "cpu"])
 def test_a_layer_made_empty_holds_no_matrix(format, via):
-    made = SparseLinear.from_linear(linear(), format)
+    made = SparseLinear.from_linear(linear(), format=format)
     state = copy.deepcopy(made.state_dict())
     model = nn.Sequential(made).to(via).to_empty(device="cpu")
     assert made.extra_repr().endswith("empty")
@@ -185,7 +186,7 @@ def test_options_are_checked_where_they_are_not_used(name):
     value, error, words = WRONG_OPTIONS[name]
     for plain in (nn.Sequential(), nn.Sequential(linear())):
         with pytest.raises(error, match=words):
-            sparsify(plain, filter="none", **{name: value})
+            sparsify(plain, match="none", **{name: value})
     with pytest.raises(error, match=words):
         SparseLinear.from_linear(linear(), **{name: value})
 
@@ -213,9 +214,12 @@ WRONG = {
         lambda: SparseLinear.from_matrix(MATRIX, torch.ones(4).half().to_sparse()), TypeError,
         "bias must be a dense tensor",
     ),
-    "deep filter": (lambda: sparsify(nn.Sequential(), "(" * 9999), ValueError, "filter must be"),
+    "deep match": (
+        lambda: sparsify(nn.Sequential(), match="(" * 9999), ValueError, "match .* is no regular"
+    ),
     "long filter": (
-        lambda: sparsify(nn.Sequential(), "a{99999999999999999999}"), ValueError, "filter must be",
+        lambda: sparsify(nn.Sequential(), match="a{99999999999999999999}"), ValueError,
+        "match .* is no regular",
     ),
 }  # fmt: skip
 
@@ -235,11 +239,11 @@ def test_what_is_refused(case):
 @each_format
 def test_a_layer_follows_its_weight(format, where):
     plain, x = linear(torch.float32), torch.randn(3, 300)
-    layer = SparseLinear.from_linear(plain, format)
+    layer = SparseLinear.from_linear(plain, format=format)
     wanted, state = layer(x), layer.state_dict()
     like = torch.zeros(70)
     with SURROUNDINGS[where]():
-        made = SparseLinear.from_linear(plain, format)
+        made = SparseLinear.from_linear(plain, format=format)
         assert all(torch.equal(v, made.state_dict()[k]) for k, v in state.items())
         for other in (made, SparseLinear.from_matrix(layer.matrix, like)):
             other.load_state_dict(state)
@@ -255,7 +259,7 @@ def test_a_layer_follows_its_weight(format, where):
 
 @each_format
 def test_a_layer_is_frozen_when_it_is_told_to_be(format):
-    layer, x = SparseLinear.from_linear(linear(), format).eval(), torch.ones(300).half()
+    layer, x = SparseLinear.from_linear(linear(), format=format).eval(), torch.ones(300).half()
     wanted = layer(x)
     assert not layer.matrix.frozen and not layer.train().eval().matrix.frozen
     assert layer.freeze() is layer and layer.matrix.frozen and torch.equal(layer(x), wanted)
@@ -289,7 +293,7 @@ def test_computed_weights_are_those_of_what_was_loaded(wrap, seed):
     x = torch.randn(3, 40)
     wanted = trained.eval()(x)
     model.load_state_dict(trained.state_dict())
-    layer = SparseLinear.from_linear(model[0], "u8")
+    layer = SparseLinear.from_linear(model[0], format="u8")
     torch.testing.assert_close(layer(x), wanted)
     sparsify(model.bfloat16(), format="u8")
     assert model[0].matrix.dtype == model[0].bias.dtype == torch.bfloat16
@@ -337,7 +341,7 @@ def test_encoders_of_torch_call_their_layers_in_evaluation_too(padded, monkeypat
     """Their fused path would lay out the weights at each call."""
     part = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     model = nn.TransformerEncoder(part, 2).eval()
-    swapped = sparsify(model, r"linear[12]", 0.5)
+    swapped = sparsify(model, match=r"linear[12]", density=0.5)
     x, options = torch.randn(3, 16, 32), {}
     if padded:
         options["src_key_padding_mask"] = (torch.arange(16) > 10).expand(3, -1)

@@ -13,6 +13,7 @@ import kernlib as kl
 from kernlib.nn import (
     BlockSparseLinear,
     KroneckerLinear,
+    KSLinear,
     SparseLinear,
     block_sparsify,
     replace_linear,
@@ -21,7 +22,7 @@ from kernlib.nn import (
 
 SWAPS = {
     "sparsify": lambda model: sparsify(model, format="dense"),
-    "block_sparsify": lambda model: block_sparsify(model, 16, 1.0),
+    "block_sparsify": lambda model: block_sparsify(model, 16, density=1.0),
     "replace_linear": lambda model: replace_linear(
         model, lambda name, cols, rows: [(1, rows, cols, 1)], approximate=True
     ),
@@ -114,16 +115,18 @@ def test_layers_that_stay_are_warned_of_with_their_module(swap):
         SWAPS[swap](model)
     assert [w.filename for w in caught] == [__file__]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of ours, of those that the filter leaves out, of torch's
+        warnings.simplefilter("error")  # of ours, of those that match leaves out, of torch's
         SWAPS[swap](nn.ModuleDict({"up": nn.Linear(48, 48), "ours": model["up"]}))
-        sparsify(nn.ModuleDict({"up": nn.Linear(48, 48), "low": Quantized()}), "up", format="dense")
+        rest = nn.ModuleDict({"up": nn.Linear(48, 48), "low": Quantized()})
+        sparsify(rest, match="up", format="dense")
         SWAPS[swap](nn.TransformerEncoderLayer(48, 3, 48, batch_first=True))
 
 
 FROM = {
     "SparseLinear": SparseLinear.from_linear,
     "BlockSparseLinear": lambda layer: BlockSparseLinear.from_linear(layer, 16),
-    "KroneckerLinear": lambda layer: KroneckerLinear.from_dense(layer, [48], [48]),
+    "KSLinear": lambda layer: KSLinear.from_linear(layer, [(1, 48, 48, 1)]),
+    "KroneckerLinear": lambda layer: KroneckerLinear.from_linear(layer, [48], [48]),
 }
 
 

@@ -146,7 +146,9 @@ def run_kernel(
     raises.
     """
     if not isinstance(kernel_descriptor, KernelDescriptor):
-        raise TypeError(f"kernel_descriptor must be a KernelDescriptor, got {kernel_descriptor!r}")
+        raise TypeError(
+            f"kernel_descriptor must be a KernelDescriptor, got {shown(kernel_descriptor)}"
+        )
     exponents = {"p": p, "inner_p": inner_p, "outer_p": outer_p}
     of_kernel = {"bandwidth": bandwidth, "epsilon": epsilon, "regularization": regularization}
     _check_combination(kernel_descriptor, exponents, of_kernel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kernlib.descriptors.base import shown
 from kernlib.descriptors.epilogues import Gaussian, Laplace
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -85,7 +86,7 @@ class KernelDescriptor:
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
-                raise TypeError(f"{name} must be of {kind.__name__}, got {value!r}")
+                raise TypeError(f"{name} must be of {kind.__name__}, got {shown(value)}")
         stages = _STAGES[self.inner_power], _STAGES[self.outer_power]
         made = Pairwise(_OPERATORS[self.inner_operator], *stages, _EPILOGUES[self.kernel_type])
         object.__setattr__(self, "pairwise", made)

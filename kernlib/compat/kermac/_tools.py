@@ -11,7 +11,7 @@ import torch
 
 from kernlib import ahead
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
-from kernlib.descriptors.base import as_int
+from kernlib.descriptors.base import as_int, shown
 from kernlib.errors import UnsupportedError
 from kernlib.run import ahead_of
 from kernlib.runtime import devices
@@ -152,11 +152,11 @@ def pre_compile_descriptors(
     check_flag("debug", debug)
     single = isinstance(descriptors, KernelDescriptor)
     if not single and not isinstance(descriptors, Iterable):
-        raise TypeError(f"descriptors must be KernelDescriptors, got {descriptors!r}")
+        raise TypeError(f"descriptors must be KernelDescriptors, got {shown(descriptors)}")
     wanted = (descriptors,) if single else tuple(descriptors)
     for descriptor in wanted:
         if not isinstance(descriptor, KernelDescriptor):
-            raise TypeError(f"descriptors must be KernelDescriptors, got {descriptor!r}")
+            raise TypeError(f"descriptors must be KernelDescriptors, got {shown(descriptor)}")
     arch = devices.arch_of(_index(device))
     jobs = []
     for descriptor in wanted:
@@ -174,7 +174,7 @@ def _index(device: torch.device | str | int | None) -> int:
         else:
             found = torch.device("cuda" if device is None else device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device must be one of torch's, got {device!r}") from None
+        raise ValueError(f"device must be one of torch's, got {shown(device)}") from None
     if found.type != "cuda":
         raise UnsupportedError(f"kernels are compiled for a GPU, and device is {device!r}")
     if found.index is not None:

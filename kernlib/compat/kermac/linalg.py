@@ -8,6 +8,7 @@ from enum import Enum, auto
 import torch
 
 from kernlib import linalg
+from kernlib.descriptors.base import shown
 from kernlib.runtime import tensors as _tensors
 
 
@@ -78,7 +79,7 @@ def eigh(
 
 def _is_upper(fill_mode: FillMode) -> bool:
     if not isinstance(fill_mode, FillMode):
-        raise TypeError(f"fill_mode must be a FillMode, got {fill_mode!r}")
+        raise TypeError(f"fill_mode must be a FillMode, got {shown(fill_mode)}")
     return fill_mode is FillMode.UPPER
 
 

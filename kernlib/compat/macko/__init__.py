@@ -81,11 +81,11 @@ def move_to_device(compressed: Compressed, device: torch.device | str | int) -> 
     tensors, shape = _parts(compressed)
     _check_matrix(*tensors, *shape)
     if type(device) not in (torch.device, str, int):
-        raise TypeError(f"device must be a torch.device, str or int, got {device!r}")
+        raise TypeError(f"device must be a torch.device, str or int, got {shown(device)}")
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device must be one of torch's, got {device!r}") from error
+        raise ValueError(f"device must be one of torch's, got {shown(device)}") from error
     _look(tensors, shape)
     try:
         moved = tuple(tensor.to(device) for tensor in tensors)
@@ -120,7 +120,10 @@ def multiply(compressed: Compressed, V: torch.Tensor) -> torch.Tensor:
 def _parts(compressed: Compressed) -> tuple[tuple, tuple]:
     """Tensors and shape of a tuple. Raises ValueError."""
     if not isinstance(compressed, (tuple, list)) or len(compressed) != 5:
-        raise ValueError("a compressed matrix is a tuple (values, deltas, row_ptr, rows, columns)")
+        raise ValueError(
+            "a compressed matrix must be a tuple (values, deltas, row_ptr, rows, columns), got "
+            f"{shown(compressed)}"
+        )
     return tuple(compressed[:3]), tuple(compressed[3:])
 
 
@@ -150,7 +153,9 @@ def _check_matrix(values, deltas, row_ptr, rows: int, columns: int) -> None:
                 f"{shape}, got {tuple(tensor.shape)}"
             )
         if tensor.device != values.device:
-            raise ValueError(f"{name} is on {tensor.device} and values on {values.device}")
+            raise ValueError(
+                f"{name} is on {tensor.device} and values on {values.device}: move it there"
+            )
 
 
 # Tuples that have been looked at, by the id of their values. Known are the tensors themselves,
@@ -225,7 +230,7 @@ def _check_vector(values, rows: int, columns: int, V) -> None:
     if V.dtype != values.dtype:
         raise ValueError(f"V must have dtype {values.dtype} as values, got {V.dtype}")
     if V.device != values.device:
-        raise ValueError(f"V is on {V.device} and values on {values.device}")
+        raise ValueError(f"V is on {V.device} and values on {values.device}: move it there")
 
 
 def _fake(values, deltas, row_ptr, rows, columns, V):

@@ -45,13 +45,15 @@ class SparsityInfo:
         """The layout of these lengths, which "fixed" has one of. Raises ValueError for other modes
         and lengths, TypeError and ValueError for attributes of other kinds."""
         if self.mode not in MODES:
-            raise ValueError(f"mode of the sparsity must be one of {MODES}, got {self.mode!r}")
+            raise ValueError(f"mode of the sparsity must be one of {MODES}, got {shown(self.mode)}")
         if self.mode == "dense":
             return builders.dense(query_length, key_length, self.block, heads, "cpu")
+        query_length = checked_count("query_length", query_length, 0)
+        key_length = checked_count("key_length", key_length, 0)
         if query_length != key_length:
             raise ValueError(
-                f"a fixed layout is of one length, got {query_length} of queries and {key_length} "
-                "of keys"
+                "a fixed layout is of one length and needs query_length == key_length, got "
+                f"{query_length} of queries and {key_length} of keys"
             )
         attention = "unidirectional" if self.unidirectional else "bidirectional"
         return builders.fixed(
@@ -131,7 +133,9 @@ class MultiheadAttention(BlockSparseMultiheadAttention):
                 block, *arguments = arguments
             sparsity = OnDevices(layout, block).on_any()
         elif block is not None:
-            raise TypeError("block goes with a layout, a tensor; a sparsity has its own")
+            raise TypeError(
+                "block goes with a layout, a tensor; a sparsity has its own: leave it out"
+            )
         if not isinstance(sparsity, (SparsityInfo, Layout)):
             raise TypeError(
                 "sparsity must be a SparsityInfo, a Layout, or a tensor of 0 and 1 with its block "
@@ -196,7 +200,7 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         for name, t in (("query", query), ("key", key), ("value", value)):
             if t.dim() != 4 or t.shape[1] != self.num_heads:
                 raise ValueError(
-                    f"{name} must be [B, {self.num_heads}, L, D], got {tuple(t.shape)}"
+                    f"{name} must be [B, {shown(self.num_heads)}, L, D], got {tuple(t.shape)}"
                 )
         length, size = value.shape[-2], query.shape[-1]
         transposed = key.shape[-2:] == (size, length) and size != length

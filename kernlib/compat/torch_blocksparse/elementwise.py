@@ -32,6 +32,9 @@ class ReLU(nn.Module):
         for name in ("scale", "bias"):
             if given[name].numel() != 1:
                 raise ValueError(f"{name} must be one number, got {tuple(given[name].shape)}")
+        for name, t in given.items():
+            if t.device != x.device:
+                raise ValueError(f"{name} must be on the device of x, {x.device}, got {t.device}")
         if residual.shape != x.shape:
             raise ValueError(
                 f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}"

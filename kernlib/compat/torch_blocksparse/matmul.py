@@ -64,7 +64,7 @@ class MatMul:
         bench: bool = False,
     ):
         if mode not in MODES:
-            raise NotImplementedError("Supported modes are: sdd, dsd, dds")
+            raise NotImplementedError(f"Supported modes are: sdd, dsd, dds; mode was {shown(mode)}")
         check_flag("trans_a", trans_a)
         check_flag("trans_b", trans_b)
         self.layout, self.block, self.mode = layout, block, mode

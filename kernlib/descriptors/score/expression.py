@@ -60,7 +60,7 @@ class ScoreExpression(Part):
         if unused:
             from kernlib.descriptors.score import words  # which right calls do without
 
-            meant = words.unread(unused[0], MEANT)
+            meant = words.unread(unused[0], MEANT) or "; name them there, or leave them out"
             raise ValueError(f"neither score nor mask reads captured tensor(s) {unused}{meant}")
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
-from kernlib.descriptors.base import as_int, as_number
+from kernlib.descriptors.base import as_int, as_number, shown
 from kernlib.families.blocksparse.contents.given import as_tensor, place_of, refuse_traced
 from kernlib.families.blocksparse.contents.sizes import (
     check_positions,
@@ -53,7 +53,7 @@ def sliding_window(
     (window, 0) on the diagonal too: an exact band takes ``window=`` of attention."""
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
-        raise TypeError(f"window must be an int or two (left, right), got {window!r}")
+        raise TypeError(f"window must be an int or two (left, right), got {shown(window)}")
     left, right = (checked_count("window", side, 0) for side in sides)
     made = _banded(length, block, left, right, heads, device)
     # Of other windows whole blocks are a few columns more, and no row sees what comes behind it.
@@ -126,10 +126,11 @@ def fixed(
     columns of unidirectional attention may lie behind the diagonal.
     """
     block = as_int("block", block)
+    heads = None if heads is None else checked_count("heads", heads, 1)
     grid, pair = _square(length, block, heads)
     if attention not in ATTENTIONS:
         known = " or ".join(map(repr, ATTENTIONS))
-        raise ValueError(f"attention must be {known}, got {attention!r}")
+        raise ValueError(f"attention must be {known}, got {shown(attention)}")
     apart = _blocks("stride", checked_count("stride", stride, 1), block)
     checked_count("vertsize", vertsize, 1)
     checked_count("numverts", numverts, 1)

@@ -43,7 +43,7 @@ from kernlib.families.blocksparse.contents.sizes import (
     tensor_shapes,
 )
 from kernlib.families.blocksparse.lowering.problem import Blocks
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, check_flag
 
 __all__ = ("NAMES", "Layout", "count_of", "parse_layout")
 
@@ -444,6 +444,7 @@ class Layout:
         as under ``torch.device("meta")``, it has the blocks of its mask. Raises TypeError for what
         is no device, ValueError for a text that names none."""
         place = checked_device(device)
+        check_flag("non_blocking", non_blocking)
         if place == self._device:
             return self
         if self._device.type == "meta":

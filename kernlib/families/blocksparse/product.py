@@ -16,7 +16,7 @@ from kernlib.runtime.arguments import autocast, parameter_key
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS, REFERENCE
 from kernlib.runtime.precision import float32_precision
-from kernlib.runtime.tensors import check_dense, is_wrapped, signature
+from kernlib.runtime.tensors import UNREADABLE, check_dense, is_wrapped, signature
 
 
 def _key(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) -> tuple | None:
@@ -33,7 +33,7 @@ def _key(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) 
             key += signature(out)
         for name, value in parameters.items():
             key += (name, parameter_key(value))
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         checks.check_kinds(descriptor, operands)
         check_dense((), out=out)
         return None

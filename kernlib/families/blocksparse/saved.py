@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kernlib.descriptors.base import shown
 from kernlib.families.blocksparse.contents import bits, writing
 from kernlib.families.blocksparse.contents.given import has_values
 from kernlib.families.blocksparse.contents.sizes import (
@@ -104,14 +105,14 @@ def _checked_header(header: Mapping[str, object]) -> tuple[tuple, tuple, int | N
 
 def _pair(name: str, value: object) -> tuple[int, int]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError(f"{name} must be two ints, got {value!r}")
+        raise ValueError(f"{name} must be two ints, got {shown(value)}")
     return _number(name, value[0], 0), _number(name, value[1], 0)
 
 
 def _number(name: str, value: object, least: int, most: int = MOST) -> int:
     """Raises ValueError for what is no int from ``least`` to ``most``."""
     if not is_int(value) or not least <= value <= most:
-        raise ValueError(f"{name} must be an int from {least} to {most}, got {value!r}")
+        raise ValueError(f"{name} must be an int from {least} to {most}, got {shown(value)}")
     return int(value)
 
 
@@ -126,7 +127,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], blocks: Blocks) -> None:
     if set(tensors) != set(NAMES):
         raise ValueError(
             f"a layout has the tensors {', '.join(NAMES)}, got "
-            f"{', '.join(map(str, tensors)) or 'none'}"
+            f"{', '.join(map(str, tensors)) or 'none'}: pass what state() gives"
         )
     check_dense(NAMES, **tensors)
     device = tensors[NAMES[0]].device
@@ -137,7 +138,9 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], blocks: Blocks) -> None:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
         if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device} and {NAMES[0]} on {device}")
+            raise ValueError(
+                f"{name} is on {tensor.device} and {NAMES[0]} on {device}: move it there"
+            )
         _check_memory(name, tensor)
 
 

@@ -23,7 +23,7 @@ def run(descriptor: KroneckerProduct, *operands, out=None, **parameters) -> torc
     """A call of :func:`kernlib.run_kernel`. An x of one dimension counts as one row, or column."""
     try:
         is_vector = operands[0].dim() == 1
-    except (IndexError, AttributeError, ValueError):  # x is no dense tensor: the checks will say so
+    except (IndexError, AttributeError, TypeError, ValueError):  # the checks say that it is none
         is_vector = False
     if not is_vector:
         return _run_matrix(descriptor, *operands, out=out, **parameters)

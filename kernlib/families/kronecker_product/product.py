@@ -15,7 +15,7 @@ from kernlib.runtime import products
 from kernlib.runtime.arguments import autocast, parameter_key
 from kernlib.runtime.operation import KERNELS, REFERENCE
 from kernlib.runtime.precision import float32_precision
-from kernlib.runtime.tensors import check_dense, is_wrapped, signature
+from kernlib.runtime.tensors import UNREADABLE, check_dense, is_wrapped, signature
 
 
 def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -> tuple | None:
@@ -30,7 +30,7 @@ def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -
             key += (signature(out),)  # as one entry, lest it pass for an operand too many
         for name, value in parameters.items():
             key += (name, parameter_key(value))
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         checks.check_kinds(descriptor, operands)
         check_dense((), out=out)
         return None

@@ -17,6 +17,7 @@ from kernlib.runtime.operation import KERNELS, REFERENCE, Operation
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
+    UNREADABLE,
     check_dense,
     is_lazy,
     is_wrapped,
@@ -57,7 +58,7 @@ def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) ->
         if parameters:
             for name, value in parameters.items():
                 key += (name, parameter_key(value))
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         checks.check_kinds(descriptor, operands)
         check_dense(("x", "weight"), x=operands[0], weight=operands[1], out=out)
         return None

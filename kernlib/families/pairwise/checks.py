@@ -82,7 +82,7 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
         )
     _check_hyperparameters(descriptor, hyperparameters, a.device)
     if type(accumulate) is not bool:
-        raise TypeError(f"accumulate must be a bool, got {accumulate!r}")
+        raise TypeError(f"accumulate must be a bool, got {shown(accumulate)}")
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     sizes = (a.shape[-2], second.shape[-2], a.shape[-1])
@@ -251,7 +251,7 @@ def check_tensor(name: str, value: torch.Tensor, positive: frozenset[str]) -> No
 
 def _check_device(name: str, value: torch.Tensor, device: torch.device) -> None:
     if value.device != device and value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+        raise ValueError(f"{name} is on {value.device}, the inputs on {device}: move it there")
 
 
 def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:
@@ -355,7 +355,7 @@ def ranges_meet(pointers: tuple[int, int, int], spans: tuple[int, int, int]) -> 
 def compute_mode(mode: str) -> None:
     """Raises ValueError for a mode torch.cdist would not take."""
     if not isinstance(mode, str) or mode not in COMPUTE_MODES:
-        raise ValueError(f"compute_mode must be one of {COMPUTE_MODES}, got {mode!r}")
+        raise ValueError(f"compute_mode must be one of {COMPUTE_MODES}, got {shown(mode)}")
 
 
 def are_matrices(x1: torch.Tensor, x2: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
+    UNREADABLE,
     is_lazy,
     is_mapped,
     materialised,
@@ -51,7 +52,7 @@ def key_of(descriptor, a, b, out, accumulate, row_offset, col_offset, values: di
         )  # fmt: skip
         for name, value in values.items():
             key += (name, kind_of_number(name, value))
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         checks.check_tensors(a, b, out)
         if stand_ins(a, b, out, *values.values()) or _is_mapped(a, b, out, values):
             return None

@@ -18,7 +18,13 @@ from kernlib.families.sparse.tensors import check_frozen
 from kernlib.runtime import products
 from kernlib.runtime.arguments import autocast, parameter_key
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE
-from kernlib.runtime.tensors import LOWEST_ADDRESS, check_dense, is_differentiated, signature
+from kernlib.runtime.tensors import (
+    LOWEST_ADDRESS,
+    UNREADABLE,
+    check_dense,
+    is_differentiated,
+    signature,
+)
 
 PLAIN, BIASED = SparseMatmul(), SparseMatmul((Bias(),))
 
@@ -39,7 +45,7 @@ def _key(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> tu
         if parameters:
             for name, value in parameters.items():
                 key += (name, parameter_key(value))
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         checks.check_kinds(descriptor, operands)
         check_dense(("x",), x=operands[1], out=out)
         return None

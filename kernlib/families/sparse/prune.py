@@ -49,7 +49,7 @@ def magnitude(
     ``per``, and a ``weight`` to write whose elements share memory, such as an expanded one.
     """
     if not isinstance(inplace, bool):
-        raise TypeError(f"inplace must be a bool, got {inplace!r}")
+        raise TypeError(f"inplace must be a bool, got {shown(inplace)}")
     dropped = ~largest(weight, density, per)
     if not inplace:
         bits = _bits(materialised(weight.detach()))
@@ -143,4 +143,4 @@ def check_density(density) -> None:
 def check_per(per: str) -> None:
     """Raises ValueError for an unknown way to count entries."""
     if not isinstance(per, str) or per not in PER:
-        raise ValueError(f"per must be one of {', '.join(PER)}, got {per!r}")
+        raise ValueError(f"per must be one of {', '.join(PER)}, got {shown(per)}")

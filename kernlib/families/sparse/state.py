@@ -34,7 +34,9 @@ def checked_header(header: Mapping[str, object]) -> dict:
     wanted = ("format", "version", "shape", "dtype", "nnz", "facts")
     missing = [name for name in wanted if name not in header]
     if missing:
-        raise ValueError(f"header of a SparseMatrix lacks {', '.join(missing)}")
+        raise ValueError(
+            f"header of a SparseMatrix lacks {', '.join(missing)}: pass what state() gives"
+        )
     given = {name: header[name] for name in wanted}
     _check_names_of(given)
     shape = _integers("shape", given["shape"])
@@ -43,11 +45,11 @@ def checked_header(header: Mapping[str, object]) -> dict:
     if max(1, shape[0]) * max(1, shape[1]) * DTYPES[given["dtype"]].itemsize > MOST_BYTES:
         raise ValueError(f"shape must be that of at most {MOST_BYTES} bytes, got {shape}")
     if not isinstance(given["facts"], Mapping):
-        raise ValueError(f"facts must be a dict of ints, got {given['facts']!r}")
+        raise ValueError(f"facts must be a dict of ints, got {shown(given['facts'])}")
     facts = dict(zip(given["facts"], _integers("facts", given["facts"].values()), strict=True))
     (nnz,) = _integers("nnz", [given["nnz"]])
     if nnz > shape[0] * shape[1]:
-        raise ValueError(f"nnz must be at most {shape[0]} * {shape[1]}, got {nnz}")
+        raise ValueError(f"nnz must be at most {shape[0]} * {shape[1]}, got {shown(nnz)}")
     return {**given, "shape": shape, "facts": facts, "nnz": nnz}
 
 
@@ -62,7 +64,7 @@ def _check_names_of(given: Mapping[str, object]) -> None:
         )
     format_of(format)
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
 
 
 def _integers(name: str, values) -> tuple[int, ...]:
@@ -70,7 +72,7 @@ def _integers(name: str, values) -> tuple[int, ...]:
     try:
         found = tuple(values)
     except TypeError:
-        raise ValueError(f"{name} must hold ints, got {values!r}") from None
+        raise ValueError(f"{name} must hold ints, got {shown(values)}") from None
     for value in found:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} must hold ints of at least 0, got {shown(value)}")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.calls import hinted
-from kernlib.descriptors.base import check_flag, real, shown
+from kernlib.descriptors.base import as_int, check_flag, real, shown
 from kernlib.families.blocksparse.attention.arguments import checked_dropout
 from kernlib.families.blocksparse.checks import check_layout
 from kernlib.families.blocksparse.conditions import BEYOND_CAUSAL, warn_of_whole_blocks
@@ -231,6 +231,8 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
     def layout_of(self, query_length: int, key_length: int) -> Layout:
         """The layout of these lengths, on the layer's device. Raises ValueError where there is
         none, TypeError where the function makes something else."""
+        query_length = _checked_length("query_length", query_length)
+        key_length = _checked_length("key_length", key_length)
         found, key = self._layout, (query_length, key_length)
         if found is None:
             found = self._made.get(key)
@@ -244,8 +246,8 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
             found = self._made[key]
         if found.shape != key:
             raise ValueError(
-                f"query and key have lengths {key}, and the layout is of {found.shape}; pad them, "
-                "or make another layout"
+                f"query and key have lengths {shown(key)}, and the layout is of {found.shape}; pad "
+                "them, or make another layout"
             )
         return found.to(self.out_proj.weight.device)  # itself but for meta
 
@@ -270,6 +272,7 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         check_dense(("query", "key", "value"), query=query, key=key, value=value)
         _check_inputs(self, query, key, value)
         check_flag("is_causal", is_causal)
+        query, key, value = _recordable(query, key, value)
         axis = 0 if query.dim() == 2 or not self.batch_first else 1
         layout = self.layout_of(query.shape[axis], key.shape[axis])
         q, k, v = (self._heads(t) for t in self._projected(query, key, value))
@@ -323,6 +326,26 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         self._made = {key: made.to(place) for key, made in self._made.items()}
 
 
+def _checked_length(name: str, length) -> int:
+    """Raises TypeError for what is no number of rows, ValueError for one below 0."""
+    if isinstance(length, torch.SymInt):
+        return length
+    length = as_int(name, length)
+    if length < 0:
+        raise ValueError(f"{name} must be at least 0, got {shown(length)}")
+    return length
+
+
+def _recordable(query, key, value) -> tuple[torch.Tensor, ...]:
+    """The inputs, copies of those of inference mode where a gradient may keep them; equal ones stay
+    one."""
+    # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
+    if is_dynamo_compiling() or not torch.is_grad_enabled():
+        return query, key, value
+    copies = {id(x): x.clone() if x.is_inference() else x for x in (query, key, value)}
+    return copies[id(query)], copies[id(key)], copies[id(value)]
+
+
 def _checked_rate(dropout) -> float:
     """Raises TypeError and ValueError."""
     number = real(dropout)
@@ -360,7 +383,9 @@ def _as_layout(layout, block, heads: int) -> Layout | Callable:
     """A layout, or what makes one of lengths. Raises TypeError and ValueError."""
     known = isinstance(layout, Layout)
     if block is not None and (known or callable(layout)):
-        raise ValueError("block goes with a mask; a Layout, and what makes one, has its own")
+        raise ValueError(
+            "block goes with a mask; a Layout, and what makes one, has its own: leave it out"
+        )
     if not known and callable(layout):
         return layout
     if not known:

@@ -231,7 +231,7 @@ def _pads(padding, kernel: tuple, strides: tuple, dilations: tuple) -> tuple[int
         rows, cols = _pair("padding", padding, 0)
         return cols, cols, rows, rows
     if padding not in ("valid", "same"):
-        raise ValueError(f"padding must be 'valid', 'same' or ints, got {padding!r}")
+        raise ValueError(f"padding must be 'valid', 'same' or ints, got {shown(padding)}")
     if padding == "valid":
         return 0, 0, 0, 0
     if strides != (1, 1):

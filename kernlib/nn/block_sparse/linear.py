@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.calls import hinted
+from kernlib.calls import former, hinted
 from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.blocksparse.contents.sizes import checked_count
@@ -26,10 +26,10 @@ from kernlib.nn.block_sparse.weight import (
     layout_for,
     layout_of_weight,
 )
-from kernlib.nn.linears import check_is_linear, class_name
+from kernlib.nn.linears import check_is_linear, dense_linear, refuse_stand_in
 from kernlib.nn.traced import parameters_of
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_dense, stand_ins
+from kernlib.runtime.tensors import check_dense
 
 
 @hinted
@@ -115,14 +115,15 @@ class BlockSparseLinear(BlockSparseModule):
         )
 
     @classmethod
+    @former("density", "criterion", "per")
     def from_linear(
         cls,
         linear: nn.Linear,
         block: int | tuple[int, int],
+        *,
         density: float = 1.0,
         criterion: str = "magnitude",
         per: str = "matrix",
-        *,
         activation: str | Epilogue | None = None,
         capacity: int | None = None,
         precision: str | None = None,
@@ -214,15 +215,7 @@ class BlockSparseLinear(BlockSparseModule):
     def to_linear(self) -> nn.Linear:
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
         it."""
-        like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        linear = nn.utils.skip_init(
-            nn.Linear, self.in_features, self.out_features, self.bias is not None, **like
-        )
-        with torch.no_grad():
-            linear.weight.copy_(self.to_dense())
-            if self.bias is not None:
-                linear.bias.copy_(self.bias)
-        return linear.train(self.training)
+        return dense_linear(self, self.to_dense())
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
@@ -257,15 +250,11 @@ def check_linear(linear) -> torch.Tensor:
             "spectral_norm: take that off before"
         )
     check_dense(("the weight of linear",), **{"the weight of linear": weight})
+    refuse_stand_in(weight)
     if weight.dim() != 2:
         raise ValueError(
             "the weight of linear must be a matrix (out_features, in_features), got shape "
             f"{tuple(weight.shape)}"
         )
     checked_dtype(weight.dtype)
-    if stand_ins(weight) and not weight.is_meta:
-        raise ValueError(
-            f"the weight is a {class_name(weight)}, whose memory holds no values to choose blocks "
-            "by: make it a plain tensor first"
-        )
     return weight

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 
 from torch import nn
 
-from kernlib.calls import hinted
+from kernlib.calls import former, hinted
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.nn.block_sparse.linear import BlockSparseLinear, check_linear
 from kernlib.nn.block_sparse.weight import check_multiple, check_options
 from kernlib.nn.linears import (
     as_linear,
+    check_model,
+    checked_match,
     warn_of_nothing,
     warn_of_rest,
     weight_parameter,
     without_fused_path,
 )
-from kernlib.nn.sparse_replace import accepts, check_filter, places_of
+from kernlib.nn.sparse_replace import places_of
 
 
 @hinted
+@former("density", "match", "criterion", "per", "precision", filter="match")
 def block_sparsify(
     model: nn.Module,
     block: int | tuple[int, int],
+    *,
+    match: str | re.Pattern[str] | Callable[[str, nn.Linear], bool] | None = None,
     density: float,
-    filter: str | Callable[[str, nn.Linear], bool] | None = None,
     criterion: str = "magnitude",
     per: str = "matrix",
     precision: str | None = None,
@@ -36,10 +41,8 @@ def block_sparsify(
 
     - ``block``, ``density``, ``criterion``, ``per``, ``precision``: as of
       :meth:`BlockSparseLinear.from_linear`.
-    - ``filter``: which layers: those for which this function of name and layer is true, or in whose
-      name this regular expression is found, such as ``r"mlp|[qkvo]_proj"``; None takes all. Leave
-      out a head that shares the weight of an embedding, and layers whose features are no multiple
-      of the block's.
+    - ``match``: which layers, as of :func:`sparsify`. Leave out a head that shares the weight of an
+      embedding, and layers whose features are no multiple of the block's.
 
     The dense weight of each layer is let go before the next one. dtype, device, training mode and
     what requires a gradient stay as they were; weight and bias are new parameters, so make an
@@ -59,32 +62,27 @@ def block_sparsify(
     TypeError that names it for one of another dtype than float16, bfloat16, float32 and float64,
     and TypeError for a ``model`` that is an ``nn.Linear`` itself.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    check_filter(filter)
+    check_model(model, "use BlockSparseLinear.from_linear")
+    match = checked_match(match)
     block = check_options(block, density, criterion, per)
     BlockSparseMatmul("dds", precision=precision)  # which says what is wrong with a precision
-    if isinstance(model, nn.Linear):
-        raise TypeError(
-            "model is an nn.Linear itself, in no place to be swapped: use "
-            "BlockSparseLinear.from_linear"
-        )
-    places = places_of(model, filter)
+    places = places_of(model, match)
     _check_all(model, places, block)
     if not places:
-        warn_of_nothing("block_sparsify", model, "filter", filter)
+        warn_of_nothing("block_sparsify", model, match)
     new = {}
     while places:
         layer, where = next(iter(places.items()))
         sparse = BlockSparseLinear.from_linear(
-            as_linear(layer), block, density, criterion, per, precision=precision
-        )
+            as_linear(layer), block, density=density, criterion=criterion, per=per,
+            precision=precision,
+        )  # fmt: skip
         for parent, child, name in where:
             setattr(parent, child, sparse)
             new[name] = sparse
         del places[layer], layer  # and with it the dense weight
     without_fused_path(model, BlockSparseLinear)
-    warn_of_rest("block_sparsify", model, lambda *place: accepts(filter, *place), new)
+    warn_of_rest("block_sparsify", model, match, new)
     return new
 
 

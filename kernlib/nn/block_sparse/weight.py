@@ -118,7 +118,9 @@ class BlockSparseModule(LayoutModule):
         the layer. Nothing waits for a GPU. Raises TypeError and ValueError unless one of the two is
         given and right."""
         if (count is None) == (density is None):
-            raise ValueError(f"give count or density, one of them; got {count!r} and {density!r}")
+            raise ValueError(
+                f"give count or density, one of them; got {shown(count)} and {density!r}"
+            )
         if count is None:
             check_density(density)
             kept = round(density * growth.total(self._layout))
@@ -200,6 +202,8 @@ class BlockSparseModule(LayoutModule):
                 f"tensor must have the weight's shape {tuple(self.weight.shape)}, got "
                 f"{tuple(tensor.shape)}"
             )
+        if tensor.device != self.weight.device:
+            raise ValueError(f"tensor must be on {self.weight.device}, got {tensor.device}")
         return tensor.clone() if self._source is None else growth.moved(tensor, self._source)
 
     def _watch(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

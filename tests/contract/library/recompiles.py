@@ -174,7 +174,7 @@ def densities() -> Calls:
         linear = nn.Linear(64, 96)
         with torch.no_grad():
             linear.weight[torch.rand(96, 64) > 0.05 + 0.07 * index] = 0
-        yield kl.nn.SparseLinear.from_linear(linear, "bitmap"), (torch.randn(4, 64),)
+        yield kl.nn.SparseLinear.from_linear(linear, format="bitmap"), (torch.randn(4, 64),)
 
 
 def one_factor(algo: str) -> Callable[[], Calls]:

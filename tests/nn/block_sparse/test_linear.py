@@ -112,7 +112,7 @@ def test_rows_are_drawn_by_what_they_store_and_dead_slots_are_zero():
 def test_linear_layers_keep_their_largest_blocks():
     dense = nn.Linear(96, 64, dtype=DOUBLE).eval()
     dense.bias.requires_grad_(False)
-    made = BlockSparseLinear.from_linear(dense, 32, 0.5, capacity=5)
+    made = BlockSparseLinear.from_linear(dense, 32, density=0.5, capacity=5)
     norms = dense.weight.unflatten(1, (3, 32)).unflatten(0, (2, 32)).square().sum((1, 3))
     kept = made.layout.mask()
     assert kept.sum() == 3 and made.layout.capacity == 5 and norms[kept].min() > norms[~kept].max()
@@ -123,9 +123,9 @@ def test_linear_layers_keep_their_largest_blocks():
     x = inputs(4)
     again = made.to_linear()
     assert torch.allclose(again(x), made(x)) and not again.training
-    rows = BlockSparseLinear.from_linear(dense, 16, 1 / 3, per="row").layout.mask().sum(1)
+    rows = BlockSparseLinear.from_linear(dense, 16, density=1 / 3, per="row").layout.mask().sum(1)
     assert rows.tolist() == [2] * 4
-    drawn = BlockSparseLinear.from_linear(dense, 16, 0.25, "random").layout
+    drawn = BlockSparseLinear.from_linear(dense, 16, density=0.25, criterion="random").layout
     assert drawn.nnz == 6
 
 
@@ -157,8 +157,8 @@ WRONG = {
         "on meta, without values",
     ),
     "criterion": (
-        lambda: BlockSparseLinear.from_linear(nn.Linear(16, 16), 16, 1.0, "taylor"), ValueError,
-        "criterion must be one of magnitude, random, got 'taylor'",
+        lambda: BlockSparseLinear.from_linear(nn.Linear(16, 16), 16, criterion="taylor"),
+        ValueError, "criterion must be one of magnitude, random, got 'taylor'",
     ),
     "shape": (lambda: layer()(inputs(2)[:, :-1]), ValueError, r"\(..., 96\), got \(2, 95\)"),
     "scalar": (lambda: layer()(torch.ones((), dtype=DOUBLE)), ValueError, r"\(..., 96\), got \(\)"),

@@ -30,7 +30,7 @@ def seed():
 
 def test_names_and_order_of_arguments():
     assert list(inspect.signature(block_sparsify).parameters) == [
-        "model", "block", "density", "filter", "criterion", "per", "precision",
+        "model", "block", "match", "density", "criterion", "per", "precision",
     ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_layers_are_swapped_in_all_places(filter):
     model, x = Model().eval(), torch.randn(3, 32)
     wanted = model(x)
     head = model.head
-    new = block_sparsify(model, 16, 1.0, filter)
+    new = block_sparsify(model, 16, density=1.0, match=filter)
     assert sorted(new) == ["again", "mlp.0", "mlp.2"] and model.again is model.mlp[0]
     assert all(type(layer) is BlockSparseLinear and not layer.training for layer in new.values())
     assert model.head is head and torch.allclose(model(x), wanted, atol=1e-6)
@@ -50,10 +50,10 @@ def test_layers_are_swapped_in_all_places(filter):
 
 def test_densities_and_criteria():
     model = Model().double()
-    new = block_sparsify(model, (16, 32), 0.5, "mlp", per="row")
+    new = block_sparsify(model, (16, 32), density=0.5, match="mlp", per="row")
     assert new["mlp.2"].layout.mask().sum(1).tolist() == [1, 1]
     assert new["mlp.0"].layout.block == (16, 32) and new["mlp.0"].weight.dtype == torch.float64
-    drawn = block_sparsify(Model(), 16, 0.25, "mlp.2", "random")
+    drawn = block_sparsify(Model(), 16, density=0.25, match="mlp.2", criterion="random")
     assert list(drawn) == ["mlp.2"] and drawn["mlp.2"].layout.nnz == 2
     model(torch.randn(2, 32).double()).sum().backward()
     assert new["mlp.2"].weight.grad.any() and new["mlp.0"].layout.nnz == 0
@@ -62,20 +62,21 @@ def test_densities_and_criteria():
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ((16, 0.5), ValueError, "head: out_features must be a multiple of 16"),
-        ((16, 0.5, "["), ValueError, "filter must be a regular expression"),
-        ((16, 0.5, 3), TypeError, "filter must be a regular expression, a function"),
-        ((16, 1.5, "mlp"), ValueError, "density must be from 0 to 1"),
-        ((8, 0.5, "mlp"), ValueError, "block must have rows and columns in 16"),
-        ((16, 0.5, "mlp", "size"), ValueError, "criterion must be one of"),
-        ((16, 0.5, "mlp", "random", "column"), ValueError, "per must be one of"),
-        ((16, 0.5, "mlp", "random", "row", "fp8"), ValueError, "precision"),
+        ({}, ValueError, "head: out_features must be a multiple of 16"),
+        ({"match": "["}, ValueError, r"match '\[' is no regular expression"),
+        ({"match": 3}, TypeError, "match must be None, a regular expression, or a function"),
+        ({"match": nn.Linear}, TypeError, "got the class Linear: None takes every nn.Linear"),
+        ({"density": 1.5, "match": "mlp"}, ValueError, "density must be from 0 to 1"),
+        ({"block": 8, "match": "mlp"}, ValueError, "block must have rows and columns in 16"),
+        ({"match": "mlp", "criterion": "size"}, ValueError, "criterion must be one of"),
+        ({"match": "mlp", "per": "column"}, ValueError, "per must be one of"),
+        ({"match": "mlp", "precision": "fp8"}, ValueError, "precision"),
     ],
 )
 def test_what_is_refused_leaves_the_model(arguments, kind, words):
     model = Model()
     with pytest.raises(kind, match=words):
-        block_sparsify(model, *arguments)
+        block_sparsify(model, **{"block": 16, "density": 0.5} | arguments)
     assert type(model.mlp[0]) is nn.Linear and type(model.mlp[2]) is nn.Linear
 
 
@@ -84,7 +85,7 @@ def test_encoders_of_torch_call_their_layers_in_evaluation_too(padded):
     """Their fused path would multiply by weights that are no matrices."""
     part = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     model = nn.TransformerEncoder(part, 2)
-    block_sparsify(model, 16, 0.5, r"linear[12]")
+    block_sparsify(model, 16, density=0.5, match=r"linear[12]")
     model.eval()
     x, options = torch.randn(3, 16, 32), {}
     if padded:
@@ -96,15 +97,15 @@ def test_encoders_of_torch_call_their_layers_in_evaluation_too(padded):
 
 def test_models_that_are_refused():
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got dict"):
-        block_sparsify({}, 16, 0.5)
+        block_sparsify({}, 16, density=0.5)
     with pytest.raises(TypeError, match="in no place to be swapped"):
-        block_sparsify(nn.Linear(16, 16), 16, 0.5)
+        block_sparsify(nn.Linear(16, 16), 16, density=0.5)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, dtype=torch.complex64))
     with pytest.raises(TypeError, match="1: dtype must be one of"):
-        block_sparsify(model, 16, 0.5)
+        block_sparsify(model, 16, density=0.5)
     tied = nn.ModuleDict({"embedding": nn.Embedding(64, 32), "head": nn.Linear(32, 64)})
     tied["head"].weight = tied["embedding"].weight
     with pytest.raises(ValueError, match="head shares its weight"):
-        block_sparsify(tied, 16, 0.5)
+        block_sparsify(tied, 16, density=0.5)
     with pytest.raises(ValueError, match="0: the weight of linear is computed of other tensors"):
-        block_sparsify(nn.Sequential(nn.utils.spectral_norm(nn.Linear(32, 32))), 16, 0.5)
+        block_sparsify(nn.Sequential(nn.utils.spectral_norm(nn.Linear(32, 32))), 16, density=0.5)

@@ -435,7 +435,7 @@ def check_scale(scale, q: torch.Tensor, look: bool) -> None:
     else:
         check_kind("scale", scale, 0)
     if scale.device != q.device and scale.device.type != "cpu":
-        raise ValueError(f"scale is on {scale.device}, q on {q.device}")
+        raise ValueError(f"scale is on {scale.device}, q on {q.device}: move it there")
     refuse_gradients(
         "attention (but of a captured tensor, as score='v * gain' has it)", scale=scale
     )

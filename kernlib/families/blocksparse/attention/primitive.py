@@ -24,6 +24,7 @@ from kernlib.runtime.arguments import no_autocast, parameter_key
 from kernlib.runtime.operation import KERNELS, REFERENCE, Operation
 from kernlib.runtime.products import is_on_gpu
 from kernlib.runtime.tensors import (
+    UNREADABLE,
     check_dense,
     is_lazy,
     is_wrapped,
@@ -49,7 +50,7 @@ def _key(descriptor, operands: tuple, out, options: Options, captured: dict) -> 
             key += tuple(map(parameter_key, options.tensors))
         for name, value in captured.items():
             key += (name, signature(value))
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         arguments.check_kinds(descriptor, operands)
         check_dense((), out=out, **captured)
         return None

@@ -88,10 +88,10 @@ def checked_block(block: object) -> tuple[int, int]:
     ValueError for sizes that no kernel takes."""
     pair = block if isinstance(block, (tuple, list)) else (block, block)
     if len(pair) != 2 or not all(is_int(size) for size in pair):
-        raise TypeError(f"block must be an int or two (rows, columns), got {block!r}")
+        raise TypeError(f"block must be an int or two (rows, columns), got {shown(block)}")
     if not all(size in BLOCKS for size in pair):
         known = ", ".join(map(str, BLOCKS))
-        raise ValueError(f"block must have rows and columns in {known}, got {block!r}")
+        raise ValueError(f"block must have rows and columns in {known}, got {shown(block)}")
     return int(pair[0]), int(pair[1])
 
 
@@ -99,7 +99,7 @@ def checked_grid(grid: object) -> tuple[int, int]:
     """Rows and columns of blocks. Raises TypeError for what is not two ints, ValueError for sizes
     below 0."""
     if not isinstance(grid, (tuple, list)) or len(grid) != 2 or not all(map(is_int, grid)):
-        raise TypeError(f"grid must be two ints (rows and columns of blocks), got {grid!r}")
+        raise TypeError(f"grid must be two ints (rows and columns of blocks), got {shown(grid)}")
     if min(grid) < 0:
         raise ValueError(f"grid must have sizes of at least 0, got {tuple(grid)}")
     return int(grid[0]), int(grid[1])

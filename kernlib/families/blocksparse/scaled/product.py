@@ -14,7 +14,7 @@ from kernlib.families.blocksparse.scaled import checks, plans, reference
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.runtime import products
 from kernlib.runtime.operation import KERNELS, REFERENCE
-from kernlib.runtime.tensors import check_dense, is_wrapped, signature
+from kernlib.runtime.tensors import UNREADABLE, check_dense, is_wrapped, signature
 
 
 def _key(descriptor: BlockSparseScaledMatmul, operands: tuple, out, parameters: dict):
@@ -32,7 +32,7 @@ def _key(descriptor: BlockSparseScaledMatmul, operands: tuple, out, parameters: 
             key += signature(out)
         if parameters:
             key += tuple(parameters)
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         checks.check_kinds(descriptor, operands)
         check_dense((), out=out)
         return None

@@ -130,7 +130,7 @@ def check_scale(scale, x: torch.Tensor, look: bool) -> None:
     else:
         check_kind("scale", scale, 0)
     if scale.device != x.device and scale.device.type != "cpu":
-        raise ValueError(f"scale is on {scale.device}, x on {x.device}")
+        raise ValueError(f"scale is on {scale.device}, x on {x.device}: move it there")
 
 
 def autocast(operands: tuple, parameters: dict) -> dict:

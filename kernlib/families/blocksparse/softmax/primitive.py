@@ -22,6 +22,7 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation
 from kernlib.runtime.products import is_on_gpu
 from kernlib.runtime.tensors import (
+    UNREADABLE,
     check_dense,
     is_differentiated,
     is_lazy,
@@ -45,7 +46,7 @@ def _key(descriptor, operands: tuple, out, scale, parameters: dict) -> tuple | N
         key += (None,) if out is None else signature(out)
         for name, value in parameters.items():
             key += (name, signature(value))
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         arguments.check_kinds(descriptor, operands)
         check_dense((), out=out, **parameters)
         return None

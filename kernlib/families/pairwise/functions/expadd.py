@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
+from kernlib.descriptors.base import shown
 from kernlib.errors import KernlibError
 from kernlib.families.pairwise import checks, per_point
 from kernlib.families.pairwise.descriptor import exp_power_sum
@@ -230,7 +231,7 @@ def _check_tensors(given: dict[str, torch.Tensor]) -> dict[str, int]:
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(
                     f"{name} of shape {tuple(t.shape)} has {letter} = {size}, "
-                    f"{places[letter]} has {sizes[letter]}"
+                    f"{places[letter]} has {sizes[letter]}: they must be one"
                 )
             places.setdefault(letter, name)
     return sizes
@@ -252,7 +253,7 @@ def _check_number(name: str, value: object) -> None:
 def _check_device(name: str, value: object, like: torch.Tensor) -> None:
     """Raises ValueError for a tensor of another device than the inputs' and the host."""
     if isinstance(value, torch.Tensor) and value.device not in (like.device, torch.device("cpu")):
-        raise ValueError(f"{name} is on {value.device}, the inputs on {like.device}")
+        raise ValueError(f"{name} is on {value.device}, the inputs on {like.device}: move it there")
 
 
 def _check_host(name: str, number: float, positive: frozenset[str] = _POSITIVE) -> None:
@@ -296,7 +297,7 @@ def _check_out(
 def _least(eps: float) -> float:
     number = host_value("eps", eps, 0)
     if number is None or not number >= 0:
-        raise ValueError(f"eps must be a number of 0 or greater, got {eps!r}")
+        raise ValueError(f"eps must be a number of 0 or greater, got {shown(eps)}")
     return number
 
 

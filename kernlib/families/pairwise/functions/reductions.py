@@ -18,7 +18,12 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
-from kernlib.runtime.tensors import check_flag, check_memory, refuse_any_overlap
+from kernlib.runtime.tensors import (
+    check_flag,
+    check_layout,
+    check_memory,
+    refuse_any_overlap,
+)
 
 _USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32
 _WIDE_RANGE = (torch.float32, torch.float64, torch.bfloat16)  # float16 has no such points
@@ -240,8 +245,13 @@ def _run(
 
 def _respelled(a, b, v, offsets: tuple, values: dict):
     """The call as kernels take it where hyperparameters are spelt otherwise, else None."""
-    for value in values.values():
-        if isinstance(value, torch.Tensor) and value.dim():
+    for name, value in values.items():
+        try:
+            is_several = isinstance(value, torch.Tensor) and value.dim() > 0
+        except ValueError:  # of a parameter without its values yet
+            check_layout(name, value)
+            raise
+        if is_several:
             from kernlib.families.pairwise import per_point  # which most calls do without
 
             return per_point.respelled(a, b, values, v, offsets)

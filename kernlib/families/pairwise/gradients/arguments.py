@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.descriptors.base import shown
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import OPERATORS
 from kernlib.runtime import numbers
@@ -97,7 +98,7 @@ def check_call(kind: Kind, operands: Operands, out, accumulate: bool, values: di
         check_number(kind, name, values.get(name), operands.x.device)
     batch, shape = _output(kind, operands, out, values, sizes)
     if type(accumulate) is not bool:
-        raise TypeError(f"accumulate must be a bool, got {accumulate!r}")
+        raise TypeError(f"accumulate must be a bool, got {shown(accumulate)}")
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     dtype = operands.x.dtype
@@ -117,10 +118,10 @@ def check_tensors(kind: Kind, operands: Operands, out) -> None:
 
 def _check_kind_of_call(kind: Kind) -> None:
     if kind.operator not in OPERATORS:
-        raise ValueError(f"operator must be one of {OPERATORS}, got {kind.operator!r}")
+        raise ValueError(f"operator must be one of {OPERATORS}, got {shown(kind.operator)}")
     if not isinstance(kind.inner, STAGES):
         known = ", ".join(f"{stage.__name__}()" for stage in STAGES)
-        raise TypeError(f"inner must be one of {known}, got {kind.inner!r}")
+        raise TypeError(f"inner must be one of {known}, got {shown(kind.inner)}")
 
 
 def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
@@ -180,7 +181,7 @@ def check_number(kind: Kind, name: str, value, device: torch.device) -> None:
         return
     numbers.check_tensor(name, value, frozenset(), check_host)
     if value.device != device and value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}, the inputs on {device}")
+        raise ValueError(f"{name} is on {value.device}, the inputs on {device}: move it there")
 
 
 def check_host(name: str, value: float, positive: frozenset[str] = frozenset()) -> None:

@@ -20,6 +20,7 @@ from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
+    UNREADABLE,
     check_flag,
     is_lazy,
     materialised,
@@ -171,7 +172,7 @@ def _key(kind: Kind, operands: Operands, out, accumulate, values: dict) -> tuple
             key += (None,) if t is None else signature(t)
         if out is not None:
             key += signature(out)
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         arguments.check_tensors(kind, operands, out)
         named = dict(zip(kind.names, operands, strict=True))
         refuse_transforms(arguments.NO_TRANSFORMS, **named, out=out)

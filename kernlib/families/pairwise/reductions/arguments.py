@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.descriptors.base import Descriptor, as_int, refuse_descriptor
+from kernlib.descriptors.base import Descriptor, as_int, refuse_descriptor, shown
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.dtypes import accumulator
@@ -202,7 +202,7 @@ def check_k(k, n: int) -> None:
     """Raises TypeError, ValueError for a count of neighbours that is not within 1 to N."""
     k = as_int("k", k)
     if not 1 <= k <= n:
-        raise ValueError(f"k must be from 1 to the {n} points of b, got {k}")
+        raise ValueError(f"k must be from 1 to the {n} points of b, got {shown(k)}")
 
 
 def check_some(n: int) -> None:

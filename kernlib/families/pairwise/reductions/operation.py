@@ -20,6 +20,7 @@ from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation, bind
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import (
+    UNREADABLE,
     check_dense,
     is_lazy,
     is_mapped,
@@ -92,7 +93,7 @@ def _key(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wi
         )
         for name, value in values.items():
             key += (name, kind_of_number(name, value))
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+    except UNREADABLE:
         if stand_ins(a, b, v, out, *values.values()) or _is_mapped(a, b, v, out, values):
             return None
         checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.debug import takes_debug
-from kernlib.descriptors.base import whole
+from kernlib.descriptors.base import shown, whole
 from kernlib.families.sparse.entries.torch_layouts import of_rows
 from kernlib.families.sparse.matrix import SparseMatrix, of_entries
 from kernlib.runtime.tensors import check_dense, refuse_distributed
@@ -46,7 +46,7 @@ def _checked_shape(shape) -> tuple[int, int]:
     """Raises TypeError for what is not two ints, ValueError for sizes below 0."""
     found = tuple(map(whole, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(found) != 2 or None in found:
-        raise TypeError(f"shape must be two ints (rows, columns), got {shape!r}")
+        raise TypeError(f"shape must be two ints (rows, columns), got {shown(shape)}")
     if min(found) < 0:
         raise ValueError(f"shape must be (rows, columns) of at least 0, got {found}")
     return int(found[0]), int(found[1])

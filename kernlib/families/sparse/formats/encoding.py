@@ -76,7 +76,7 @@ def check_names(format: str, tensors: Mapping[str, torch.Tensor], names: Iterabl
     if set(tensors) != set(names):
         raise ValueError(
             f"a matrix of format {format!r} has the tensors {', '.join(names)}, "
-            f"got {', '.join(map(str, tensors)) or 'none'}"
+            f"got {', '.join(map(str, tensors)) or 'none'}: pass what state() gives"
         )
 
 

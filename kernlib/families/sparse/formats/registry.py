@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernlib.descriptors.base import shown
 from kernlib.families.sparse.formats.encoding import matrix
 from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.lowering.codes import SLICES
@@ -30,7 +31,7 @@ def format_of(name: str) -> ModuleType | SlicesFormat:
     """The format of a name. Raises ValueError, listing the formats, for one that is not known."""
     if not isinstance(name, str) or name not in FORMATS:
         known = ", ".join(map(repr, FORMATS))
-        raise ValueError(f"format must be one of {known}, got {name!r}")
+        raise ValueError(f"format must be one of {known}, got {shown(name)}")
     if name in SLICES:
         return import_module("kernlib.families.sparse.formats.slices").FORMATS[name]
     return import_module(f"kernlib.families.sparse.formats.{name}")
@@ -40,7 +41,7 @@ def check_format(format: str) -> None:
     """Raises ValueError, listing the formats, for what is neither one nor "auto"."""
     if not isinstance(format, str) or format not in ("auto", *FORMATS):
         known = ", ".join(map(repr, FORMATS))
-        raise ValueError(f"format must be 'auto' or one of {known}, got {format!r}")
+        raise ValueError(f"format must be 'auto' or one of {known}, got {shown(format)}")
 
 
 def auto(dense: torch.Tensor, columns: int = 1) -> str:

@@ -47,7 +47,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_layer_is_the_linear_that_it_was_made_of(format, dtype, seed):
     plain = linear(dtype)
-    layer = SparseLinear.from_linear(plain, format, activation="silu")
+    layer = SparseLinear.from_linear(plain, format=format, activation="silu")
     assert torch.equal(layer.to_dense(), plain.weight)
     with torch.no_grad():
         for batch in ((), (1,), (8,), (3, 5), (40,)):
@@ -59,7 +59,7 @@ def test_a_layer_is_the_linear_that_it_was_made_of(format, dtype, seed):
 def test_replays_of_a_compiled_layer(batch, seed):
     """Its weights are where they were: none is copied, and what is written there is seen."""
     plain = linear()
-    layer = SparseLinear.from_linear(plain, "bitmap", activation="gelu")
+    layer = SparseLinear.from_linear(plain, format="bitmap", activation="gelu")
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     with torch.no_grad():
         for step in range(STEPS):
@@ -72,7 +72,7 @@ def test_replays_of_a_compiled_layer(batch, seed):
 
 def test_a_compiled_layer_trains_what_lies_before_it(seed):
     first, layer = nn.Linear(64, 1032, device=DEVICE), SparseLinear.from_linear(
-        linear(torch.float32), "bitmap"
+        linear(torch.float32), format="bitmap"
     )  # fmt: skip
     layer.matrix.transpose()
     model = nn.Sequential(first, layer)
@@ -92,7 +92,7 @@ def test_a_swapped_model(seed):
         magnitude(mlp[index].weight, 0.3, inplace=True)
     dense = copy.deepcopy(mlp)
     before = torch.cuda.memory_allocated()
-    swapped = sparsify(mlp, "^[02]$")
+    swapped = sparsify(mlp, match="^[02]$")
     assert list(swapped) == ["0", "2"] and torch.cuda.memory_allocated() < before
     x = torch.randn(8, 512, device=DEVICE).bfloat16()
     with torch.no_grad():

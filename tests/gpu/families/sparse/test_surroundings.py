@@ -74,7 +74,7 @@ def send(meeting: str) -> None:
     dist.init_process_group("nccl", meeting, rank=0, world_size=1, device_id=device)
     for format in FORMATS:
         linear = nn.Linear(300, 70, device=device)
-        layer = SparseLinear.from_linear(linear, format, density=0.3)
+        layer = SparseLinear.from_linear(linear, format=format, density=0.3)
         wanted = layer.to_dense()
         model = DistributedDataParallel(nn.Sequential(layer, nn.Linear(70, 3, device=device)))
         model(torch.randn(5, 300, device=device)).sum().backward()
