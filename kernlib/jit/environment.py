@@ -300,7 +300,7 @@ class Environment(Guarded):
         """Open it after a fork, a close or an error, and say so if nothing is kept from now on."""
         try:
             self.open()
-        except (FileNotFoundError, *DAMAGE):
+        except (FileNotFoundError, TimeoutError, *DAMAGE):  # which pass, or are mended
             raise
         except (OSError, lmdb.Error) as error:
             self._warn_once(
