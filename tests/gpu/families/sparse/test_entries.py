@@ -11,6 +11,7 @@ from kernlib.sparse import compress
 from tests.families.sparse.cases import FORMATS, random
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("format", [*FORMATS, "auto"])
