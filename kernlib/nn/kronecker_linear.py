@@ -318,8 +318,8 @@ def _as_sizes(name: str, sizes) -> tuple[int, ...]:
 def _as_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        known = ", ".join(str(one) for one in DTYPES)
-        raise TypeError(f"dtype must be one of {known}, got {shown(dtype)}")
+        dtypes = ", ".join(str(one) for one in DTYPES)
+        raise TypeError(f"dtype must be one of {dtypes}, got {shown(dtype)}")
     return dtype
 
 

@@ -19,7 +19,7 @@ from kernlib.families.sparse.matrix import (
 )
 from kernlib.families.sparse.matrix import rounded as in_dtype
 from kernlib.families.sparse.prune import check_density, check_per, magnitude
-from kernlib.nn.linears import check_is_linear, renew
+from kernlib.nn.linears import check_is_linear, refuse_stand_in, renew
 from kernlib.runtime.tensors import check_dense, check_layout, stand_ins
 
 
@@ -69,11 +69,7 @@ def check_linear(linear, density=None) -> None:
         raise ValueError(f"the weight must be a matrix (out_features, in_features), got {shape}")
     if density is not None or weight.layout not in SPARSE_LAYOUTS:
         check_layout("the weight", weight)
-    if stand_ins(weight) and not weight.is_meta:
-        raise ValueError(
-            f"the weight is a {type(weight).__name__}, whose memory holds no values to compress: "
-            "make it a plain tensor first"
-        )
+    refuse_stand_in(weight)
     check_bias(getattr(linear, "bias", None), weight)
 
 

@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.multiprocessing import ProcessRaisedException, spawn
 
-from kernlib.nn import KroneckerLinear, SparseLinear, block_sparsify, sparsify
+from kernlib.nn import (
+    KroneckerLinear,
+    SparseLinear,
+    block_sparsify,
+    replace_linear,
+    sparsify,
+)
 from tests.nn.layer_writes import KINDS, empty, former_state, inputs, layer
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -231,6 +237,9 @@ SWAPS = {
     "sparsify": lambda model: sparsify(model, density=0.3),
     "block_sparsify": lambda model: block_sparsify(model, 16, density=0.5),
     "block_sparsify per row": lambda model: block_sparsify(model, 16, density=0.5, per="row"),
+    "replace_linear": lambda model: replace_linear(
+        model, lambda name, cols, rows: [(1, rows, cols, 1)], approximate=True
+    ),
     "from_linear": lambda model: [
         setattr(model, name, KroneckerLinear.from_linear(getattr(model, name), *sizes))
         for name, sizes in {"up": ([8, 12], [8, 8]), "down": ([8, 8], [8, 12])}.items()
@@ -250,7 +259,7 @@ def test_a_swapped_model_is_loaded_without_its_dense_weights(swap, load):
     SWAPS[swap](module)
     assert all(t.is_meta for t in module.parameters())
     for name, part in module.named_children():
-        if swap == "from_linear":
+        if swap in ("from_linear", "replace_linear"):  # whose factors are modules of their own
             part.load_state_dict(getattr(wanted, name).state_dict(), assign=True)
         else:
             load(part, getattr(wanted, name).state_dict())

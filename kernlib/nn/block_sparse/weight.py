@@ -224,11 +224,11 @@ class BlockSparseModule(LayoutModule):
     def _record(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         if self._candidates is None:  # no longer
             return
-        found = self._candidate_gradient(grad, x.to(grad.dtype), self._candidates)
+        by_blocks = self._candidate_gradient(grad, x.to(grad.dtype), self._candidates)
         if self._growth is None:
-            self._growth = found.to(accumulator(found.dtype))
+            self._growth = by_blocks.to(accumulator(by_blocks.dtype))
         else:
-            self._growth.add_(found)
+            self._growth.add_(by_blocks)
 
     def _candidate_gradient(self, grad, x, candidates: Layout) -> torch.Tensor:
         raise NotImplementedError
@@ -252,7 +252,7 @@ class BlockSparseModule(LayoutModule):
 
 
 def layout_for(
-    given: Layout | int | tuple[int, int],
+    layout: Layout | int | tuple[int, int],
     shape: tuple[int, int],
     density: float | None,
     capacity: int | None,
@@ -262,19 +262,19 @@ def layout_for(
     """A layout of its own for a matrix of a shape: a copy of one that is given, or one of blocks of
     a given size, drawn with the seed that torch's generator of the CPU makes. Raises TypeError and
     ValueError."""
-    if isinstance(given, Layout):
+    if isinstance(layout, Layout):
         if density is not None or capacity is not None:
             raise ValueError("density and capacity go with a block; a Layout has its own")
-        check_layout("layout", given, shape)
-        place = given.device if device is None else place_of(device, None)
-        moved = given.to(place)
-        return copy.deepcopy(given) if moved is given else moved
-    if isinstance(given, torch.Tensor):
+        check_layout("layout", layout, shape)
+        place = layout.device if device is None else place_of(device, None)
+        moved = layout.to(place)
+        return copy.deepcopy(layout) if moved is layout else moved
+    if isinstance(layout, torch.Tensor):
         raise TypeError(
             "layout must be a kernlib.blocksparse.Layout or the size of blocks, got a tensor; "
             "Layout(mask, block) makes one of a mask"
         )
-    block = checked_block(given)
+    block = checked_block(layout)
     if density is None:
         raise ValueError("density must be given with a block: the part of all blocks to store")
     check_density(density)
@@ -316,8 +316,8 @@ def check_options(block, density, criterion, per) -> tuple[int, int]:
     check_density(density)
     check_per(per)
     if not isinstance(criterion, str) or criterion not in growth.CRITERIA:
-        known = ", ".join(growth.CRITERIA)
-        raise ValueError(f"criterion must be one of {known}, got {shown(criterion)}")
+        criteria = ", ".join(growth.CRITERIA)
+        raise ValueError(f"criterion must be one of {criteria}, got {shown(criterion)}")
     return sizes
 
 
@@ -359,8 +359,8 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """Raises TypeError for another dtype than those of block-sparse products."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
-        raise TypeError(f"dtype must be one of {known}, got {shown(dtype)}")
+        dtypes = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise TypeError(f"dtype must be one of {dtypes}, got {shown(dtype)}")
     return dtype
 
 

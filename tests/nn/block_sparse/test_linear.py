@@ -152,10 +152,6 @@ WRONG = {
         lambda: BlockSparseLinear(64, 64, builders.dense(64, 64, 16), density=1), ValueError,
         "density and capacity go with a block",
     ),
-    "meta": (
-        lambda: BlockSparseLinear.from_linear(nn.Linear(16, 16, device="meta"), 16), ValueError,
-        "on meta, without values",
-    ),
     "criterion": (
         lambda: BlockSparseLinear.from_linear(nn.Linear(16, 16), 16, criterion="taylor"),
         ValueError, "criterion must be one of magnitude, random, got 'taylor'",
