@@ -1,7 +1,7 @@
 """Operators of DTensors: each process computes with what it holds, where that makes a part of the
 result or of a sum, and otherwise with the whole.
 
-A family says which in ``RULES`` of its ``sharding``: functions of an operator's arguments by name,
+A family says which in ``SHARDINGS`` of its ``rules``: functions of an operator's arguments by name,
 whose :class:`Choice`s may be combined, one for each dimension of the mesh.
 """
 
@@ -58,7 +58,7 @@ def _register(operator: torch._ops.OpOverload, family: str, library: torch.libra
     from torch.distributed.tensor import DTensor
 
     def compute(cls, function, types, args, kwargs):
-        rule = import_module(f"{family}.sharding").RULES.get(operator._opname)
+        rule = import_module(f"{family}.rules").SHARDINGS.get(operator._opname)
         return _compute(operator, rule, args, kwargs or {})
 
     library._register_torch_dispatch_rule(operator._opname, DTensor, compute)

@@ -77,14 +77,14 @@ def register(
 
 
 def _register_flops(operator: torch._ops.OpOverload, family: str) -> None:
-    """Have FlopCounterMode count an operator by the formula in ``flops`` of its family, whose
+    """Have FlopCounterMode count an operator by the formula in ``rules`` of its family, whose
     ``FORMULAS`` are functions of the result and the operator's arguments by name."""
     from torch.utils import flop_counter  # 8 ms that only who records calls pays
 
     names = [argument.name for argument in operator._schema.arguments]
 
     def count(*values, out_val=None, **named) -> int:
-        formula = import_module(f"{family}.flops").FORMULAS.get(operator._opname)
+        formula = import_module(f"{family}.rules").FORMULAS.get(operator._opname)
         named |= dict(zip(names, values, strict=False))
         return 0 if formula is None else formula(out_val, **named)
 

@@ -1,0 +1,57 @@
+"""What torch asks of the operators besides their results. For FlopCounterMode the operations, two
+for a product that is added up. For DTensors which tensors may be sharded, and what the result is
+then."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernlib.descriptors.text import from_text
+from kernlib.sharding import Choice
+
+# Operations.
+
+
+def _count_product(result: torch.Tensor, /, *, x, weight, **_) -> int:
+    a, _b, c, d = weight.shape
+    return 2 * x.numel() // (a * c * d) * weight.numel()
+
+
+def _count_weight_gradient(result: torch.Tensor, /, *, grad, pattern, **_) -> int:
+    a, b, _c, d = pattern
+    return 2 * grad.numel() // (a * b * d) * math.prod(pattern)
+
+
+FORMULAS = {
+    "kronecker_sparse": _count_product,
+    "kronecker_sparse_product": _count_product,
+    "kronecker_sparse_weight_gradient": _count_weight_gradient,
+}
+
+
+# Shardings.
+
+
+def _shard_rows(x, batch_last: bool) -> range:
+    return range(1, x.dim()) if batch_last else range(x.dim() - 1)
+
+
+def _shard_whole(*, x, descriptor: str, **_) -> list[Choice]:
+    return _shard_product(x=x, batch_last=from_text(descriptor).batch_last)
+
+
+def _shard_product(*, x, batch_last: bool, **_) -> list[Choice]:
+    return [Choice({"x": dim}, (dim,)) for dim in _shard_rows(x, batch_last)]
+
+
+def _shard_weight_gradient(*, x, batch_last: bool, **_) -> list[Choice]:
+    return [Choice({"grad": dim, "x": dim}, (None,)) for dim in _shard_rows(x, batch_last)]
+
+
+SHARDINGS = {
+    "kronecker_sparse": _shard_whole,
+    "kronecker_sparse_product": _shard_product,
+    "kronecker_sparse_weight_gradient": _shard_weight_gradient,
+}

@@ -1,0 +1,36 @@
+"""What torch asks of the operators besides their results. For FlopCounterMode the operations, two
+for a product that is added up. For DTensors which tensors may be sharded, and what the result is
+then."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernlib.families.sparse.fitted import fitted
+from kernlib.families.sparse.layout import parse_layout
+from kernlib.runtime.tensors import stand_ins
+from kernlib.sharding import Choice
+
+# Operations.
+
+
+def _count_product(result: torch.Tensor, /, *, x, matrix, layout: str, **_) -> int:
+    """Of the entries that are not zero; of fake tensors, where nobody knows these, of all."""
+    known = not (stand_ins(*matrix) or matrix[0].is_meta)
+    entries = fitted(layout, matrix).nnz if known else math.prod(parse_layout(layout)[1])
+    return 2 * entries * x.shape[:-1].numel()
+
+
+FORMULAS = {"sparse_matmul": _count_product, "sparse_matmul_product": _count_product}
+
+
+# Shardings.
+
+
+def _shard_product(*, x, **_) -> list[Choice]:
+    return [Choice({"x": dim}, (dim,)) for dim in range(x.dim() - 1)]
+
+
+SHARDINGS = {"sparse_matmul": _shard_product, "sparse_matmul_product": _shard_product}
