@@ -71,7 +71,7 @@ def close():
     for each in layers._bundles.values():
         each.close()
     store._stores.clear(), store._opening.clear()
-    layers._bundles.clear(), layers._opening_bundles.clear()
+    layers._bundles.clear(), layers._opening_bundles.clear(), layers._refused.clear()
     layers._layers = None
 
 

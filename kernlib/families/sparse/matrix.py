@@ -39,7 +39,7 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.tensors import check_flag, stand_ins
 
 if TYPE_CHECKING:
-    from kernlib.families.sparse.formats.entries import Entries, Found
+    from kernlib.families.sparse.formats.entries import Entries, Triplets
 
 UNPRUNED = 0.9  # a density above what pruning leaves; from 0.93 on no format saves memory
 LAID_OUT_BYTES = 256 << 20  # of a dense matrix that is made on the way to a compressed one
@@ -406,7 +406,7 @@ def _dense_of(w: SparseMatrix) -> torch.Tensor:
     return w._operands[0] if w._format == "dense" else w.to_dense()
 
 
-def _entries(w: SparseMatrix) -> Iterator[Found]:
+def _entries(w: SparseMatrix) -> Iterator[Triplets]:
     """Those that are not 0, some at a time."""
     if w._device.type == "cuda":
         check_place(w, [t.data_ptr() for t in w._operands])
@@ -429,12 +429,12 @@ def rounded(w: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
 
 def by_entries(w: SparseMatrix, turned: bool) -> Entries:
     """The entries of a matrix, or of its transpose, by rows."""
-    from kernlib.families.sparse.formats.entries import Found, of_found
+    from kernlib.families.sparse.formats.entries import Triplets, of_triplets
 
     found, shape = _entries(w), w._shape
     if turned:
-        found, shape = (Found(c, r, bits) for r, c, bits in found), shape[::-1]
-    return of_found(found, shape, torch.empty(0, dtype=w._dtype, device=w._device))
+        found, shape = (Triplets(c, r, bits) for r, c, bits in found), shape[::-1]
+    return of_triplets(found, shape, torch.empty(0, dtype=w._dtype, device=w._device))
 
 
 def _turned(w: SparseMatrix) -> SparseMatrix:

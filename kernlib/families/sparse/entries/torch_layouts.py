@@ -54,9 +54,9 @@ def of_rows(
     block = tuple(values.shape[1:]) or (1, 1)
     _check_tensors(crow, col, values, shape[0] // block[0], names)
     _check_rows(crow, col.numel(), names[0])
-    found = Entries(crow.detach(), col.detach(), materialised(values.detach()), shape)
-    found.check(names[1])
-    return found
+    entries = Entries(crow.detach(), col.detach(), materialised(values.detach()), shape)
+    entries.check(names[1])
+    return entries
 
 
 def _of_columns(

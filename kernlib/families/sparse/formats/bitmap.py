@@ -33,7 +33,7 @@ from kernlib.families.sparse.formats import bitmap_cpu as cpu
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, HEADER, POSITIONS, ROWS, UNIT
 from kernlib.families.sparse.formats.encoding import readable
-from kernlib.families.sparse.formats.entries import CELLS, Entries, Found, Slab
+from kernlib.families.sparse.formats.entries import CELLS, Entries, Slab, Triplets
 from kernlib.lowering.arithmetic import ceil_div
 
 FORMAT = "bitmap"
@@ -174,7 +174,7 @@ def read_entries(
     facts: Mapping[str, int],
     shape: tuple[int, int],
     dtype: torch.dtype,
-) -> Iterator[Found]:
+) -> Iterator[Triplets]:
     """The entries that are not 0, some at a time."""
     data, offsets = (tensors[name] for name in TENSORS)
     if data.storage_offset() % UNIT:
@@ -183,9 +183,9 @@ def read_entries(
     for first in range(0, chunks_of(shape), SPREAD):
         starts = offsets[first : min(first + SPREAD, offsets.numel() - 1)].long()
         chunk, row, column, bits = cpu.read_entries(data, starts, dtype)
-        chunk, kept = chunk + first, encoding.nonzero(bits)
+        chunk, mask = chunk + first, encoding.nonzero(bits)
         row, column = chunk // across * ROWS + row, chunk % across * COLUMNS + column
-        yield Found(row[kept], column[kept], bits[kept])
+        yield Triplets(row[mask], column[mask], bits[mask])
 
 
 def check(

@@ -31,13 +31,15 @@ class Slab(NamedTuple):
 
     def present(self) -> Slab:
         """Without those that are 0.0 or -0.0."""
-        kept = nonzero(self.bits)
-        if bool(kept.all()):
-            return self
-        return self._replace(rows=self.rows[kept], columns=self.columns[kept], bits=self.bits[kept])
+        mask = nonzero(self.bits)
+        return self if bool(mask.all()) else self.where(mask)
+
+    def where(self, mask: torch.Tensor) -> Slab:
+        """The entries that a mask selects."""
+        return self._replace(rows=self.rows[mask], columns=self.columns[mask], bits=self.bits[mask])
 
 
-class Found(NamedTuple):
+class Triplets(NamedTuple):
     """Entries of a compressed matrix, in any order: rows and columns, int64, and bits."""
 
     rows: torch.Tensor
@@ -45,7 +47,7 @@ class Found(NamedTuple):
     bits: torch.Tensor
 
 
-def of_found(parts: Iterable[Found], shape: tuple[int, int], like: torch.Tensor) -> Entries:
+def of_triplets(parts: Iterable[Triplets], shape: tuple[int, int], like: torch.Tensor) -> Entries:
     """Those of a matrix by its entries in any order. ``like`` is an empty tensor of its values'
     dtype and device."""
     listed = [*parts]
@@ -55,9 +57,9 @@ def of_found(parts: Iterable[Found], shape: tuple[int, int], like: torch.Tensor)
     listed.clear()
     order = rows.argsort(stable=True)
     starts = torch.nn.functional.pad(torch.bincount(rows, minlength=shape[0]).cumsum(0), (1, 0))
-    found = Entries(starts, columns[order], values[order], shape)
-    found.check("columns")
-    return found
+    entries = Entries(starts, columns[order], values[order], shape)
+    entries.check("columns")
+    return entries
 
 
 class Entries:
@@ -85,9 +87,9 @@ class Entries:
     def to(self, dtype: torch.dtype) -> Entries:
         """The matrix with its values in another dtype, of those that formats hold."""
         values = self._bits.view(self.dtype).to(dtype)
-        found = Entries(self._crow, self._col, values, self.shape)
-        found.check("columns")
-        return found
+        entries = Entries(self._crow, self._col, values, self.shape)
+        entries.check("columns")
+        return entries
 
     def as_coo(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix in torch's layout COO, its values in a dtype."""

@@ -24,7 +24,7 @@ import torch
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, readable
-from kernlib.families.sparse.formats.entries import SLAB, Entries, Found, Slab
+from kernlib.families.sparse.formats.entries import SLAB, Entries, Slab, Triplets
 from kernlib.lowering.arithmetic import round_up
 
 FORMAT = "macko"
@@ -150,24 +150,23 @@ def read_entries(
     facts: Mapping[str, int],
     shape: tuple[int, int],
     dtype: torch.dtype,
-) -> Iterator[Found]:
+) -> Iterator[Triplets]:
     """The entries that are not 0, some at a time."""
     values, deltas, row_ptr = (tensors[name] for name in TENSORS)
-    last = int(row_ptr[-1])
+    last, carry = int(row_ptr[-1]), 0  # columns that the first row has passed before a slab
     for first in range(0, last, SLAB):
-        ends = torch.arange(first, min(first + SLAB, last), dtype=torch.int64, device=values.device)
-        rows = torch.searchsorted(row_ptr, ends.to(row_ptr.dtype), right=True) - 1
-        begins = row_ptr[rows[0] : rows[-1] + 1].long()  # of the rows of these entries
-        codes = _codes(deltas, ends)
-        behind = passed(deltas, ends[:1]) + (codes + 1).cumsum(0)
-        columns = behind - passed(deltas, begins)[rows - rows[0]] - 1
-        bits = encoding.bits(values)[ends]
-        kept = encoding.nonzero(bits)
-        yield Found(rows[kept], columns[kept], bits[kept])
-
-
-def _codes(deltas: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    return (deltas[entries // 2] >> entries % 2 * 4 & LAST_CODE).long()
+        at = torch.arange(first, min(first + SLAB, last), dtype=torch.int64, device=values.device)
+        rows = torch.searchsorted(row_ptr, at.to(row_ptr.dtype), right=True) - 1
+        widths = (deltas[at // 2] >> at % 2 * 4 & LAST_CODE).long() + 1
+        behind = torch.nn.functional.pad(widths.cumsum(0), (1, 0))
+        begins = row_ptr[rows[0] : rows[-1] + 1].long() - first  # of the rows of these entries
+        before = behind[begins.clamp_min(0)]
+        before[:1] -= torch.where(begins[:1] < 0, carry, 0)
+        columns = behind[1:] - before[rows - rows[0]] - 1
+        carry = behind[-1] - before[-1]
+        bits = encoding.bits(values[first : first + at.numel()])
+        mask = encoding.nonzero(bits)
+        yield Triplets(rows[mask], columns[mask], bits[mask])
 
 
 def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:

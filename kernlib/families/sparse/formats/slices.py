@@ -50,7 +50,7 @@ import torch
 
 from kernlib.families.sparse.formats import slices_cpu as cpu
 from kernlib.families.sparse.formats.encoding import check_facts, check_size, check_tensors, matrix
-from kernlib.families.sparse.formats.entries import CELLS, Entries, Found
+from kernlib.families.sparse.formats.entries import CELLS, Entries, Triplets
 from kernlib.families.sparse.lowering.codes import (
     LANES,
     MOST_SIZE,
@@ -177,7 +177,7 @@ class SlicesFormat(NamedTuple):
         facts: Mapping[str, int],
         shape: tuple[int, int],
         dtype: torch.dtype,
-    ) -> Iterator[Found]:
+    ) -> Iterator[Triplets]:
         """The entries that are not 0, some at a time."""
         return cpu.read_entries(self.code, tensors, facts["width"], shape[1], dtype)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
-from kernlib.families.sparse.formats.entries import CELLS, SLAB, Entries, Found, Slab
+from kernlib.families.sparse.formats.entries import CELLS, SLAB, Entries, Slab, Triplets
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.lowering.arithmetic import ceil_div
 
@@ -139,16 +139,16 @@ def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: tor
 
 def read_entries(
     code: Code, tensors: Mapping[str, torch.Tensor], width: int, cols: int, dtype: torch.dtype
-) -> Iterator[Found]:
+) -> Iterator[Triplets]:
     """The entries that are not 0 of a matrix with so many columns. On any device."""
-    for found in _read(code, tensors, width, cols, dtype):
-        kept = nonzero(found.bits)
-        yield Found(*(part[kept] for part in found))
+    for triplets in _read(code, tensors, width, cols, dtype):
+        mask = nonzero(triplets.bits)
+        yield Triplets(*(part[mask] for part in triplets))
 
 
 def _read(
     code: Code, tensors: Mapping[str, torch.Tensor], width: int, cols: int, dtype: torch.dtype
-) -> Iterator[Found]:
+) -> Iterator[Triplets]:
     """The entries with bits, those of some slices of a panel at a time."""
     itemsize, rows, data = dtype.itemsize, tensors["rows"], tensors["data"]
     if data.storage_offset() % itemsize:
@@ -171,7 +171,7 @@ def _read(
         column = column - before + number * code.least + panel * width
         row = numbers(rows.view(-1, rows.shape[-1])[low:high])[place]
         real = (found != 0) & (column < cols) & (row >= 0)
-        yield Found(row[real], column[real], found[real])
+        yield Triplets(row[real], column[real], found[real])
 
 
 def _some_slices(starts: torch.Tensor, slices: int) -> Iterator[tuple[int, int]]:
@@ -252,11 +252,8 @@ def _of_panels(code: Code, slab: Slab, width: int, panels: slice) -> tuple[torch
     slab = slab.present()
     panel = slab.columns // width
     if panels.start or int(panel.max() if panel.numel() else 0) >= panels.stop:
-        kept = (panel >= panels.start) & (panel < panels.stop)
-        panel, slab = (
-            panel[kept],
-            slab._replace(rows=slab.rows[kept], columns=slab.columns[kept], bits=slab.bits[kept]),
-        )
+        mask = (panel >= panels.start) & (panel < panels.stop)
+        panel, slab = panel[mask], slab.where(mask)
     row, columns = slab.first + slab.rows, slab.columns - panel * width
     steps = columns + code.least
     is_next = (row[1:] == row[:-1]) & (panel[1:] == panel[:-1])
