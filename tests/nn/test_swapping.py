@@ -74,7 +74,9 @@ def test_a_layer_is_made_of_a_linear_and_structure_by_place_and_all_else_by_name
 
 @each_swap
 @pytest.mark.parametrize(
-    "match", ["^0$", re.compile("^0$"), lambda name, layer: layer.in_features == 16], ids=repr
+    "match",
+    ["^0$", re.compile("^0$"), lambda name, layer: layer.in_features == 16],
+    ids=["text", "compiled", "function"],
 )
 def test_match_is_an_expression_or_a_function(name, match):
     swap, given, named = SWAPS[name]

@@ -483,11 +483,7 @@ class Layout:
         raise AttributeError(f"the sizes of a Layout do not change: {name} cannot be deleted")
 
     def __copy__(self) -> Layout:
-<<<<<<< HEAD
-        return _with_mask_of(self, _marked(self.text, self.tensors))
-=======
-        return Layout.from_layout(self.form, self.flat)
->>>>>>> cefe2fc0 (The page of running says how often torch.compile compiles, with a table)
+        return _with_mask_of(self, Layout.from_layout(self.form, self.flat))
 
     def __deepcopy__(self, memo: dict) -> Layout:
         with outside():

@@ -58,7 +58,7 @@ REFUSED = {
     "attention": lambda x: blocksparse.attention(
         x[None, None], x[None, None], x[None, None], LAYOUT
     ),
-    "SparseLinear": SparseLinear.from_linear(nn.Linear(32, 32), "u4"),
+    "SparseLinear": SparseLinear.from_linear(nn.Linear(32, 32), format="u4"),
 }
 
 
