@@ -27,6 +27,14 @@ def test_gradients_take_no_more(case):
     assert compiles(CASES[case](), None, "aot_eager") <= MOST
 
 
+def test_bits_of_one_word_a_line_and_of_several_take_no_program_of_their_own():
+    layouts = [
+        Layout(torch.ones(grid, dtype=torch.bool), 16) for grid in ((2, 3), (4, 20), (5, 40))
+    ]
+    given = [(dsd, (stored(made), torch.randn(made.shape[1], 5), made)) for made in layouts]
+    assert compiles(iter(given), None) == 2
+
+
 def test_nothing_of_a_layout_is_text_of_the_graph():
     graphs = []
 
