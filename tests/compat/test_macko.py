@@ -64,7 +64,7 @@ def test_what_is_refused(seed):
     with pytest.raises(ValueError, match="a tuple"):
         macko.decompress(compressed[:3])
     for given, words in (
-        (None, "a compressed matrix is a tuple"),
+        (None, "a compressed matrix must be a tuple"),
         ((None, *compressed[1:]), "values must be a tensor, got NoneType"),
         ((*compressed[:3], 8.0, 20), r"rows must be an int, got 8\.0"),
         ((*compressed[:3], 8, -20), "columns must be at least 0, got -20"),

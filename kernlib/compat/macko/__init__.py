@@ -136,8 +136,8 @@ def _check_matrix(values, deltas, row_ptr, rows: int, columns: int) -> None:
             size = as_int(name, size)
         if size < 0:
             raise ValueError(f"{name} must be at least 0, got {shown(size)}")
-        if size >= 1 << 61:
-            raise ValueError(f"{name} must be below 2**61, got {shown(size)}")
+        if size >= 1 << 63:
+            raise ValueError(f"{name} must be below 2**63, got {shown(size)}")
     entries = values.numel()
     wanted = {
         "values": (values, torch.float16, (entries // 8 * 8,)),
