@@ -220,6 +220,10 @@ NAMES = {
         lambda: kermac.cdist_grad_expadd(*PAIRS[:3], PAIRS[3].int(), lengthscale=1.0),
         "d must be one of",
     ),
+    "a single point": (
+        lambda: kl.run_kernel(GAUSSIAN, X[0], Y, bandwidth=1.0),
+        r"a must be \(N, K\).*; one point is a\[None\], .* metric='precomputed'",
+    ),
     "a jagged": (
         lambda: kl.run_kernel(
             GAUSSIAN, torch.nested.nested_tensor([X, Y], layout=torch.jagged), Y, bandwidth=1.0

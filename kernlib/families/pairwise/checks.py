@@ -151,7 +151,14 @@ def _check_second(descriptor: Pairwise, b) -> None:
 def _check_inputs(a: torch.Tensor, b: torch.Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dim() not in (2, 3):
-            raise ValueError(f"{name} must be (N, K) or (L, N, K), got shape {tuple(tensor.shape)}")
+            single = (
+                f"; one point is {name}[None], and what calls a metric for each pair of rows, as "
+                "scikit-learn does, takes all at once by metric='precomputed'"
+            )
+            raise ValueError(
+                f"{name} must be (N, K) or (L, N, K), got shape {tuple(tensor.shape)}"
+                f"{single if tensor.dim() == 1 else ''}"
+            )
     _check_same_kind(a=a, b=b)
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(
