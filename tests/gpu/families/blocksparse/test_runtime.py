@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.blocksparse import Layout, dds, dsd
+from kernlib.blocksparse import Layout, dds, dsd, top_k
 from kernlib.families.blocksparse.layout import NAMES
 from tests.families.blocksparse.repeats import calls
 from tests.gpu.families.blocksparse.cases import (
@@ -104,6 +104,24 @@ def test_compiled_calls(seed):
     weight = torch.randn(layout.capacity, 64, 64, device="cuda").half()
     compiled = torch.compile(lambda x, w: dds(x, w, layout, transpose_b=True) + 1, fullgraph=True)
     check(compiled(x, weight), exact("dds", layout, x, weight, False, True) + 1, 1e-3)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_calls_make_their_layouts(mode, seed):
+    """Of every grid by two programs, and with blocks that are selected anew in each replay."""
+
+    def call(x, b, scores):
+        layout = top_k(scores, 64, 2)
+        return dsd(layout.to_blocks(x), b, layout) + 1
+
+    run = torch.compile(call, fullgraph=True, mode=mode)
+    for size in (3, 40, 5):
+        x = torch.randn(64 * size, 64 * size, device="cuda").half()
+        b = torch.randn(64 * size, 32, device="cuda").half()
+        for _ in range(4):
+            scores = torch.randn(size, size, device="cuda")
+            torch.compiler.cudagraph_mark_step_begin()
+            check(run(x, b, scores), call(x.double(), b.double(), scores), 1e-3)
 
 
 # Layouts.
