@@ -138,7 +138,7 @@ def _whole(t: torch.Tensor, place: int, mesh, chosen: list, given: dict) -> DTen
             name, along = next((n, d) for n, d in choice.inputs.items() if given[n] is not None)
             placements.append(Shard(dim))
             shape[dim] = given[name].shape[along]
-    like = torch.empty(shape, device="meta")
+    like = torch.empty(shape, dtype=t.dtype, device="meta")
     return DTensor.from_local(
         t.contiguous(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -321,7 +321,7 @@ def sparsely(layer: nn.Linear) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        (without_memory, ValueError, r"1: the weight is a .*FakeTensor"),
+        (without_memory, ValueError, r"1: the weight of linear is a .*FakeTensor"),
         (with_a_wide_bias, TypeError, r"1: bias must be torch\.float16 as the matrix is"),
         (with_a_short_bias, ValueError, r"1: bias must have shape \(16,\), got \(1,\)"),
         (sparsely, TypeError, "1: the weight must be a dense tensor"),
