@@ -64,7 +64,8 @@ class MatrixModule(IndexedModule):
         if held is None or held.device.type == "meta":
             self._carrier = Unsized.on(self._place if held is None else held.device)
         else:
-            self._carrier = torch.empty(0, dtype=torch.uint8, device=held.device)
+            # Of floats: torch's averages of buffers divide in place, which whole numbers refuse.
+            self._carrier = torch.empty(0, dtype=torch.float32, device=held.device)
         self.register_buffer(PACKED, self._carrier)
 
     def _hold(

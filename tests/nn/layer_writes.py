@@ -9,7 +9,12 @@ from random import Random
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_multi_avg_fn,
+)
 
 from kernlib.nn import BlockSparseConv2d, BlockSparseLinear, SparseLinear
 from kernlib.sparse import magnitude
@@ -81,6 +86,7 @@ AVERAGES = {
     "equal": {},
     "ema": {"avg_fn": get_ema_avg_fn(0.9)},
     "foreach ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.99)},
+    "foreach": {"multi_avg_fn": get_swa_multi_avg_fn()},
 }
 
 
