@@ -24,9 +24,9 @@ def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor
     from torch._dynamo.comptime import comptime  # which is there, if Dynamo traces the call
 
     comptime(_as_tensors)
-    found = [getattr(layer, name) for name in names]
+    parameters = [getattr(layer, name) for name in names]
     comptime(_as_parameters)
-    return found
+    return parameters
 
 
 # Dynamo runs these while it traces, in the order of the calls; between them it wraps parameters.

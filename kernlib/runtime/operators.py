@@ -90,9 +90,8 @@ def _register_flops(operator: torch._ops.OpOverload, family: str) -> None:
 
     packet = operator._overloadpacket
     flop_counter.register_flop_formula(packet, get_raw=True)(count)
-    for (
-        mode
-    ) in _get_current_dispatch_mode_stack():  # a counter copies what it knows when it is made
+    # A counter copies what it knows when it is made.
+    for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
         if isinstance(counter, flop_counter.FlopCounterMode):
             counter.flop_registry[packet] = count
