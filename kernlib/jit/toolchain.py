@@ -175,7 +175,9 @@ def _load_wheel() -> bool:
 
     files = metadata.files(_wheel() or "cuda-bindings") or ()
     paths = [file.locate() for file in files if file.name.startswith("libnvrtc.so.")]
-    for path in paths:
+    # Which some versions look for in their own folder, and others only among what is loaded.
+    builtins = [file.locate() for file in files if file.name.startswith("libnvrtc-builtins.so.")]
+    for path in [*builtins, *paths]:
         ctypes.CDLL(str(path))
     return bool(paths)
 

@@ -27,8 +27,12 @@ def folder(lab):
         yield Path(path)
 
 
-# Python may be root's alone, so it is imported before.
-IMPORTS = "import email.parser, platformdirs.unix, kernlib.jit.read_only, lmdb.verify; key('one')\n"
+# Python may be root's alone, so all is imported before, what opening a store does too.
+IMPORTS = """
+import email.parser, platformdirs.unix, kernlib.jit.read_only, lmdb, lmdb.verify, tempfile
+key('one')
+with tempfile.TemporaryDirectory() as place: lmdb.open(place).close()
+"""
 
 
 def become(number):
