@@ -91,7 +91,12 @@ class MatrixModule(IndexedModule):
         there. Raises ValueError, TypeError where they are none of the kind held, RuntimeError where
         the buffers are those of another matrix."""
         compiling, writes = is_dynamo_compiling(), 0
-        if not compiling and self._buffers[PACKED] is not self._carrier:
+        if self._buffers[PACKED] is not self._carrier:
+            if compiling:
+                raise RuntimeError(
+                    f"{PACKED} of this SparseLinear is another tensor than its own, which compiled "
+                    "calls do not read: load_state_dict makes it the layer's"
+                )
             other = self._of_carrier()
             if other is not None:
                 return other

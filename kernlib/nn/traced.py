@@ -37,12 +37,20 @@ _before: list[tuple[bool, ...]] = []
 
 def _as_tensors(context) -> None:
     config = torch._dynamo.config
-    if not _before:  # else a trace has ended in between, with an error
+    if not _before:
         _before.append(tuple(getattr(config, name) for name in _SETTINGS))
+        # A trace may end before the second call, with an error or at a break of the graph.
+        translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        translator.output.add_cleanup_hook(_restore)
     for name in _SETTINGS:
         setattr(config, name, False)
 
 
 def _as_parameters(context) -> None:
-    for name, value in zip(_SETTINGS, _before.pop(), strict=True):
-        setattr(torch._dynamo.config, name, value)
+    _restore()
+
+
+def _restore() -> None:
+    if _before:
+        for name, value in zip(_SETTINGS, _before.pop(), strict=True):
+            setattr(torch._dynamo.config, name, value)
