@@ -91,16 +91,17 @@ class MatrixModule(IndexedModule):
         there. Raises ValueError, TypeError where they are none of the kind held, RuntimeError where
         the buffers are those of another matrix."""
         compiling, writes = is_dynamo_compiling(), 0
-        if self._buffers[PACKED] is not self._carrier:
-            if compiling:
-                raise RuntimeError(
-                    f"{PACKED} of this SparseLinear is another tensor than its own, which compiled "
-                    "calls do not read: load_state_dict makes it the layer's"
-                )
+        is_filled = self._buffers[PACKED] is not self._carrier
+        if is_filled and not compiling:
             other = self._of_carrier()
             if other is not None:
                 return other
         held = self._matrix
+        if is_filled and compiling and held is not None:
+            raise RuntimeError(
+                f"{PACKED} of this SparseLinear is another tensor than its own, which compiled "
+                "calls do not read: load_state_dict makes it the layer's"
+            )
         if held is None:
             raise RuntimeError(
                 "this SparseLinear is empty: load a state_dict into it; one that has been filled "
