@@ -4,7 +4,7 @@ of others."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -55,27 +55,36 @@ def as_linear(layer: nn.Module) -> nn.Module:
     kind = type(layer)
     if not is_parametrized(layer) and not is_conv1d(kind):
         return layer
-    training = layer.training
-    with torch.no_grad():
-        layer.eval()  # in which spectral_norm does not go on
-        weight, bias = layer.weight, layer.bias
-        layer.train(training)
-    weight = weight.detach()
+    modes = [(part, part.training) for part in layer.modules()]
+    try:
+        with torch.no_grad():
+            layer.eval()  # in which spectral_norm does not go on
+            weight, bias = layer.weight.detach(), layer.bias
+    finally:
+        for part, training in modes:
+            part.training = training
     if is_conv1d(kind) or is_conv1d(kind.__mro__[1]):
         weight = weight.t()
     cols, rows = weight.shape[::-1]
     linear = nn.Linear(cols, rows, bias=False, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight, weight_parameter(layer).requires_grad)
-    linear.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias)
-    return linear.train(training)
+    if bias is not None and not isinstance(bias, nn.Parameter):
+        bias = nn.Parameter(bias.detach(), _parameter(layer, "bias").requires_grad)
+    linear.bias = bias
+    return linear.train(layer.training)
 
 
 def weight_parameter(layer: nn.Module) -> torch.Tensor:
     """The parameter that the weight of a layer is, or is computed of."""
-    if is_parametrized(layer, "weight"):
-        weight = layer.parametrizations["weight"]
-        return weight.original if hasattr(weight, "original") else weight.original0
-    return layer.weight
+    return _parameter(layer, "weight")
+
+
+def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
+    if is_parametrized(layer, name):
+        parametrized = layer.parametrizations[name]
+        has_one = hasattr(parametrized, "original")
+        return parametrized.original if has_one else parametrized.original0
+    return getattr(layer, name)
 
 
 def class_name(value: object) -> str:
@@ -171,19 +180,25 @@ def dense_linear(layer: nn.Module, weight: torch.Tensor) -> nn.Linear:
     return linear.train(layer.training)
 
 
-def warn_of_rest(task: str, module: nn.Module, match, swapped: Iterable) -> None:
-    """Warns of layers that one might have expected ``task`` to swap, and that stay: what derives
-    from nn.Linear, and what has features as one, such as quantized layers, where ``match`` takes
-    them."""
-    rest = [
-        (name, layer)
+def rest_of(module: nn.Module, match) -> list[tuple[str, str]]:
+    """Names and classes of layers that one might expect a swap to take, and that it leaves: what
+    derives from nn.Linear, and what has features as one, such as quantized layers, where ``match``
+    takes them. A function is asked about what derives from nn.Linear alone."""
+    asks_of_all = match is None or isinstance(match, re.Pattern)
+    return [
+        (name, class_name(layer))
         for parent, child, name, layer in _places(module)
         if _is_like_linear(layer)
         and not (isinstance(parent, nn.MultiheadAttention) and child == "out_proj")
+        and (asks_of_all or isinstance(layer, nn.Linear))
         and matches(match, name, layer)
     ]
-    if rest and list(swapped):
-        some = ", ".join(f"{name!r} ({class_name(layer)})" for name, layer in rest[:3])
+
+
+def warn_of_rest(task: str, rest: list[tuple[str, str]], swapped: dict) -> None:
+    """Warns of what :func:`rest_of` a model said before ``task`` swapped layers of it."""
+    if rest and swapped:
+        some = ", ".join(f"{name!r} ({kind})" for name, kind in rest[:3])
         some += ", ..." if len(rest) > 3 else ""
         warn(
             f"{task} leaves {len(rest)} layers as they are, whose class is not nn.Linear itself "

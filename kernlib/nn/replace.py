@@ -21,6 +21,7 @@ from kernlib.nn.linears import (
     class_name,
     linears,
     matches,
+    rest_of,
     warn_of_nothing,
     warn_of_rest,
     weight_parameter,
@@ -81,7 +82,7 @@ def replace_linear(
     is_function = callable(patterns) and not isinstance(patterns, type)
     chain_of = patterns if is_function else _by_sizes(patterns)
     holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
-    every, new = list(linears(model)), {}
+    every, rest, new = list(linears(model)), rest_of(model, match), {}
     for _, _, name, layer in every:
         if layer in new or not matches(match, name, layer):
             continue
@@ -97,7 +98,7 @@ def replace_linear(
     places = [(*place, name, new[layer]) for *place, name, layer in every if layer in new]
     for parent, child, _, layer in places:
         setattr(parent, child, layer)
-    warn_of_rest("replace_linear", model, match, new)
+    warn_of_rest("replace_linear", rest, new)
     return {name: layer for _, _, name, layer in places}
 
 

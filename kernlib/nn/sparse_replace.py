@@ -16,6 +16,7 @@ from kernlib.nn.linears import (
     checked_match,
     linears,
     matches,
+    rest_of,
     warn_of_nothing,
     warn_of_rest,
     weight_parameter,
@@ -70,7 +71,7 @@ def sparsify(
     check_model(model, "use SparseLinear.from_linear")
     match = checked_match(match)
     check_options(density, format, per, columns)
-    places = places_of(model, match)
+    places, rest = places_of(model, match), rest_of(model, match)
     _check_all(model, places, density)
     if not places:
         warn_of_nothing("sparsify", model, match)
@@ -89,7 +90,7 @@ def sparsify(
         del places[layer], layer, linear  # and with it the dense weight
     without_fused_path(model, SparseLinear)
     _warn_of_dense(dense, new)
-    warn_of_rest("sparsify", model, match, new)
+    warn_of_rest("sparsify", rest, new)
     return new
 
 

@@ -205,8 +205,11 @@ def refuse_dispatcher(name: str, function: Callable, request: tuple, error: Exce
 
 
 def _is_torchs(kind: type) -> bool:
-    """Whether a class is one by which torch itself traces."""
-    return kind.__module__.startswith(("torch._subclasses", "torch._functorch", "torch.fx"))
+    """Whether a class is one by which torch itself traces or distributes, whose errors are its
+    own."""
+    return kind.__module__.startswith(
+        ("torch._subclasses", "torch._functorch", "torch.fx", "torch.distributed")
+    )
 
 
 def _is_ours(trace: TracebackType | None) -> bool:

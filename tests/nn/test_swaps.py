@@ -122,6 +122,41 @@ def test_layers_that_stay_are_warned_of_with_their_module(swap):
         SWAPS[swap](nn.TransformerEncoderLayer(48, 3, 48, batch_first=True))
 
 
+class Adapter(nn.Module):
+    """One of a layer that is swapped inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer, self.in_features, self.out_features = nn.Linear(48, 48), 48, 48
+
+
+def test_a_match_is_asked_about_linear_layers_and_adapters_of_swapped_ones_are_no_rest():
+    model = nn.ModuleDict({"up": nn.Linear(48, 48), "low": Quantized(), "adapted": Adapter()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swapped = sparsify(model, match=lambda _, layer: layer.weight.shape[0] > 3, density=0.5)
+    assert [*swapped] == ["up", "adapted.base_layer"]
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+@each_swap
+def test_a_parametrized_layer_keeps_its_modes_and_what_requires_a_gradient(swap):
+    layer = nn.Linear(48, 48)
+    layer.bias.requires_grad_(False)
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(layer, name, Halved())
+    layer.parametrizations.weight[0].eval()
+    modes = [part.training for part in layer.modules()]
+    model = nn.ModuleDict({"up": layer})
+    SWAPS[swap](model)
+    assert not model["up"].bias.requires_grad
+    assert [part.training for part in layer.modules()] == modes
+
+
 FROM = {
     "SparseLinear": SparseLinear.from_linear,
     "BlockSparseLinear": lambda layer: BlockSparseLinear.from_linear(layer, 16),

@@ -16,6 +16,7 @@ from kernlib.nn.linears import (
     as_linear,
     check_model,
     checked_match,
+    rest_of,
     warn_of_nothing,
     warn_of_rest,
     weight_parameter,
@@ -66,7 +67,7 @@ def block_sparsify(
     match = checked_match(match)
     block = check_options(block, density, criterion, per)
     BlockSparseMatmul("dds", precision=precision)  # which says what is wrong with a precision
-    places = places_of(model, match)
+    places, rest = places_of(model, match), rest_of(model, match)
     _check_all(model, places, block)
     if not places:
         warn_of_nothing("block_sparsify", model, match)
@@ -82,7 +83,7 @@ def block_sparsify(
             new[name] = sparse
         del places[layer], layer  # and with it the dense weight
     without_fused_path(model, BlockSparseLinear)
-    warn_of_rest("block_sparsify", model, match, new)
+    warn_of_rest("block_sparsify", rest, new)
     return new
 
 
