@@ -8,6 +8,7 @@ whose :class:`Choice`s may be combined, one for each dimension of the mesh.
 from __future__ import annotations
 
 from importlib import import_module
+from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-WHOLE = ("layout", "matrix", "transposed")  # lists of indices, which every process has all of
+WHOLE = ("layout", "matrix", "transposed")  # lists of indices, which every process has whole
+_lock = RLock()  # of the two below
 _operators: list[tuple[torch._ops.OpOverload, str, torch.library.Library]] = []
 _is_registered = False
 
@@ -30,18 +32,22 @@ class Choice(NamedTuple):
 
 def follow(operator: torch._ops.OpOverload, family: str, library: torch.library.Library) -> None:
     """Have an operator of a family take DTensors, as soon as there are any."""
-    _operators.append((operator, family, library))
-    if _is_registered:
-        _register(*_operators[-1])
+    with _lock:
+        _operators.append((operator, family, library))
+        if _is_registered:
+            _register(*_operators[-1])
 
 
 def notice(kind: type) -> None:
     """Register all operators for a class of tensors if that is torch's DTensor."""
     global _is_registered
-    if not _is_registered and kind.__name__ == "DTensor":
-        _is_registered = True
-        for each in _operators:
-            _register(*each)
+    if _is_registered or kind.__name__ != "DTensor":
+        return
+    with _lock:
+        if not _is_registered:
+            for each in _operators:
+                _register(*each)
+            _is_registered = True
 
 
 def beside(t: torch.Tensor, other: Any) -> torch.Tensor:

@@ -256,8 +256,9 @@ class LmdbStore(Environment):
         """:meth:`_evict`, and count what went."""
         kernels, used = self._transact(self._count)
         self._evict(target, small)
-        left, uses = self._transact(self._count)
-        self._evicted = self._evicted[0] + kernels - left, self._evicted[1] + used - uses
+        left, uses = self._transact(self._count)  # other processes may have stored meanwhile
+        gone, freed = max(0, kernels - left), max(0, used - uses)
+        self._evicted = self._evicted[0] + gone, self._evicted[1] + freed
 
     def _write(self, txn: lmdb.Transaction, key: bytes, value: bytes) -> bool:
         hits, self._hits = self._hits, {}

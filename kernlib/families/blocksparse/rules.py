@@ -7,25 +7,38 @@ from __future__ import annotations
 import torch
 
 from kernlib.descriptors.text import from_text
+from kernlib.families.blocksparse.contents.sizes import SIZES, is_form
 from kernlib.sharding import Choice
 
 # Operations.
 
 
-def _count_product(result: torch.Tensor, /, *, a, b, layout, descriptor: str, **_) -> int:
+def _lines(layout: list[torch.Tensor], layout_text: str) -> tuple[int, int]:
+    """Rows and columns of blocks of all heads."""
+    if not is_form(layout_text):
+        return layout[0].shape[0], layout[2].shape[0]
+    heads, rows, columns, _ = layout[SIZES].shape
+    return max(1, heads - 2) * (rows - 2), max(1, heads - 2) * (columns - 2)
+
+
+def _count_product(
+    result: torch.Tensor, /, *, a, b, layout, layout_text: str, descriptor: str, **_
+) -> int:
     made = from_text(descriptor)
     if made.mode == "sdd":
         return 2 * result.numel() * a.shape[-2 if made.transpose_a else -1]
     values, turned = (a, made.transpose_a) if made.mode == "dsd" else (b, made.transpose_b)
     slots, rows, columns = values.shape[-3:]
     is_by_rows = turned == (made.mode == "dds")  # whether the result has a line for each of S
-    # Lines of blocks of all heads, and of these the ends of each block.
-    lines = layout[0].shape[0] * rows if is_by_rows else layout[2].shape[0] * columns
+    of_rows, of_columns = _lines(layout, layout_text)
+    lines = of_rows * rows if is_by_rows else of_columns * columns
     return 2 * slots * rows * columns * result.numel() // max(1, lines)
 
 
 def heads_of(q: torch.Tensor, layout: list[torch.Tensor], layout_text: str) -> int:
     """Heads of the layout of attention: 1 where it has none."""
+    if is_form(layout_text):
+        return max(1, layout[SIZES].shape[0] - 2)
     rows = int(layout_text.split("x")[0])
     return max(1, layout[0].shape[0] // max(1, -(-q.shape[2] // rows)))
 

@@ -9,7 +9,7 @@ import math
 import torch
 
 from kernlib.families.sparse.fitted import fitted
-from kernlib.families.sparse.layout import parse_layout
+from kernlib.families.sparse.layout import shape_of
 from kernlib.runtime.tensors import stand_ins
 from kernlib.sharding import Choice
 
@@ -18,8 +18,8 @@ from kernlib.sharding import Choice
 
 def _count_product(result: torch.Tensor, /, *, x, matrix, layout: str, **_) -> int:
     """Of the entries that are not zero; of fake tensors, where nobody knows these, of all."""
-    known = not (stand_ins(*matrix) or matrix[0].is_meta)
-    entries = fitted(layout, matrix).nnz if known else math.prod(parse_layout(layout)[1])
+    has_values = not (stand_ins(*matrix) or matrix[0].is_meta)
+    entries = fitted(layout, matrix).nnz if has_values else math.prod(shape_of(layout, matrix)[0])
     return 2 * entries * x.shape[:-1].numel()
 
 

@@ -19,6 +19,7 @@ PRUNED = sparse.magnitude(W, 0.3)
 CAUSAL, HEADS = blocksparse.causal(64, 16), blocksparse.dense(64, 64, (16, 32), heads=3)
 BLOCKS, OF_HEADS = torch.randn(2, 10, 16, 16), torch.randn(24, 16, 32)  # 10 of 16 are causal
 Q, VALUES = torch.randn(2, 3, 64, 32), torch.randn(2, 3, 64, 8)
+WIDE = blocksparse.dense(64, 16 * 40, 16, heads=3)  # whose lines have more blocks than a word bits
 FLOAT8, ONE = torch.float8_e4m3fn, torch.ones(())
 SQUARE = 2 * 3 * 64**3  # of X times a matrix
 
@@ -60,6 +61,18 @@ CASES = {
             SQUARE * 10 // 16, SQUARE * 20 // 16),
     "dsd": (lambda s, b: blocksparse.dsd(s, b, CAUSAL), (BLOCKS, W),
             SQUARE * 2 // 3 * 10 // 16, SQUARE * 4 // 3 * 10 // 16),
+    "dsd, wide": (
+        lambda s, b: blocksparse.dsd(s, b, WIDE),
+        (torch.randn(480, 16, 16), torch.randn(3, 640, 7)), 2 * 3 * 64 * 640 * 7, None,
+    ),
+    "attention, wide": (
+        lambda q, k, v: blocksparse.attention(q, k, v, WIDE),
+        (Q, torch.randn(2, 3, 640, 32), torch.randn(2, 3, 640, 8)), 2 * 6 * 64 * 640 * 40, None,
+    ),
+    "of a matrix on meta": (
+        lambda x: sparse.matmul(sparse.compress(W, "bitmap").to("meta"), x.to("meta")), (X,),
+        SQUARE, None,
+    ),
     "dds turned": (lambda a, s: blocksparse.dds(a, s, HEADS, transpose_b=True), (X, OF_HEADS),
                    SQUARE, 2 * SQUARE),
     "scaled": (
