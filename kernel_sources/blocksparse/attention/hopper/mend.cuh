@@ -193,7 +193,7 @@ __device__ __forceinline__ void mend_rows(const float (&sums)[WIDTH / 2], Rows& 
                                           const Parameters& p, const Task& task, float scale,
                                           int head, int batch, float factor, bool met) {
     bool large[2] = {stats.is_large(0), stats.is_large(1)}, wanted[2];
-    bool any_large = __any_sync(ALL_LANES, large[0] || large[1]);
+    bool any_large = !HAS_SCORE && __any_sync(ALL_LANES, large[0] || large[1]);
     if (!met && !any_large) return;
     float check[2] = {};
 #pragma unroll
