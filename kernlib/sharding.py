@@ -12,11 +12,13 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.torch_version import TorchVersion
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 WHOLE = ("layout", "matrix", "transposed")  # lists of indices, which every process has whole
+LEAST_TORCH = (2, 13)  # that this was tried with: 2.8 gives numbers that nobody has computed
 _lock = RLock()  # of the two below
 _operators: list[tuple[torch._ops.OpOverload, str, torch.library.Library]] = []
 _is_registered = False
@@ -42,6 +44,8 @@ def notice(kind: type) -> None:
     """Register all operators for a class of tensors if that is torch's DTensor."""
     global _is_registered
     if _is_registered or kind.__name__ != "DTensor":
+        return
+    if TorchVersion(torch.__version__) < LEAST_TORCH:
         return
     with _lock:
         if not _is_registered:

@@ -30,6 +30,7 @@ from kernlib.nn import (
     sparsify,
 )
 from tests.nn.layer_writes import KINDS, empty, former_state, inputs, layer
+from tests.support.dynamo_messages import said
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LIMIT = timedelta(minutes=5)  # of a collective whose other process is gone
@@ -148,7 +149,7 @@ def test_a_layer_that_was_filled_by_buffer_is_called_before_it_is_compiled(kind)
     by_buffer(module, wanted.state_dict())
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"once before it is compiled"):
+    with pytest.raises(Exception, match=said("once before it is compiled")):
         compiled(x)
     module(x)
     torch._dynamo.reset()

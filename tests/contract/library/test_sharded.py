@@ -20,6 +20,12 @@ from torch.multiprocessing import spawn
 import kernlib as kl
 from kernlib import blocksparse, linalg, sparse
 from kernlib.nn import BlockSparseLinear, KroneckerLinear, KSLinear, SparseLinear
+from kernlib.sharding import LEAST_TORCH
+
+pytestmark = pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < LEAST_TORCH,
+    reason="operators take no DTensors of this torch",
+)
 
 WHOLE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 LAYOUT, HEADS = blocksparse.causal(32, 16), blocksparse.dense(32, 32, 16, heads=2)
