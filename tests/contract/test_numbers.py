@@ -1,7 +1,8 @@
 """Numbers of other libraries are taken wherever one of Python is."""
 
-from __future__ import operator
+from __future__ import annotations
 
+import operator
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
