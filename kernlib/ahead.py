@@ -167,9 +167,9 @@ def _check_named(misplaced: tuple, arguments: dict, descriptors) -> None:
             "specs, as in compile(descriptor, specs=(a, b), bandwidth=1.0), and several "
             "descriptors a list"
         )
-    known = [each for each in _several(descriptors) if isinstance(each, Descriptor)]
-    taken = {name for each in known for name in each.required}
-    for name in {*arguments} - taken:
+    instances = [each for each in _several(descriptors) if isinstance(each, Descriptor)]
+    required = {name for each in instances for name in each.required}
+    for name in {*arguments} - required:
         if hint := hints.argument(name, ("archs", "specs", "dtypes", "workers", "progress")):
             raise TypeError(f"compile() got an unexpected keyword argument {name!r}{hint}")
 

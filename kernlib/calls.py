@@ -41,24 +41,24 @@ def former(*order: str, **names: str) -> Callable[[_Made], _Made]:
     return mark
 
 
-def _as_now(name: str, function: Any, values: tuple, given: dict) -> tuple[tuple, dict]:
+def _as_now(name: str, function: Any, values: tuple, named: dict) -> tuple[tuple, dict]:
     """The arguments of a call as the function takes them now."""
     order, names = function.former
     places = function.__code__.co_argcount
     placed = dict(zip(order, values[places:], strict=False))
     said = []
-    if placed and len(values) <= places + len(order) and not given.keys() & placed.keys():
-        values, given = values[:places], given | placed
+    if placed and len(values) <= places + len(order) and not named.keys() & placed.keys():
+        values, named = values[:places], named | placed
         said += [f"{key}= by name" for key in placed]
     for before, now in names.items():
-        if before in given and now not in given:
-            given = {now if key == before else key: value for key, value in given.items()}
+        if before in named and now not in named:
+            named = {now if key == before else key: value for key, value in named.items()}
             said.append(f"{now}= for {before}=")
     if said:
         from kernlib.errors import deprecated
 
         deprecated(f"{name}() takes {', '.join(said)}")
-    return values, given
+    return values, named
 
 
 def _constructors(owner: type) -> list[tuple[str, Any]]:
@@ -74,13 +74,13 @@ def _hinted(function: Callable, name: str, owner: type | None = None) -> Callabl
     respelled = hasattr(function, "former")
 
     @functools.wraps(function)
-    def call(*values, **given):
+    def call(*values, **named):
         if respelled:
-            values, given = _as_now(name, function, values, given)
+            values, named = _as_now(name, function, values, named)
         try:
-            return function(*values, **given)
+            return function(*values, **named)
         except TypeError as error:
-            text = _misfit(function, name, owner, values, given, error)
+            text = _misfit(function, name, owner, values, named, error)
             if text is None:
                 raise
         raise TypeError(text)

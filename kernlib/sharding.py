@@ -76,19 +76,19 @@ def _register(operator: torch._ops.OpOverload, family: str, library: torch.libra
 
 def _compute(operator: torch._ops.OpOverload, rule, args: tuple, kwargs: dict) -> Any:
     arguments = operator._schema.arguments
-    given = dict(zip([each.name for each in arguments], args, strict=False)) | kwargs
+    values = dict(zip([each.name for each in arguments], args, strict=False)) | kwargs
     for each in arguments:
         if each.alias_info is not None and each.alias_info.is_write:
             raise TypeError(f"{each.name} takes no DTensors: leave it out, and copy the result")
-    mesh = next(t.device_mesh for t in _leaves(given.values()) if _is_distributed(t))
-    choices = [] if rule is None else rule(**given)
-    chosen = [_chosen(choices, given, axis) for axis in range(mesh.ndim)]
+    mesh = next(t.device_mesh for t in _leaves(values.values()) if _is_distributed(t))
+    choices = [] if rule is None else rule(**values)
+    chosen = [_chosen(choices, values, axis) for axis in range(mesh.ndim)]
     with torch.no_grad():
-        local = {name: _local(name, value, mesh, chosen) for name, value in given.items()}
+        local = {name: _local(name, value, mesh, chosen) for name, value in values.items()}
     result = operator(**local)
     if isinstance(result, torch.Tensor):
-        return _whole(result, 0, mesh, chosen, given)
-    return type(result)(_whole(t, place, mesh, chosen, given) for place, t in enumerate(result))
+        return _whole(result, 0, mesh, chosen, values)
+    return type(result)(_whole(t, place, mesh, chosen, values) for place, t in enumerate(result))
 
 
 def _leaves(values) -> list:
@@ -99,12 +99,12 @@ def _is_distributed(value: object) -> bool:
     return type(value).__name__ == "DTensor"
 
 
-def _chosen(choices: list[Choice], given: dict, axis: int) -> Choice | None:
+def _chosen(choices: list[Choice], values: dict, axis: int) -> Choice | None:
     """The first choice of which a tensor is sharded so along an axis of the mesh already."""
     from torch.distributed.tensor import Shard
 
     for choice in choices:
-        tensors = {name: given[name] for name in choice.inputs if given[name] is not None}
+        tensors = {name: values[name] for name in choice.inputs if values[name] is not None}
         if all(map(_is_distributed, tensors.values())) and any(
             t.placements[axis] == Shard(choice.inputs[name]) for name, t in tensors.items()
         ):
@@ -133,7 +133,7 @@ def _local(name: str, value: Any, mesh, chosen: list) -> Any:
     return value
 
 
-def _whole(t: torch.Tensor, place: int, mesh, chosen: list, given: dict) -> DTensor:
+def _whole(t: torch.Tensor, place: int, mesh, chosen: list, values: dict) -> DTensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     placements: list[Placement] = []
@@ -145,9 +145,9 @@ def _whole(t: torch.Tensor, place: int, mesh, chosen: list, given: dict) -> DTen
         elif dim is None:
             placements.append(Partial())
         else:
-            name, along = next((n, d) for n, d in choice.inputs.items() if given[n] is not None)
+            name, along = next((n, d) for n, d in choice.inputs.items() if values[n] is not None)
             placements.append(Shard(dim))
-            shape[dim] = given[name].shape[along]
+            shape[dim] = values[name].shape[along]
     like = torch.empty(shape, dtype=t.dtype, device="meta")
     return DTensor.from_local(
         t.contiguous(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()

@@ -218,9 +218,9 @@ def settings() -> list[Finding]:
 def _unread(name: str) -> Finding:
     from kernlib import hints, settings
 
-    known = [variable.name for variable in settings.VARIABLES]
-    text = f"{name} is set, and kernlib reads no such variable{hints.argument(name, known)}"
-    advice = f"unset {name}; those that kernlib reads are {', '.join(known)}"
+    names = [variable.name for variable in settings.VARIABLES]
+    text = f"{name} is set, and kernlib reads no such variable{hints.argument(name, names)}"
+    advice = f"unset {name}; those that kernlib reads are {', '.join(names)}"
     return Finding("settings", text, advice, details={"name": name, "value": os.environ[name]})
 
 

@@ -48,12 +48,12 @@ def layers():
 def readable_layers():
     """Layers whose store is on disk, or reads one there that this user cannot write. Raises
     ClickException without either."""
-    found, said = opened()
-    if not getattr(found.store, "reads_a_cache", False):
-        refuse_memory(found, said)
+    cache_layers, said = opened()
+    if not getattr(cache_layers.store, "reads_a_cache", False):
+        refuse_memory(cache_layers, said)
     for text in said:
         click.echo(f"Warning: {text}", err=True)
-    return found
+    return cache_layers
 
 
 def disk_layers():

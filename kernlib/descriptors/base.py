@@ -163,11 +163,11 @@ def render(value: object) -> str:
 def with_symbols(descriptor: object, **sizes: object):
     """A copy of a descriptor with other sizes, unchecked, as those of traced tensors are: these may
     be symbols, and its text says nothing of them."""
-    made = object.__new__(type(descriptor))
+    copy = object.__new__(type(descriptor))
     for field in dataclasses.fields(descriptor):
         value = sizes.get(field.name, getattr(descriptor, field.name))
-        object.__setattr__(made, field.name, value)
-    return made
+        object.__setattr__(copy, field.name, value)
+    return copy
 
 
 def require(condition: bool, message: str) -> None:

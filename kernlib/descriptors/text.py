@@ -46,10 +46,10 @@ def from_text(text: str, functions: Mapping[str, Callable] = NO_FUNCTIONS) -> De
     """
     if functions:
         return _parse(text, functions)
-    found = parsed.get(text)
-    if found is None:
-        found = parsed[text] = _parse(text, functions)
-    return found
+    descriptor = parsed.get(text)
+    if descriptor is None:
+        descriptor = parsed[text] = _parse(text, functions)
+    return descriptor
 
 
 def _parse(text: str, functions: Mapping[str, Callable]) -> Descriptor:
@@ -58,12 +58,12 @@ def _parse(text: str, functions: Mapping[str, Callable]) -> Descriptor:
     except ValueError as error:
         raise ValueError(f"{_short(text)} {error}: no descriptor does") from None
     try:
-        found = _build(ast.parse(text, mode="eval").body, functions)
+        value = _build(ast.parse(text, mode="eval").body, functions)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{_short(text)} is not the text of a descriptor: {error}") from None
-    if not isinstance(found, Descriptor):
-        raise ValueError(f"{_short(text)} is the text of {found!r}, which is no descriptor")
-    return found
+    if not isinstance(value, Descriptor):
+        raise ValueError(f"{_short(text)} is the text of {value!r}, which is no descriptor")
+    return value
 
 
 def _build(node: ast.expr, functions: Mapping[str, Callable]):
@@ -80,8 +80,8 @@ def _build(node: ast.expr, functions: Mapping[str, Callable]):
         fields = {keyword.arg: _build(keyword.value, functions) for keyword in node.keywords}
         if None in fields or len(fields) != len(node.keywords):
             raise ValueError(f"the fields of {node.func.id} are not name=value, each once")
-        made = functions.get(node.func.id) or _type(node.func.id)
-        return made(**fields)
+        make = functions.get(node.func.id) or _type(node.func.id)
+        return make(**fields)
     raise ValueError(f"{_short(ast.unparse(node))} is not part of the grammar")
 
 

@@ -37,7 +37,7 @@ RESIDENT_THREADS = {
     "sm_90a": 2048,
     "sm_100": 2048,
     "sm_103": 2048,
-    "sm_107": 2048,  # as others of 10.x; not documented when this was written
+    "sm_107": 2048,  # as others of 10.x; no table of NVIDIA's has it
     "sm_110": 1536,
     "sm_120": 1536,
     "sm_121": 1536,

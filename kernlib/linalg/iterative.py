@@ -259,8 +259,8 @@ def _relative(norm: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _check_functions(matmul, preconditioner) -> None:
     for name, function in (("matmul", matmul), ("preconditioner", preconditioner)):
-        given = name == "matmul" or function is not None
-        if given and (not callable(function) or isinstance(function, type)):
+        is_needed = name == "matmul" or function is not None
+        if is_needed and (not callable(function) or isinstance(function, type)):
             raise TypeError(
                 f"{name} must be a function of v, such as A.__matmul__, got {shown(function)}"
             )

@@ -378,12 +378,12 @@ def _solve_along(factor: torch.Tensor, x: torch.Tensor, cholesky: bool):
     columns = turned.flatten(len(shared) + 1)
     if cholesky:
         root, info = _cholesky(matrix)
-        found = by_parts(torch.cholesky_solve, columns, root)
+        solution = by_parts(torch.cholesky_solve, columns, root)
     else:
-        found, info = by_parts(torch.linalg.solve_ex, matrix, columns)
+        solution, info = by_parts(torch.linalg.solve_ex, matrix, columns)
         info = infos.of_lu(info, infos.holds_nan(matrix), size)
     back = sorted(range(len(order)), key=order.__getitem__)
-    return found.reshape(turned.shape).permute(back), info.view(lead)
+    return solution.reshape(turned.shape).permute(back), info.view(lead)
 
 
 def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:

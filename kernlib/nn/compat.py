@@ -79,8 +79,8 @@ def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
     compressed = algo in ("dense", "sparse", "bsr")
     _check_shape("factor", factor, _stored_shapes(pattern, algo), compressed)
     if factor.is_floating_point() and factor.dtype not in DTYPES:
-        known = ", ".join(str(dtype) for dtype in DTYPES)
-        raise TypeError(f"factor must be one of {known}, got {factor.dtype}")
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        raise TypeError(f"factor must be one of {names}, got {factor.dtype}")
     if algo == "kernel":
         return factor.reshape(a, d, c, b).permute(0, 3, 2, 1)
     if algo == "bsr":

@@ -16,6 +16,7 @@ docs/concepts/layers.md.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 from torch._C import _functorch
 
-from kernlib.nn import json_bytes
+from kernlib.descriptors import nesting
 from kernlib.runtime.tensors import stand_ins
 
 MARK = "index_mark"
@@ -153,12 +154,15 @@ class IndexedModule(nn.Module):
         destination.update((prefix + name, tensor) for name, tensor in saved.items())
 
 
-def header_of(state: torch.Tensor, kind: str) -> dict:
+def former_header(state: torch.Tensor, kind: str) -> dict:
     """The header in the extra state of a layer, as version 0.1 saved it: the bytes of a JSON text.
-    Raises ValueError; ``kind`` is what it is the header of."""
+    Raises ValueError for what is none, whatever it is, as a loader hands over what a file says, and
+    for a long one; ``kind`` is what it is the header of."""
     try:
-        header = json_bytes.parsed(state)
-    except ValueError:
+        text = bytes(state.flatten()[: nesting.LONGEST + 1].tolist()).decode()
+        nesting.check_size(text)
+        header = json.loads(text)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # RecursionError is the second
         raise ValueError(f"its extra state is no header of a {kind}") from None
     if not isinstance(header, dict):
         raise ValueError(f"what is loaded was saved of a layer without a {kind}")

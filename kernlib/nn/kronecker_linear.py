@@ -137,10 +137,10 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         return layer.train(linear.training)
 
     @classmethod
-    def from_dense(cls, *values: Any, **given: Any) -> KroneckerLinear:
+    def from_dense(cls, *values: Any, **named: Any) -> KroneckerLinear:
         """:meth:`from_linear`, as it was called before."""
         deprecated("KroneckerLinear.from_dense() is from_linear()")
-        return cls.from_linear(*values, **given)
+        return cls.from_linear(*values, **named)
 
     in_sizes = property(lambda self: tuple(s[0] for s in self._shapes), doc="Rows of each factor.")
     out_sizes = property(

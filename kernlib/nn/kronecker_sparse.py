@@ -289,8 +289,8 @@ class KSLinear(ComputesWeight, nn.Module):
             given = tuple(output.shape)
             raise ValueError(f"output must be the product of the input, {size} values, got {given}")
         if output.dim() == 0 or output.shape[0 if self.bs_last else -1] != self.out_size:
-            wanted = f"({self.out_size}, ...)" if self.bs_last else f"(..., {self.out_size})"
-            raise ValueError(f"output must have shape {wanted}, got {tuple(output.shape)}")
+            shape = f"({self.out_size}, ...)" if self.bs_last else f"(..., {self.out_size})"
+            raise ValueError(f"output must have shape {shape}, got {tuple(output.shape)}")
         if output.device != tensor.device or output.dtype not in DTYPES:
             kind = f"{output.dtype} on {output.device}"
             raise ValueError(f"output must be of floats on {tensor.device}, got {kind}")
@@ -367,9 +367,9 @@ class KSLinear(ComputesWeight, nn.Module):
     def _traced_layer(self, x: torch.Tensor) -> torch.Tensor:
         """The layer by the kernel's operator in a program that holds for other patterns too."""
         factors, (bias,) = factors_of(self, self._names), parameters_of(self, ("bias",))
-        given = {} if bias is None else {"bias": bias}
+        operands = {} if bias is None else {"bias": bias}
         descriptor = self._descriptors[bias is not None]
-        return run.kronecker_sparse_operators.run_fitted(descriptor, x, *factors, **given)
+        return run.kronecker_sparse_operators.run_fitted(descriptor, x, *factors, **operands)
 
     def _product(self, x: torch.Tensor, algo: str, batch_last: bool) -> torch.Tensor:
         """The factors alone, one after the other."""
@@ -404,8 +404,8 @@ class KSLinear(ComputesWeight, nn.Module):
         else:
             size = self.in_size
         if x.dim() == 0 or x.shape[0 if batch_last else -1] != size:
-            wanted = f"({size}, ...)" if batch_last else f"(..., {size})"
-            raise ValueError(f"input must have shape {wanted}, got {tuple(x.shape)}")
+            shape = f"({size}, ...)" if batch_last else f"(..., {size})"
+            raise ValueError(f"input must have shape {shape}, got {tuple(x.shape)}")
         if x.get_device() != weight.get_device() or x.is_meta != weight.is_meta:
             raise ValueError(
                 f"input must be on {weight.device} as the layer's factors are, got {x.device}"

@@ -4,7 +4,8 @@ of others."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -152,8 +153,8 @@ def checked_linear(linear: object, dtypes: tuple[torch.dtype, ...]) -> nn.Linear
     check_dense(("the weight of linear",), **{"the weight of linear": weight})
     refuse_stand_in(weight)
     if weight.dtype not in dtypes:
-        known = ", ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"the weight of linear must be one of {known}, got {weight.dtype}")
+        names = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"the weight of linear must be one of {names}, got {weight.dtype}")
     return linear
 
 
@@ -178,6 +179,30 @@ def dense_linear(layer: nn.Module, weight: torch.Tensor) -> nn.Linear:
         if layer.bias is not None:
             linear.bias.copy_(layer.bias)
     return linear.train(layer.training)
+
+
+def holders_of(model: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter, by its id."""
+    return Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+
+
+def check_unshared(holders: Counter[int], name: str, layer: nn.Module) -> None:
+    """Raises ValueError for a layer whose weight another module holds too."""
+    if holders[id(weight_parameter(layer))] > 1:
+        raise ValueError(f"{name} shares its weight with another module; leave it out")
+
+
+def check_each(model: nn.Module, places: dict, check: Callable[[nn.Module], object]) -> None:
+    """Raises what ``check`` raises of the dense layer of one of the ``places``, with its name in
+    front, and ValueError for a weight that another module holds too."""
+    holders = holders_of(model)
+    for layer, where in places.items():
+        name = where[0][2]
+        try:
+            check(as_linear(layer))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        check_unshared(holders, name, layer)
 
 
 def rest_of(module: nn.Module, match) -> list[tuple[str, str]]:

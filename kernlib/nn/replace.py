@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +16,15 @@ from kernlib.nn.kronecker_sparse_algorithms import Pattern
 from kernlib.nn.linears import (
     as_linear,
     check_model,
+    check_unshared,
     checked_match,
     class_name,
+    holders_of,
     linears,
     matches,
     rest_of,
     warn_of_nothing,
     warn_of_rest,
-    weight_parameter,
 )
 
 Chain = Sequence[Pattern]
@@ -81,7 +81,7 @@ def replace_linear(
     match = checked_match(match)
     is_function = callable(patterns) and not isinstance(patterns, type)
     chain_of = patterns if is_function else _by_sizes(patterns)
-    holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+    holders = holders_of(model)
     every, rest, new = list(linears(model)), rest_of(model, match), {}
     for _, _, name, layer in every:
         if layer in new or not matches(match, name, layer):
@@ -90,8 +90,7 @@ def replace_linear(
         chain = chain_of(name, linear.in_features, linear.out_features)
         if chain is None:
             continue
-        if holders[id(weight_parameter(layer))] > 1:
-            raise ValueError(f"{name} shares its weight with another module; leave it out")
+        check_unshared(holders, name, layer)
         new[layer] = _replacement(name, linear, chain, approximate, options)
     if not new:
         _warn_of_nothing(model, match, patterns)

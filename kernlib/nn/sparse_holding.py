@@ -19,7 +19,7 @@ from kernlib.nn.indexed import (
     MARK,
     IndexedModule,
     fingerprint,
-    header_of,
+    former_header,
     is_captured,
     is_close,
     plain,
@@ -288,10 +288,10 @@ class MatrixModule(IndexedModule):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if is_saved:
-            taken = {prefix + name for name in (PACKED, EXTRA)}
+            keys = {prefix + name for name in (PACKED, EXTRA)}
             if prefix + PACKED not in state_dict:
-                taken |= {prefix + name for name in self._indices}
-            unexpected_keys[:] = [key for key in unexpected_keys if key not in taken]
+                keys |= {prefix + name for name in self._indices}
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         else:
             missing_keys.append(prefix + PACKED)
             dense = prefix + "weight"
@@ -323,7 +323,7 @@ class MatrixModule(IndexedModule):
 
     def _of_former(self, state_dict: dict, prefix: str) -> SparseMatrix:
         """The matrix in a state_dict of version 0.1: a header, and tensors by their names."""
-        header = header_of(state_dict[prefix + EXTRA], "matrix")
+        header = former_header(state_dict[prefix + EXTRA], "matrix")
         start = prefix + PREFIX
         tensors = {k[len(start) :]: v for k, v in state_dict.items() if k.startswith(start)}
         return self._checked(SparseMatrix.from_state(header, tensors))

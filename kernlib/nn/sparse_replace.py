@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 
 from torch import nn
@@ -12,6 +11,7 @@ from kernlib.calls import former, hinted
 from kernlib.errors import warn
 from kernlib.nn.linears import (
     as_linear,
+    check_each,
     check_model,
     checked_match,
     linears,
@@ -19,7 +19,6 @@ from kernlib.nn.linears import (
     rest_of,
     warn_of_nothing,
     warn_of_rest,
-    weight_parameter,
     without_fused_path,
 )
 from kernlib.nn.sparse_linear import SparseLinear
@@ -72,7 +71,7 @@ def sparsify(
     match = checked_match(match)
     check_options(density, format, per, columns)
     places, rest = places_of(model, match), rest_of(model, match)
-    _check_all(model, places, density)
+    check_each(model, places, lambda linear: check_linear(linear, density))
     if not places:
         warn_of_nothing("sparsify", model, match)
     new: dict[str, SparseLinear] = {}
@@ -115,16 +114,3 @@ def places_of(model: nn.Module, match) -> dict[nn.Module, list[tuple[nn.Module, 
         if layer in accepted:
             places.setdefault(layer, []).append((parent, child, name))
     return places
-
-
-def _check_all(model: nn.Module, places: dict, density) -> None:
-    """Raises TypeError or ValueError, naming the layer, for the first that cannot be swapped."""
-    holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
-    for layer, where in places.items():
-        name = where[0][2]
-        try:
-            check_linear(as_linear(layer), density)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from error
-        if holders[id(weight_parameter(layer))] > 1:
-            raise ValueError(f"{name} shares its weight with another module; leave it out")

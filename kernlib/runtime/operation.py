@@ -119,7 +119,7 @@ def bind(operation: Operation) -> Bound:
 def _with_ints(request: tuple) -> tuple | None:
     """A request whose arrays of no dimensions, which cannot be hashed, are ints; None without."""
     plain = tuple(value if whole(value) is None else whole(value) for value in request)
-    changed = any(value is not given for value, given in zip(plain, request, strict=True))
+    changed = any(value is not before for value, before in zip(plain, request, strict=True))
     return plain if changed else None
 
 

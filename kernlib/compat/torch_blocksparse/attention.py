@@ -142,8 +142,8 @@ class MultiheadAttention(BlockSparseMultiheadAttention):
                 f"behind it, got {shown(sparsity)}"
             )
         made = sparsity if isinstance(sparsity, Layout) else _OfLengths(sparsity, num_heads)
-        given = _arguments(embed_dim, num_heads, made, *arguments, **named)
-        super().__init__(block=None, layout=given.pop("sparsity"), **given)
+        options = _arguments(embed_dim, num_heads, made, *arguments, **named)
+        super().__init__(block=None, layout=options.pop("sparsity"), **options)
         self.sparsity = sparsity
 
 

@@ -313,8 +313,8 @@ class Layout:
 
     def mask(self) -> torch.Tensor:
         """Which blocks are stored: bools (RB, CB) or (heads, RB, CB). Does not wait."""
-        found = bits.unpack(self.tensors[0], self._grid[1])
-        return found.view(self._grid if self._heads is None else (self._heads, *self._grid))
+        mask = bits.unpack(self.tensors[0], self._grid[1])
+        return mask.view(self._grid if self._heads is None else (self._heads, *self._grid))
 
     def update_(self, mask: Mask) -> Layout:
         """Store the blocks of another mask of the same shape from now on, and return the layout.
@@ -400,8 +400,8 @@ class Layout:
         check_dense(("values",), values=values)
         matrices.check_values(values, self.sizes)
         check_device("values", values, self._device)
-        found = matrices.to_dense(values, self.sizes, self.tensors)
-        return found.squeeze(-3) if self._heads is None else found
+        dense = matrices.to_dense(values, self.sizes, self.tensors)
+        return dense.squeeze(-3) if self._heads is None else dense
 
     def to_blocks(self, dense: torch.Tensor) -> torch.Tensor:
         """The values (..., capacity, rows, columns of a block) of matrices (..., R, C), or
@@ -487,9 +487,9 @@ class Layout:
 
     def __deepcopy__(self, memo: dict) -> Layout:
         with outside():
-            made = _with_mask_of(self, _marked(self.text, tuple(t.clone() for t in self.tensors)))
-        memo[id(self)] = made
-        return made
+            layout = _with_mask_of(self, _marked(self.text, tuple(t.clone() for t in self.tensors)))
+        memo[id(self)] = layout
+        return layout
 
     def __reduce__(self):
         state = self.state()
@@ -504,15 +504,15 @@ def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
     _put(made, text, parse_layout(text), tensors[0].device, tensors, None, text)
 
 
-def _fill_flat(made: Layout, form: str, flat: tuple[torch.Tensor, ...]) -> None:
+def _fill_flat(layout: Layout, form: str, flat: tuple[torch.Tensor, ...]) -> None:
     """Those of a layout as an operator is given it; sizes may be symbols."""
     block, has_heads = parse_form(form)
     heads, rows, cols, _ = flat[SIZES].shape
     sizes = block, (rows - 2, cols - 2), heads - 2 if has_heads else None, flat[3].shape[0]
-    _put(made, layout_text(*sizes), sizes, flat[SIZES].device, None, flat, form)
+    _put(layout, layout_text(*sizes), sizes, flat[SIZES].device, None, flat, form)
 
 
-def _trace(made: Layout, mask: Mask, block: object, capacity: int | None, device: object) -> None:
+def _trace(layout: Layout, mask: Mask, block: object, capacity: int | None, device: object) -> None:
     """The fields of a layout that is made inside of a compiled function, by an operator."""
     if capacity is None:
         raise ValueError(
@@ -530,25 +530,27 @@ def _trace(made: Layout, mask: Mask, block: object, capacity: int | None, device
     has_heads = mask.dim() == 3
     grid = grid_rows - 2, grid_cols - 2
     sizes = (rows, cols), grid, heads - 2 if has_heads else None, capacity
-    _put(made, None, sizes, flat[SIZES].device, None, flat, form_text((rows, cols), has_heads))
+    _put(layout, None, sizes, flat[SIZES].device, None, flat, form_text((rows, cols), has_heads))
 
 
-def _put(made: Layout, text, sizes: tuple, device: torch.device, tensors, flat, form: str) -> None:
+def _put(
+    layout: Layout, text, sizes: tuple, device: torch.device, tensors, flat, form: str
+) -> None:
     """The fields of a new layout, which refuses to have them set."""
     put = object.__setattr__
     block, grid, heads, capacity = sizes
-    put(made, "_tensors", tensors)
-    put(made, "_flat", flat)
-    put(made, "_form", form)
-    put(made, "_text", text)
-    put(made, "_block", block)
-    put(made, "_grid", grid)
-    put(made, "_heads", heads)
-    put(made, "_capacity", capacity)
-    put(made, "_device", device)
-    put(made, "_identity", None if text is None else (text, device))
+    put(layout, "_tensors", tensors)
+    put(layout, "_flat", flat)
+    put(layout, "_form", form)
+    put(layout, "_text", text)
+    put(layout, "_block", block)
+    put(layout, "_grid", grid)
+    put(layout, "_heads", heads)
+    put(layout, "_capacity", capacity)
+    put(layout, "_device", device)
+    put(layout, "_identity", None if text is None else (text, device))
     for name in ("_addresses", "condition", "_keeper", "_mask"):
-        put(made, name, None)
+        put(layout, name, None)
 
 
 def _note_mask(layout: Layout, mask: torch.Tensor) -> None:
@@ -570,7 +572,7 @@ def _mark(layout: Layout) -> None:
     with outside():
         flat = [writing.flat(t) for t in tensors]
         pairs = zip(flat, tensors, strict=True)
-        shaped = tuple(t if t.dim() == given.dim() else t.view(given.shape) for t, given in pairs)
+        shaped = tuple(t if t.dim() == like.dim() else t.view(like.shape) for t, like in pairs)
         flat.append(tensors[0].new_empty(sizes_shape(layout._grid, layout._heads)))
     for t in (*shaped, *flat):
         t._dynamo_static_input_type = "unguarded"

@@ -230,8 +230,8 @@ def run(
     layout, a, b = operands
     refuse_recorded_out(out, a, b, *parameters.values())
     names = " ".join(parameters)
-    given = (a, b, *layout.flat, *parameters.values())
-    y = _traced(descriptor.text, names, layout.form, debug, *given)
+    inputs = (a, b, *layout.flat, *parameters.values())
+    y = _traced(descriptor.text, names, layout.form, debug, *inputs)
     return written(out, y, a)
 
 

@@ -24,12 +24,12 @@ def _lines(layout: list[torch.Tensor], layout_text: str) -> tuple[int, int]:
 def _count_product(
     result: torch.Tensor, /, *, a, b, layout, layout_text: str, descriptor: str, **_
 ) -> int:
-    made = from_text(descriptor)
-    if made.mode == "sdd":
-        return 2 * result.numel() * a.shape[-2 if made.transpose_a else -1]
-    values, turned = (a, made.transpose_a) if made.mode == "dsd" else (b, made.transpose_b)
+    product = from_text(descriptor)
+    if product.mode == "sdd":
+        return 2 * result.numel() * a.shape[-2 if product.transpose_a else -1]
+    values, turned = (a, product.transpose_a) if product.mode == "dsd" else (b, product.transpose_b)
     slots, rows, columns = values.shape[-3:]
-    is_by_rows = turned == (made.mode == "dds")  # whether the result has a line for each of S
+    is_by_rows = turned == (product.mode == "dds")  # whether the result has a line for each of S
     of_rows, of_columns = _lines(layout, layout_text)
     lines = of_rows * rows if is_by_rows else of_columns * columns
     return 2 * slots * rows * columns * result.numel() // max(1, lines)
@@ -74,20 +74,20 @@ FORMULAS = {
 
 def _shard_product(*, a, b, descriptor: str, tensors=(), **_) -> list[Choice]:
     """Lines of the dense operand; of a sparse result, the lines that are added up."""
-    made = from_text(descriptor)
+    product = from_text(descriptor)
     if any(t.dim() > 1 for t in tensors):  # summands
         return []
-    if made.mode == "dsd":
-        dim = b.dim() - (2 if made.transpose_b else 1)
+    if product.mode == "dsd":
+        dim = b.dim() - (2 if product.transpose_b else 1)
         return [Choice({"b": dim}, (b.dim() - 1,))]
-    if made.mode == "dds":
-        dim = a.dim() - (1 if made.transpose_a else 2)
+    if product.mode == "dds":
+        dim = a.dim() - (1 if product.transpose_a else 2)
         return [Choice({"a": dim}, (a.dim() - 2,))]
     sides = {
-        "a": a.dim() - (2 if made.transpose_a else 1),
-        "b": b.dim() - (1 if made.transpose_b else 2),
+        "a": a.dim() - (2 if product.transpose_a else 1),
+        "b": b.dim() - (1 if product.transpose_b else 2),
     }
-    return [] if made.epilogue else [Choice(sides, (None,))]
+    return [] if product.epilogue else [Choice(sides, (None,))]
 
 
 def _shard_attention(

@@ -32,8 +32,10 @@ from kernlib.runtime.products import requires_gradient
 def fitted(text: str, factors) -> KroneckerProduct:
     """The descriptor of a text or, of a form, with the shapes that the factors have, whose sizes
     may be symbols."""
-    made = from_text(text)
-    return made if text != made.form else with_symbols(made, shapes=_shapes(made, factors))
+    product = from_text(text)
+    return (
+        product if text != product.form else with_symbols(product, shapes=_shapes(product, factors))
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -62,10 +64,10 @@ def recorded(
 
 def _whole(x, factors, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        given, made = by_name(names, numbers, tensors), from_text(descriptor)
-        if descriptor == made.form:
-            made = _of_shapes(descriptor, _shapes(made, factors))
-        return calls.execute(made, (x, *factors), None, given)
+        values, product = by_name(names, numbers, tensors), from_text(descriptor)
+        if descriptor == product.form:
+            product = _of_shapes(descriptor, _shapes(product, factors))
+        return calls.execute(product, (x, *factors), None, values)
 
 
 def _whole_recorded(x, factors, descriptor, names, numbers, tensors, debug):
@@ -76,8 +78,8 @@ def _whole_recorded(x, factors, descriptor, names, numbers, tensors, debug):
 
 def _whole_by_torch(x, factors, descriptor, names, numbers, tensors, debug) -> torch.Tensor:
     values = by_name(names, numbers, tensors)
-    made = fitted(descriptor, factors)
-    return products.by_reference(PRODUCT, made, (x, *factors), None, values)
+    product = fitted(descriptor, factors)
+    return products.by_reference(PRODUCT, product, (x, *factors), None, values)
 
 
 def _fake_whole(x, factors, descriptor, names, numbers, tensors, debug):
@@ -166,8 +168,8 @@ def product(
 def run_fitted(descriptor: KroneckerProduct, x, *factors, **parameters) -> torch.Tensor:
     """:func:`run` of a descriptor for factors whose shapes are its: a program of one layer is that
     of layers of others."""
-    given = *factors, *parameters.values()
-    return _traced(descriptor.form, " ".join(parameters), False, x, *given)
+    operands = *factors, *parameters.values()
+    return _traced(descriptor.form, " ".join(parameters), False, x, *operands)
 
 
 def _call(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -> torch.Tensor:

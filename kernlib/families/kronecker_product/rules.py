@@ -14,9 +14,9 @@ from kernlib.sharding import Choice
 
 def _count_product(result: torch.Tensor, /, *, factors, descriptor: str, **_) -> int:
     """Factor by factor, in the order of the fewest operations."""
-    made = from_text(descriptor)
+    product = from_text(descriptor)
     sizes = [tuple(factor.shape[-2:]) for factor in factors]
-    turned = [flag != (made.side == "left") for flag in made.transposed]
+    turned = [flag != (product.side == "left") for flag in product.transposed]
     sizes = [size[::-1] if flag else size for size, flag in zip(sizes, turned, strict=True)]
     elements, total = result.numel(), 0
     for rows, columns in sizes:

@@ -34,12 +34,12 @@ from kernlib.runtime.tensors import check_dense
 def fitted(text: str, weight: torch.Tensor) -> KroneckerSparse:
     """The descriptor of a text or, of a form, with the pattern that the weight has, whose sizes may
     be symbols."""
-    made = from_text(text)
-    if text != made.form:
-        return made
+    pattern = from_text(text)
+    if text != pattern.form:
+        return pattern
     if weight.dim() != 4:
         raise ValueError(f"weight must have shape (a, b, c, d), got {tuple(weight.shape)}")
-    return with_symbols(made, **dict(zip("abcd", weight.shape, strict=True)))
+    return with_symbols(pattern, **dict(zip("abcd", weight.shape, strict=True)))
 
 
 @lru_cache(maxsize=1024)
@@ -60,10 +60,10 @@ def recorded(
 
 def _whole(x, weight, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        given, made = by_name(names, numbers, tensors), from_text(descriptor)
-        if descriptor == made.form:
-            made = _of_pattern(descriptor, tuple(weight.shape))
-        return calls.execute(made, (x, weight), None, given)
+        values, pattern = by_name(names, numbers, tensors), from_text(descriptor)
+        if descriptor == pattern.form:
+            pattern = _of_pattern(descriptor, tuple(weight.shape))
+        return calls.execute(pattern, (x, weight), None, values)
 
 
 def _whole_recorded(x, weight, descriptor, names, numbers, tensors, debug) -> torch.Tensor | None:
@@ -76,8 +76,8 @@ def _whole_recorded(x, weight, descriptor, names, numbers, tensors, debug) -> to
 
 def _whole_by_torch(x, weight, descriptor, names, numbers, tensors, debug) -> torch.Tensor:
     values = by_name(names, numbers, tensors)
-    made = fitted(descriptor, weight)
-    return products.by_reference(PRODUCT, made, (x, weight), None, values)
+    pattern = fitted(descriptor, weight)
+    return products.by_reference(PRODUCT, pattern, (x, weight), None, values)
 
 
 def _fake_product(x, weight, bias, batch_last, precision, debug):
@@ -95,8 +95,8 @@ def _fake_weight_gradient(grad, x, pattern, batch_last, precision, debug):
 
 
 def _fake_whole(x, weight, descriptor, names, numbers, tensors, debug):
-    made = fitted(descriptor, weight)
-    return x.new_empty(checks.check_operands(made.pattern, made.batch_last, x, weight))
+    pattern = fitted(descriptor, weight)
+    return x.new_empty(checks.check_operands(pattern.pattern, pattern.batch_last, x, weight))
 
 
 def _save_product(ctx, inputs, output) -> None:

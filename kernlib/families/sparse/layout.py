@@ -85,8 +85,8 @@ def sizes_as_tensors(
     """Empty tensors whose shapes say those of the matrix and its facts, as torch.compile makes
     symbols of shapes: two more each, since 0 and 1 would be constants."""
     numbers = [(shape[0] + 2, shape[1] + 2)] + [(facts[name] + 2,) for name in sorted(facts)]
-    made = (torch.empty((*sizes, 0), dtype=torch.uint8, device=device) for sizes in numbers)
-    return tuple(made)
+    carriers = (torch.empty((*sizes, 0), dtype=torch.uint8, device=device) for sizes in numbers)
+    return tuple(carriers)
 
 
 def shape_of(text: str, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], torch.dtype]:

@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 UNPRUNED = 0.9  # a density above what pruning leaves; from 0.93 on no format saves memory
 LAID_OUT_BYTES = 256 << 20  # of a dense matrix that is made on the way to a compressed one
 SPARSE_LAYOUTS = (
-    *(torch.sparse_csr, torch.sparse_csc, torch.sparse_coo),
-    *(torch.sparse_bsr, torch.sparse_bsc),
-)
+    torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.sparse_bsr, torch.sparse_bsc,
+)  # fmt: skip
 
 
 class SparseMatrix:
@@ -175,14 +174,14 @@ class SparseMatrix:
     def nnz(self) -> int:
         """How many entries are not zero. Counted when it is first asked for, and again after a
         write, which waits for the device."""
-        known = self.known_nnz()
-        if known is None:
+        count = self.known_nnz()
+        if count is None:
             if _is_laid_out(self):
-                known = int(torch.count_nonzero(_dense_of(self)))
+                count = int(torch.count_nonzero(_dense_of(self)))
             else:
-                known = sum(found.bits.numel() for found in _entries(self))
-            _count(self, known)
-        return known
+                count = sum(part.bits.numel() for part in _entries(self))
+            _count(self, count)
+        return count
 
     def known_nnz(self) -> int | None:
         """``nnz`` if it is known without counting, else None: after a write that torch counts, and
@@ -431,10 +430,10 @@ def by_entries(w: SparseMatrix, turned: bool) -> Entries:
     """The entries of a matrix, or of its transpose, by rows."""
     from kernlib.families.sparse.formats.entries import Triplets, of_triplets
 
-    found, shape = _entries(w), w._shape
+    parts, shape = _entries(w), w._shape
     if turned:
-        found, shape = (Triplets(c, r, bits) for r, c, bits in found), shape[::-1]
-    return of_triplets(found, shape, torch.empty(0, dtype=w._dtype, device=w._device))
+        parts, shape = (Triplets(c, r, bits) for r, c, bits in parts), shape[::-1]
+    return of_triplets(parts, shape, torch.empty(0, dtype=w._dtype, device=w._device))
 
 
 def _turned(w: SparseMatrix) -> SparseMatrix:
@@ -512,9 +511,10 @@ def of_entries(entries: Entries, format: str, columns: int) -> SparseMatrix:
     check_columns(columns)
     formats().check_format(format)
     if entries.device.type == "cuda" and _is_small(entries.shape, entries.dtype):
-        made = compressed(format_of("dense").encode_entries(entries)[0]["values"], format, columns)
-        _count(made, entries.nnz)
-        return made
+        values = format_of("dense").encode_entries(entries)[0]["values"]
+        matrix = compressed(values, format, columns)
+        _count(matrix, entries.nnz)
+        return matrix
     if format == "auto":
         format = formats().auto_entries(entries, columns)
     tensors, facts = format_of(format).encode_entries(entries)

@@ -136,8 +136,8 @@ def check_density(density) -> None:
     if number is None:
         raise TypeError(f"density must be a number from 0 to 1, got {shown(density)}")
     if not 0 <= number <= 1:
-        given = "a number past 2^64" if abs(number) > 2**64 else density
-        raise ValueError(f"density must be from 0 to 1, got {given}")
+        text = "a number past 2^64" if abs(number) > 2**64 else density
+        raise ValueError(f"density must be from 0 to 1, got {text}")
 
 
 def check_per(per: str) -> None:

@@ -15,14 +15,14 @@ from kernlib.families.blocksparse.contents import bits, writing
 from kernlib.families.blocksparse.contents.given import has_values, outside
 from kernlib.families.blocksparse.contents.sizes import NAMES
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.saved import header_of as header_of_layout
+from kernlib.families.blocksparse.saved import header_of
 from kernlib.nn.indexed import (
     DIGITS,
     EXTRA,
     MARK,
     IndexedModule,
     fingerprint,
-    header_of,
+    former_header,
     is_captured,
     is_close,
     plain,
@@ -136,7 +136,7 @@ class LayoutModule(IndexedModule):
             writing.refuse_capture(others[0].device, "looking at other tensors", "call it before")
             with outside():
                 named = dict(zip(NAMES, (t.detach() for t in others), strict=True))
-                layout = Layout.from_state(header_of_layout(held.text, named), named)
+                layout = Layout.from_state(header_of(held.text, named), named)
             self._note_other(others, layout)
         return layout
 
@@ -297,8 +297,8 @@ class LayoutModule(IndexedModule):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if is_saved:
-            taken = [prefix + name for name in (MARK, EXTRA, *INDICES)]
-            unexpected_keys[:] = [key for key in unexpected_keys if key not in taken]
+            keys = [prefix + name for name in (MARK, EXTRA, *INDICES)]
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         elif self.persistent and strict:
             missing_keys.append(prefix + MARK)
 
@@ -356,7 +356,7 @@ class LayoutModule(IndexedModule):
     def _of_former(self, state_dict: dict, prefix: str) -> Layout:
         """The layout in a state_dict of version 0.1: a header, and tensors by their names. Raises
         TypeError and ValueError."""
-        header, held = header_of(state_dict[prefix + EXTRA], "layout"), self._layout
+        header, held = former_header(state_dict[prefix + EXTRA], "layout"), self._layout
         names = {prefix + index: name for name, index in zip(NAMES, INDICES, strict=True)}
         tensors = {name: state_dict[key] for key, name in names.items() if key in state_dict}
         layout = Layout.from_state(header, tensors)

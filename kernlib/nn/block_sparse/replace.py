@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 
 from torch import nn
@@ -14,12 +13,12 @@ from kernlib.nn.block_sparse.linear import BlockSparseLinear, check_linear
 from kernlib.nn.block_sparse.weight import check_multiple, check_options
 from kernlib.nn.linears import (
     as_linear,
+    check_each,
     check_model,
     checked_match,
     rest_of,
     warn_of_nothing,
     warn_of_rest,
-    weight_parameter,
     without_fused_path,
 )
 from kernlib.nn.sparse_replace import places_of
@@ -68,7 +67,9 @@ def block_sparsify(
     block = check_options(block, density, criterion, per)
     BlockSparseMatmul("dds", precision=precision)  # which says what is wrong with a precision
     places, rest = places_of(model, match), rest_of(model, match)
-    _check_all(model, places, block)
+    check_each(
+        model, places, lambda linear: check_multiple(tuple(check_linear(linear).shape), block)
+    )
     if not places:
         warn_of_nothing("block_sparsify", model, match)
     new = {}
@@ -85,16 +86,3 @@ def block_sparsify(
     without_fused_path(model, BlockSparseLinear)
     warn_of_rest("block_sparsify", rest, new)
     return new
-
-
-def _check_all(model: nn.Module, places: dict, block: tuple[int, int]) -> None:
-    """Raises TypeError or ValueError, naming the layer, for the first that cannot be swapped."""
-    holders = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
-    for layer, where in places.items():
-        name = where[0][2]
-        try:
-            check_multiple(tuple(check_linear(as_linear(layer)).shape), block)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from error
-        if holders[id(weight_parameter(layer))] > 1:
-            raise ValueError(f"{name} shares its weight with another module; leave it out")

@@ -173,9 +173,9 @@ def checked_window(window) -> tuple[int, int]:
     if window is None:
         return OPEN, OPEN
     pair = window if isinstance(window, (tuple, list)) else (window, window)
-    known = [side is None or _is_int(side) for side in pair]
+    are_sides = [side is None or _is_int(side) for side in pair]
     pair = [side if side is None else _plain(side) for side in pair]
-    if len(pair) != 2 or not all(known):
+    if len(pair) != 2 or not all(are_sides):
         raise TypeError(
             f"window must be an int or two (left, right), None for an open side, got "
             f"{shown(window)}"

@@ -74,9 +74,9 @@ def run(
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.
 @torch.compiler.allow_in_graph
 def _traced(text: str, layout_text: str, debug: bool, *tensors) -> torch.Tensor:
-    given, layout = tensors[:4], [*tensors[4 : 4 + count_of(layout_text)]]
-    checks.check_operands(from_text(text), _operands(*given, layout, layout_text))
-    return whole(*given, layout, layout_text, text, debug)
+    inputs, layout = tensors[:4], [*tensors[4 : 4 + count_of(layout_text)]]
+    checks.check_operands(from_text(text), _operands(*inputs, layout, layout_text))
+    return whole(*inputs, layout, layout_text, text, debug)
 
 
 def _call(descriptor, operands: tuple, out, parameters: dict) -> torch.Tensor:

@@ -53,9 +53,9 @@ def _fake(
 def _by_torch(
     x, layout, layout_text, scale, factor, descriptor, rpe, key_padding_mask, attn_mask, debug
 ):
-    made, parameters = from_text(descriptor), arguments.given(rpe, key_padding_mask, attn_mask)
+    softmax, parameters = from_text(descriptor), arguments.given(rpe, key_padding_mask, attn_mask)
     scale = factor if scale is None else scale
-    return reference.softmax(made, Layout.from_layout(layout_text, layout), x, scale, parameters)
+    return reference.softmax(softmax, Layout.from_layout(layout_text, layout), x, scale, parameters)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -163,9 +163,9 @@ def _gradient_recorded(grad, y, layout, layout_text, scale, factor, to_x, to_log
 
 def gradient_pair(layout: Layout, grad, y, scale, needs: tuple, debug: bool = False) -> list:
     """The gradients by x and by the logits by their operator, None where there is no need."""
-    given = [*layout.flat], layout.form, *_scale(scale, y.device)
-    found = gradient(grad, y, *given, *needs, debug)
-    return [t if need else None for t, need in zip(found, needs, strict=True)]
+    shared = [*layout.flat], layout.form, *_scale(scale, y.device)
+    gradients = gradient(grad, y, *shared, *needs, debug)
+    return [t if need else None for t, need in zip(gradients, needs, strict=True)]
 
 
 def _scale(scale, device: torch.device) -> tuple[torch.Tensor | None, float]:
@@ -222,8 +222,8 @@ def run(
     layout, x = operands
     parameters = arguments.given(rpe, key_padding_mask, attn_mask)
     refuse_recorded_out(out, x, scale, *parameters.values())
-    given = (x, scale, *layout.flat, *parameters.values())
-    y = _traced(descriptor.text, " ".join(parameters), layout.form, debug, *given)
+    inputs = (x, scale, *layout.flat, *parameters.values())
+    y = _traced(descriptor.text, " ".join(parameters), layout.form, debug, *inputs)
     return written(out, y, x)
 
 

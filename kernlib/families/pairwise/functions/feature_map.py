@@ -74,8 +74,8 @@ def scaled(
     if feature_map is not None:
         raise TypeError("lengthscale and feature_map both map the features: give either")
     if not isinstance(lengthscale, torch.Tensor):
-        wanted = "a tensor with a value for each feature (one number for all is a bandwidth)"
-        refuse_other("lengthscale", lengthscale, wanted)
+        kind = "a tensor with a value for each feature (one number for all is a bandwidth)"
+        refuse_other("lengthscale", lengthscale, kind)
     check_dense(("lengthscale", "a"), lengthscale=lengthscale, a=a, b=b)
     refuse_any_overlap(out, lengthscale=lengthscale)
     lengthscale = _of_features(lengthscale, a.shape[-1] if a.dim() else 0)

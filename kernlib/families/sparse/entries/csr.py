@@ -44,9 +44,9 @@ def from_csr(
 
 def _checked_shape(shape) -> tuple[int, int]:
     """Raises TypeError for what is not two ints, ValueError for sizes below 0."""
-    found = tuple(map(whole, shape)) if isinstance(shape, (tuple, list)) else ()
-    if len(found) != 2 or None in found:
+    sizes = tuple(map(whole, shape)) if isinstance(shape, (tuple, list)) else ()
+    if len(sizes) != 2 or None in sizes:
         raise TypeError(f"shape must be two ints (rows, columns), got {shown(shape)}")
-    if min(found) < 0:
-        raise ValueError(f"shape must be (rows, columns) of at least 0, got {found}")
-    return int(found[0]), int(found[1])
+    if min(sizes) < 0:
+        raise ValueError(f"shape must be (rows, columns) of at least 0, got {sizes}")
+    return int(sizes[0]), int(sizes[1])

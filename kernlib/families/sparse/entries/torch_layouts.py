@@ -100,8 +100,8 @@ def _starts(row: torch.Tensor, lines: int) -> torch.Tensor:
 def _check_tensors(crow, col, values, rows: int, names: tuple[str, str, str]) -> None:
     """Raises ValueError for other dtypes, sizes and devices."""
     if values.dtype not in BITS:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in BITS)
-        raise ValueError(f"{names[2]} must have a dtype of {known}, got {values.dtype}")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in BITS)
+        raise ValueError(f"{names[2]} must have a dtype of {dtypes}, got {values.dtype}")
     if values.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{names[2]} must lie on a CPU or a CUDA device, got {values.device}")
     sizes = {names[0]: (crow, (rows + 1,)), names[1]: (col, tuple(values.shape[:1]))}

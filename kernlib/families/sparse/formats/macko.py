@@ -92,8 +92,8 @@ def _slabs(entries: Entries) -> Iterator[Slab]:
 def _fill_entries(slab: Slab, start: int, values: torch.Tensor, deltas: torch.Tensor) -> None:
     """Write the entries of some rows, the first of which begin at ``start``, over pads."""
     present, step = slab.present(), LAST_CODE + 1
-    before, taken = _taken(present)
-    ends = start + taken.cumsum(0)
+    before, count = _taken(present)
+    ends = start + count.cumsum(0)
     stored = encoding.bits(values)
     stored[ends - 1] = _canonical(present.bits, values.dtype)
     _set_codes(deltas, ends - 1, (present.columns - before - 1) % step)
@@ -105,7 +105,7 @@ def _fill_entries(slab: Slab, start: int, values: torch.Tensor, deltas: torch.Te
     zeros, number = zeros[number < ends.numel()], number[number < ends.numel()]
     steps = slab.columns[zeros] - before[number]
     is_pad = (slab.rows[zeros] == present.rows[number]) & (steps % step == 0)
-    places = (ends - taken)[number] + steps // step - 1
+    places = (ends - count)[number] + steps // step - 1
     stored[places[is_pad]] = slab.bits[zeros[is_pad]]
 
 

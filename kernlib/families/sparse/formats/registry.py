@@ -61,8 +61,8 @@ def auto_entries(entries: Entries, columns: int = 1) -> str:
     rates.check_columns(columns)
     if columns > rates.MOST_COLUMNS:
         return "dense"
-    found = {name: format_of(name).measure_entries(entries) for name in FORMATS}
-    sizes = {name: size for name, size in found.items() if size is not None}
+    measured = {name: format_of(name).measure_entries(entries) for name in FORMATS}
+    sizes = {name: size for name, size in measured.items() if size is not None}
     density = entries.nnz / max(1, entries.shape[0] * entries.shape[1])
     return _fastest_of(entries, sizes, density, columns)
 

@@ -52,8 +52,8 @@ def count_entries(code: Code, entries: Entries, width: int, panels: slice) -> to
     lengths = torch.zeros(count * rows, dtype=torch.int32, device=entries.device)
     for slab in entries.slabs():
         panel, row, _, _, steps = _of_panels(code, slab, width, panels)
-        taken = codes_of(code, steps).to(torch.int32)
-        lengths.index_add_(0, (panel - panels.start) * rows + row, taken)
+        counts = codes_of(code, steps).to(torch.int32)
+        lengths.index_add_(0, (panel - panels.start) * rows + row, counts)
     return lengths.view(count, rows)
 
 
@@ -93,30 +93,30 @@ def _put(code: Code, entries: _Codes, offsets: torch.Tensor, data: torch.Tensor)
     if not group.numel():
         return
     values, itemsize = data.view(values_of.dtype), values_of.element_size()
-    taken = codes_of(code, steps)
-    counts = group.new_zeros(int(group[-1]) + 1).index_add_(0, group, taken)
-    number = taken.cumsum(0) - 1 - (counts.cumsum(0) - counts)[group]
+    code_counts = codes_of(code, steps)
+    counts = group.new_zeros(int(group[-1]) + 1).index_add_(0, group, code_counts)
+    number = code_counts.cumsum(0) - 1 - (counts.cumsum(0) - counts)[group]
     lane, start = place % LANES, offsets[place // LANES].long()
     base, length = start * code.size(itemsize), offsets[place // LANES + 1].long() - start
-    before = number - taken
+    before = number - code_counts
     if code.least:  # what fills up the row comes first
         lacking = length - counts[group]
         number = torch.minimum(number + lacking, columns)
         before = torch.minimum(before + lacking, columns - steps)
     value, _, _ = places(code, number, length, lane, itemsize)
     values[(base + value) // itemsize] = values_of
-    for some in _parts(taken):
+    for some in _parts(code_counts):
         owner, of_code, step = _divided(code, steps[some], before[some], number[some])
         _, at, shift = places(code, of_code, length[some][owner], lane[some][owner], itemsize)
         data.index_add_(0, base[some][owner] + at, (step << shift).to(torch.uint8))
 
 
-def _parts(taken: torch.Tensor) -> Iterator[slice]:
+def _parts(counts: torch.Tensor) -> Iterator[slice]:
     """All entries, as many at a time as make SLAB codes, which may be hundreds for each."""
-    ends = taken.cumsum(0)
+    ends = counts.cumsum(0)
     count = ceil_div(int(ends[-1]), SLAB)
-    marks = torch.arange(1, count, dtype=torch.int64, device=taken.device) * SLAB
-    bounds = [0, *torch.searchsorted(ends, marks).tolist(), taken.numel()]
+    marks = torch.arange(1, count, dtype=torch.int64, device=counts.device) * SLAB
+    bounds = [0, *torch.searchsorted(ends, marks).tolist(), counts.numel()]
     for first, last in pairwise(bounds):
         yield slice(first, last)
 
@@ -133,8 +133,8 @@ def _slots(rows: torch.Tensor, count: int) -> torch.Tensor:
 def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
     """Write all entries into ``dense``, contiguous and zero before."""
     flat, cols = bits(dense).view(-1), dense.shape[1]
-    for rows, columns, found in _read(code, tensors, width, cols, dense.dtype):
-        flat[rows * cols + columns] = found
+    for rows, columns, values in _read(code, tensors, width, cols, dense.dtype):
+        flat[rows * cols + columns] = values
 
 
 def read_entries(
