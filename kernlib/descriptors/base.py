@@ -240,6 +240,9 @@ def whole(value: object) -> int | None:
         return value
     if isinstance(value, bool) or _is_tensor(value) or type(value).__name__ == "SymInt":
         return None
+    # Dynamo before torch 2.9 ends a trace at an index() that raises: sequences are asked for first.
+    if isinstance(value, (tuple, list, str)):
+        return None
     try:
         return index(value)
     except TypeError:
