@@ -54,8 +54,11 @@ def launches(monkeypatch) -> dict:
 def runs(monkeypatch) -> dict:
     """Of each call its launches, with the numbers that it passes."""
     fakes.forget()
+    kl.register_operators()
     runs, lines = golden_gradients.install(monkeypatch), {}
-    for name, call in {**golden_blocks.launches(), **golden_kronecker.launches()}.items():
+    families = golden_launches.rare_calls, golden_blocks.launches, golden_kronecker.launches
+    calls = [item for family in families for item in family().items()]
+    for name, call in calls:
         runs.clear()
         fakes.forget()
         call()
