@@ -13,6 +13,8 @@ import kernlib as kl
 from kernlib.families.pairwise.lowering import gradient, gradient_tensor
 from kernlib.families.sparse.formats import bitmap_gpu as bitmap_codec
 from kernlib.families.sparse.formats import macko_gpu as macko_codec
+from kernlib.families.sparse.formats import slices_gpu as slices_codec
+from kernlib.families.sparse.lowering.codes import U2, U4, U8
 from kernlib.jit import service
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
@@ -101,6 +103,8 @@ def internal() -> Iterator[tuple[str, Callable]]:
         yield f"bitmap codec {size}", partial(bitmap_codec.specs, size)
     for dtype in (torch.float32, *HALVES):
         yield f"macko codec {dtype}", partial(macko_codec.specs, dtype)
+    for code, size in product((U8, U4, U2), (2, 4)):
+        yield f"{code.name} codec {size}", partial(slices_codec.specs, code, size)
 
 
 def cases() -> Iterator[tuple[str, Callable]]:

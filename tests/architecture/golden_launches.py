@@ -17,7 +17,7 @@ from kernlib.run import ahead_of
 from kernlib.runtime import devices, tensor_map
 from kernlib.runtime.plan import Plan
 from tests.support import fakes
-from tests.support.fakes import OnGpu
+from tests.support.fakes import OnGpu, OnSecondGpu
 
 
 def install(monkeypatch) -> list[str]:
@@ -73,7 +73,7 @@ def _is_gpu(value: object) -> bool:
 
 
 def normal(*shape: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=dtype).as_subclass(OnGpu)
+    return torch.empty(*shape, dtype=dtype).as_subclass(OnGpu)  # whose values nobody reads
 
 
 def compressed(dense: torch.Tensor, format: str) -> kl.sparse.SparseMatrix:
@@ -125,8 +125,6 @@ def pairwise_calls() -> dict[str, Callable]:
         "gradient of many, 1": lambda: kl.cdist_grad(*many, p=1),
         "gradient of many, 1.5": lambda: kl.cdist_grad(*many, p=1.5),
         "expadd": lambda: kl.cdist_expadd(a, b, p=1.3, lengthscale=2.0),
-        "backward": lambda: _backward(kl.gaussian(), a, b, bandwidth=2.0),
-        "backward, 1": lambda: _backward(kl.laplace_l1(), a, b, bandwidth=2.0),
     }
 
 
@@ -156,6 +154,40 @@ def sparse_calls() -> dict[str, Callable]:
                 name = f"sparse {format} {dtype} {columns}"
                 made[name] = lambda m=matrix, x=x: kl.sparse.matmul(m, x)
     return made
+
+
+def rare_calls() -> dict[str, Callable]:
+    """Of sizes that take kernels which those above do not."""
+    a, b, big = normal(5000, 64), normal(4000, 64), normal(30000, 200)
+    double, half = (x.double() for x in (a, b)), (x.half() for x in (a, b))
+    gaussian = partial(kl.kernel_matmul, kl.gaussian(), bandwidth=2.0)
+    calls = {
+        "matmul of float64": partial(gaussian, *double, normal(4000, 3, dtype=torch.float64)),
+        "matmul by 8 of many": partial(gaussian, a, b, normal(4000, 8)),
+        "matmul by 32 of many": partial(gaussian, a, b, normal(4000, 32)),
+        "matmul by 16 of many halves": partial(gaussian, *half, normal(4000, 16).half()),
+        "sum of many": lambda: kl.kernel_sum(kl.gaussian(), big, big, bandwidth=2.0),
+        "logsumexp of many": lambda: kl.kernel_logsumexp(kl.dot_product(), big, big),
+    }
+    gradient = torch.ops.kernlib.kronecker_sparse_weight_gradient
+    for dtype, pattern in product(
+        (torch.float32, torch.float16), ((1, 64, 64, 8), (1, 256, 256, 8))
+    ):
+        factor = kl.KroneckerSparse(*pattern)
+        w = normal(*factor.weight_shape, dtype=dtype)
+        x, grad = (normal(8192, factor.in_features, dtype=dtype) for _ in range(2))
+        name = f"Kronecker-sparse {pattern} {dtype} of many"
+        calls[name] = partial(kl.run_kernel, factor, x, w)
+        there = (t.as_subclass(OnSecondGpu) for t in (x, w))
+        calls[f"{name} on sm_86"] = partial(kl.run_kernel, factor, *there)
+        calls[f"{name}, by the weight"] = partial(gradient, grad, x, [*pattern], False, None, False)
+    few = torch.zeros(8, 60000).bernoulli_(0.3, generator=torch.Generator().manual_seed(0))
+    uneven = few.clone()
+    uneven[1:, 100:] = 0
+    for format, dense in (("bitmap", few), ("u8", few), ("macko", uneven)):
+        matrix, x = compressed(dense.half(), format), normal(8, 60000, dtype=torch.float16)
+        calls[f"sparse {format} of few rows"] = partial(kl.sparse.matmul, matrix, x)
+    return calls
 
 
 def tuned() -> dict[str, list[str]]:
@@ -190,10 +222,3 @@ def _factor_backward(factor, x, weight) -> None:
     grad = normal(*(shape[::-1] if factor.batch_last else shape), dtype=x.dtype)
     gradients.product(grad, weight.transpose(1, 2), None, factor.batch_last, None, False)
     gradients.weight_gradient(grad, x, factor.pattern, factor.batch_last, None, False)
-
-
-def _backward(descriptor, *tensors, **arguments) -> None:
-    tensors = [t.detach().as_subclass(OnGpu).requires_grad_() for t in tensors]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.as_subclass(OnGpu)):
-        y = kl.run_kernel(descriptor, *tensors, **arguments)
-        torch.autograd.grad(y, tensors, torch.zeros(y.shape, dtype=y.dtype).as_subclass(OnGpu))

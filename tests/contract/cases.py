@@ -85,6 +85,7 @@ class Entry(NamedTuple):
 class Outcome(NamedTuple):
     fault: str  # "" for a good one
     shown: str  # the call in words
+    error: Exception | None = None  # that it raised
 
 
 def run(entry: Entry, name: str, seed: int, index: int, device: str = "cpu") -> Outcome:
@@ -109,7 +110,7 @@ def run(entry: Entry, name: str, seed: int, index: int, device: str = "cpu") -> 
             if device != "cpu":
                 torch.cuda.synchronize()
     except Exception as error:
-        return Outcome(_fault_of(error, entry, given, changed), shown)
+        return Outcome(_fault_of(error, entry, given, changed), shown, error)
     return Outcome(_fault_of_result(entry, found, before, changed), shown)
 
 
@@ -182,7 +183,7 @@ def _fault_of(error: Exception, entry: Entry, given: dict, changed: dict) -> str
     names |= {name.rpartition(".")[2] for name in names}
     if isinstance(error, TypeError) and BINDING.search(text):
         return "" if _names_one(text, names) else f"names no argument: {short}"
-    if not _raised_by_kernlib(error):
+    if not raised_by_kernlib(error):
         return f"not kernlib's own {short} at {_place(error)}"
     if not _names_one(text, names):
         return f"names no argument: {short} at {_place(error)}"
@@ -203,7 +204,7 @@ def _names_one(text: str, names: set[str]) -> bool:
     return False
 
 
-def _raised_by_kernlib(error: BaseException) -> bool:
+def raised_by_kernlib(error: BaseException) -> bool:
     """Whether a raise statement of the package made it, and not what that called."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(last.filename, last.lineno).strip()
