@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,9 @@ from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
 from kernlib.progress import check as check_progress
 from kernlib.progress import shown
-from kernlib.run import ahead_of
-from kernlib.runtime import devices
+from kernlib.run import operation_of, run_of
+from kernlib.runtime import ahead, devices
+from kernlib.runtime.ahead import Candidates, Planned
 from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
@@ -108,18 +110,89 @@ def prepare(
     _check_options(workers, progress, debug)
     with events.on_stderr() if debug else nullcontext():
         listed = _several(descriptors)
-        waiting = [d for d in listed if not ahead_of(d).prepared(d, *tensors, **arguments)]
+        waiting = [d for d in listed if not prepared(d, *tensors, **arguments)]
         device = _device_of(tensors) if waiting else None
         if device is not None:
             arch = devices.arch_of(device)
-            wanted = (ahead_of(d).specs(d, arch, tensors, arguments, device) for d in waiting)
-            missing = devices.unloaded([spec for specs in wanted for spec in specs], device)
+            wanted = (specs(d, arch, tensors, arguments, device) for d in waiting)
+            missing = devices.unloaded([spec for each in wanted for spec in each], device)
             build_all([(spec, arch) for spec in missing], workers, progress)
             for spec in missing:
                 devices.load(spec, device)
-        if device is None or not tensors[0].is_meta:
-            for descriptor in waiting:
-                ahead_of(descriptor).prepare(descriptor, *tensors, **arguments)
+        if device is None or tensors[0].device.type != "meta":
+            for each in waiting:
+                planned = _planned(each, tensors, arguments)
+                if device is None and not planned:
+                    specs(each, "sm_80", tensors, arguments)  # which raises what is wrong
+                for product in planned:
+                    ahead.prepare(product)
+
+
+def prepared(
+    descriptor: Descriptor, *tensors: torch.Tensor | Layout | SparseMatrix, **arguments: Any
+) -> bool:
+    """Whether nothing of a call is left to :func:`prepare`: its plans are there, or torch computes
+    it. A reduction, and a call whose gradient would be recorded, never is: their kernels are looked
+    for each time. Raises what a call raises."""
+    planned = _planned(descriptor, tensors, arguments)
+    return bool(planned) and all([ahead.is_prepared(each) for each in planned])
+
+
+def specs(
+    descriptor: Descriptor, arch: str, tensors: tuple, arguments: dict, device: int | None = None
+) -> list[KernelSpec]:
+    """The kernels that a call with these tensors uses on the GPUs of an arch, untuned, or on
+    ``device`` alone, as it is tuned, with those of the gradients that would be recorded: see
+    :func:`compile`. The call is made on ``meta`` tensors in their place. Raises what it raises."""
+    stand_ins = ahead.StandIns()
+    tensors, arguments = stand_ins.of(tuple(tensors)), stand_ins.of(arguments)
+    _planned(descriptor, tensors, arguments)  # which raises what is wrong with names and kinds
+    call_of = getattr(operation_of(descriptor), "call_of", None)
+    if call_of is None:
+        call = partial(run_of(descriptor), descriptor, *tensors, **arguments)
+    else:
+        call = call_of(descriptor, tensors, arguments)
+    with devices.rehearse(arch, device) as rehearsal:
+        results = call()
+        for result in results if isinstance(results, tuple) else (results,):
+            _rehearse_backward(result, stand_ins.leaves)
+    return rehearsal.specs
+
+
+def _rehearse_backward(result: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+    """The backward pass of a result, if it has one: of a gradient that lies as the result does, and
+    of one whose elements are all one, as ``sum()`` makes it."""
+    if not result.requires_grad:
+        return
+    one = torch.empty((), dtype=result.dtype, device=result.device)
+    for gradient in (torch.empty_like(result), one.expand(result.shape)):
+        torch.autograd.grad(result, leaves, gradient, retain_graph=True, allow_unused=True)
+
+
+def variants(
+    descriptor: Descriptor, arch: str, dtypes: tuple[torch.dtype, ...]
+) -> list[KernelSpec]:
+    """Every kernel that lowering can choose for a descriptor and inputs of ``dtypes``. Raises
+    KeyError for dtypes that it does not take."""
+    return operation_of(descriptor).variants(descriptor, arch, dtypes)
+
+
+def candidates(
+    descriptor: Descriptor, *tensors: torch.Tensor | Layout | SparseMatrix, **arguments: Any
+) -> Candidates:
+    """The kernels that could compute a call, none for a result without elements; see
+    :func:`kernlib.tune`. Raises what a call raises, UnsupportedError for what torch computes, and
+    TypeError for a chain, of which one factor is tuned at a time."""
+    planned = _planned(descriptor, tensors, arguments)
+    if type(planned[0].request[0]) is not type(descriptor):  # a chain, of which it is one factor
+        raise TypeError(
+            f"{descriptor.describe()} is several kernels: tune its factors one at a time"
+        )
+    return ahead.candidates(planned[0])
+
+
+def _planned(descriptor: Descriptor, tensors: tuple, arguments: dict) -> list[Planned]:
+    return operation_of(descriptor).planned(descriptor, tensors, arguments)
 
 
 def build_all(
@@ -197,12 +270,12 @@ def _check_workers(workers: int | None) -> None:
 def _device_of(tensors: tuple) -> int | None:
     """The GPU to prepare: that of the tensors, or the current one for ``meta`` tensors. None for
     others: the family then checks CPU tensors, and says what is wrong with anything else."""
-    first = tensors[0] if tensors else None
-    if not isinstance(first, torch.Tensor):
+    place = getattr(tensors[0], "device", None) if tensors else None
+    if not isinstance(place, torch.device):
         return None
-    if first.device.type == "cuda":
-        return first.get_device()
-    return _current_device() if first.is_meta else None
+    if place.type == "cuda":
+        return place.index
+    return _current_device() if place.type == "meta" else None
 
 
 def _current_device() -> int:
@@ -224,20 +297,19 @@ def _several(value) -> tuple:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _wanted(descriptor: Descriptor, arch: str, specs, dtypes: tuple, arguments: dict) -> list:
-    family = ahead_of(descriptor)
-    if specs is None:
+def _wanted(descriptor: Descriptor, arch: str, wanted, dtypes: tuple, arguments: dict) -> list:
+    if wanted is None:
         for dtype in dtypes:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"dtypes must be torch dtypes, got {in_words(dtype)}")
         try:
-            return family.variants(descriptor, arch, dtypes)
+            return variants(descriptor, arch, dtypes)
         except KeyError as error:
             raise TypeError(f"dtypes: {descriptor.family} has no kernels for {error}") from None
-    tensors = _several(specs)
+    tensors = _several(wanted)
     # Compressed matrices and layouts hold tensors.
     known = [isinstance(t, torch.Tensor) or hasattr(t, "tensors") for t in tensors]
     if not tensors or not all(known):
         given = ", ".join(type(t).__name__ for t in tensors) or "none"
         raise TypeError(f"specs must be the tensors of one call, got {given}")
-    return family.specs(descriptor, arch, tensors, arguments)
+    return specs(descriptor, arch, tensors, arguments)

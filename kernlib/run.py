@@ -24,24 +24,19 @@ if TYPE_CHECKING:
 _runs: dict[type, Callable] = {}
 
 
-def _run_of(descriptor: Descriptor) -> Callable:
+def run_of(descriptor: Descriptor) -> Callable:
     """The function that runs calls of a descriptor. Raises TypeError for what is no descriptor."""
-    _check_descriptor(descriptor)
-    name = f"{descriptor.package}.operation" if descriptor.package else "operation"
-    runs = _module_of(descriptor, name).RUNS
+    runs = operation_of(descriptor).RUNS
     run = next(run for kind, run in runs.items() if isinstance(descriptor, kind))
     _runs[type(descriptor)] = run
     return run
 
 
-def ahead_of(descriptor: Descriptor) -> ModuleType:
-    """The module that prepares, compiles and tunes calls of a descriptor. Raises TypeError for what
-    is no descriptor."""
-    return _module_of(descriptor, "ahead")
-
-
-def _module_of(descriptor: Descriptor, name: str) -> ModuleType:
+def operation_of(descriptor: Descriptor) -> ModuleType:
+    """The module of what a descriptor describes: it runs calls, and says what :mod:`kernlib.ahead`
+    asks of them. Raises TypeError for what is no descriptor."""
     _check_descriptor(descriptor)
+    name = f"{descriptor.package}.operation" if descriptor.package else "operation"
     return import_module(f"kernlib.families.{descriptor.family}.{name}")
 
 
@@ -136,7 +131,7 @@ def run_kernel(
     # not notice fake tensors and make_fx.
     if is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing():
         return _operators_of(descriptor).run(descriptor, *tensors, debug=debug, **arguments)
-    run = _runs.get(type(descriptor)) or _run_of(descriptor)
+    run = _runs.get(type(descriptor)) or run_of(descriptor)
     try:
         if debug:
             with events.on_stderr():

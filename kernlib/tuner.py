@@ -1,14 +1,8 @@
 """Timing the kernels that could compute a call, and keeping the fastest.
 
-A family takes part in two ways:
-
-- The function ``candidates(descriptor, *tensors, **arguments)`` of its module ``ahead`` checks a
-  call as ``run`` does, and returns :class:`kernlib.runtime.candidates.Candidates`: the device; each
-  kernel with the choice that sets it apart and a function that makes it ready to launch; and the
-  bytes under which the fastest is kept.
-- Where it chooses a kernel for a device, it asks :func:`kernlib.jit.tuning.choice` for the family,
-  :func:`kernlib.runtime.devices.model` and the same bytes. It ignores an answer that it does not
-  know.
+A family takes part where its plans choose a kernel for a device: they ask
+:func:`kernlib.runtime.tuned.choice`, which hands over what was kept, and hears of the candidates
+while they are tried. A plan ignores a choice that it does not know.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernlib.ahead import build_all
+from kernlib.ahead import build_all, candidates
 from kernlib.debug import takes_debug
 from kernlib.descriptors.base import Descriptor
 from kernlib.errors import CaptureError
@@ -32,9 +26,8 @@ from kernlib.jit import targets, tuning
 from kernlib.jit.entry import Entry
 from kernlib.progress import check as check_progress
 from kernlib.progress import shown, wanted
-from kernlib.run import ahead_of
 from kernlib.runtime import devices
-from kernlib.runtime.candidates import Candidate
+from kernlib.runtime.ahead import Candidate
 from kernlib.runtime.plan import forget_plans
 
 if TYPE_CHECKING:
@@ -138,7 +131,7 @@ def tune(
     while the stream captures a CUDA graph, since nothing runs then that could be timed.
     """
     check_progress(progress)
-    found = ahead_of(descriptor).candidates(descriptor, *tensors, **arguments)
+    found = candidates(descriptor, *tensors, **arguments)
     gpu = devices.model(found.device)
     with torch.cuda.device(found.device):
         if torch.cuda.is_current_stream_capturing():

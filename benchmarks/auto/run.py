@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from kernlib.runtime.candidates import Candidate
 
 from benchmarks.auto.problems import Call, Problem, Way, problems
 from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session, attempt
 from benchmarks.common.summary import TIE
+from kernlib import ahead
 from kernlib.jit import service, tuning
-from kernlib.run import ahead_of
-from kernlib.runtime.candidates import Candidate
 from kernlib.runtime.devices import arch_of
 from kernlib.runtime.plan import forget_plans
 
@@ -60,7 +60,7 @@ def own_kernels(call: Call) -> list[Candidate]:
     if call.asked is None or not torch.cuda.is_available():
         return []
     descriptor, operands, arguments = call.asked
-    found = ahead_of(descriptor).candidates(descriptor, *operands, **arguments).kernels
+    found = ahead.candidates(descriptor, *operands, **arguments).kernels
     if len(found) < 2:
         return []
     arch = arch_of(torch.cuda.current_device())

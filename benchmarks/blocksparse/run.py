@@ -209,7 +209,7 @@ def stand_ins(problem: Problem) -> tuple:
 
 def kernels(arch: str) -> list[KernelSpec]:
     """Every kernel of the products, once."""
-    from kernlib.families.blocksparse import ahead
+    from kernlib import ahead
 
     chosen = [p for p in problems() if p.mode != "softmax" and not p.is_portable]
     found = [

@@ -83,7 +83,7 @@ def hot_call(
 
 def kernels(arch: str) -> list[KernelSpec]:
     """Every kernel of the section ``patterns``, once."""
-    from kernlib.families.kronecker_sparse import ahead
+    from kernlib import ahead
 
     found = [
         spec

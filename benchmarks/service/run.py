@@ -239,7 +239,7 @@ def triton_add(x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
 
 def spec_and_arch(p: float) -> tuple[object, str]:
     """The kernel of ``cdist p=... 30000x30000x1024 fp32``, for this GPU or for CPU_ARCH."""
-    from kernlib.families.pairwise import ahead
+    from kernlib import ahead
     from kernlib.jit import targets
 
     points = torch.empty(30000, 1024, device="meta")

@@ -256,15 +256,14 @@ def _entries(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
 
 def _of_range(descriptors: list, archs: tuple, calls: list, given: dict, workers) -> list:
     """The entries of many calls, which take few kernels: so these are listed first."""
-    from kernlib.ahead import build_all
-    from kernlib.run import ahead_of
+    from kernlib.ahead import build_all, specs
 
     jobs = {
         (spec, arch): None
         for arch in archs
         for descriptor in descriptors
         for tensors in calls
-        for spec in ahead_of(descriptor).specs(descriptor, arch, tensors, given)
+        for spec in specs(descriptor, arch, tensors, given)
     }
     return build_all(list(jobs), workers, None)
 
@@ -310,7 +309,7 @@ def _given(value, dtype):
 def _operands_of(descriptor, call: Call) -> tuple[str, ...]:
     """The names of what a call takes by place."""
     if call.reduction and descriptor.family == "pairwise":
-        from kernlib.families.pairwise.ahead import operands_of
+        from kernlib.families.pairwise.operation import operands_of
 
         return operands_of(descriptor, call.reduction)
     return descriptor.operands

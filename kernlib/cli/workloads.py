@@ -62,19 +62,15 @@ def _wide(value):
 def compiled(calls: list[Call], place: Place, show: bool | None = None) -> list[frozenset[str]]:
     """Compile the calls' kernels together, on all cores; the keys of each call's. ``show`` is as
     for :func:`kernlib.compile`'s ``progress``."""
-    from kernlib.ahead import build_all
+    from kernlib.ahead import build_all, specs
     from kernlib.jit import service
-    from kernlib.run import ahead_of
 
     where = () if place.index is None else (place.index,)
     needed = [
-        ahead_of(call.descriptor).specs(
-            call.descriptor, place.arch, call.operands, call.arguments, *where
-        )
-        for call in calls
+        specs(call.descriptor, place.arch, call.operands, call.arguments, *where) for call in calls
     ]
-    build_all([(spec, place.arch) for specs in needed for spec in specs], None, show)
-    return [frozenset(service.digest(spec, place.arch).hex() for spec in specs) for specs in needed]
+    build_all([(spec, place.arch) for each in needed for spec in each], None, show)
+    return [frozenset(service.digest(spec, place.arch).hex() for spec in each) for each in needed]
 
 
 class Maker:

@@ -3,10 +3,8 @@ keeps one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from kernlib.jit import targets
 
 Choice = dict[str, Any]  # the kind of kernel and the values of its knobs, by name
 
@@ -17,13 +15,3 @@ def named(choice: Mapping[str, object] | None, candidates: list[Choice]) -> Choi
     wanted = {name: str(value) for name, value in (choice or {}).items()}
     same = (c for c in candidates if {name: str(value) for name, value in c.items()} == wanted)
     return next(same, None)
-
-
-def defaults(
-    candidates: list[Choice], arch: str, default: Callable[[list[Choice], int], Choice]
-) -> list[Choice]:
-    """The candidates taken untuned by the GPUs of an arch, smallest to largest, where
-    ``default(candidates, multiprocessors)`` is the one that a GPU takes."""
-    fewest, most = targets.MULTIPROCESSORS[arch]
-    taken = [default(candidates, count) for count in range(fewest, most + 1)]
-    return [choice for choice in candidates if choice in taken]

@@ -11,6 +11,7 @@ import torch
 from kernlib.descriptors.base import Descriptor, refuse_argument
 from kernlib.descriptors.epilogues import Product
 from kernlib.errors import UnsupportedError
+from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
 from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value, on_device
 from kernlib.runtime.tensors import (
@@ -192,12 +193,17 @@ def autocast(operands: tuple, parameters: dict, dtype: torch.dtype | None = None
     float64 to autocast's dtype, or to ``dtype`` if it is given. The first operand's device says
     whether autocast is on."""
     x = operands[0]
-    kind = x.device.type if isinstance(x, torch.Tensor) else "none"
+    kind = autocast_device(x.device) if isinstance(x, torch.Tensor) else "none"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return operands, parameters
     dtype = dtype or torch.get_autocast_dtype(kind)
     cast = {name: _cast(value, dtype) for name, value in parameters.items()}
     return tuple(_cast(operand, dtype) for operand in operands), cast
+
+
+def autocast_device(device: torch.device) -> str:
+    """The type of device whose autocast a call follows: in a rehearsal that of a GPU."""
+    return "cuda" if rehearsal.on_gpu(device) else device.type
 
 
 def _cast(value, dtype: torch.dtype):

@@ -3,8 +3,8 @@ kernels that are loaded there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import lru_cache, partial
 from threading import Thread
@@ -15,7 +15,9 @@ import torch
 from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime import driver, nvtx
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime import driver, nvtx, rehearsal
+from kernlib.runtime.rehearsal import Rehearsal
 from kernlib.settings import current
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -55,6 +57,9 @@ def allocator(
 def arch_of(device: int) -> str:
     """The compile target of a CUDA device, the portable one if KERNLIB_PORTABLE is set. Raises
     UnsupportedError below sm_80, on ROCm and where there is no such device."""
+    rehearsed = rehearsal.of(device)
+    if rehearsed is not None:
+        return rehearsed.arch
     if torch.version.hip is not None:
         raise UnsupportedError("kernlib runs on NVIDIA GPUs and on CPU tensors, not on ROCm")
     try:
@@ -77,11 +82,45 @@ class Model(NamedTuple):
     multiprocessors: int
 
 
-@lru_cache(maxsize=64)
 def model(device: int) -> Model:
+    """The model of a CUDA device. Of GPUs that are not here it is one without a name, with the
+    fewest multiprocessors."""
+    rehearsed = rehearsal.of(device)
+    if rehearsed is None:
+        return real_model(device)
+    if rehearsed.device is None:
+        return Model("", rehearsed.counts[0])
+    return real_model(rehearsed.device)
+
+
+@lru_cache(maxsize=64)
+def real_model(device: int) -> Model:
     """The model of a CUDA device, asked for once."""
-    found = torch.cuda.get_device_properties(device)
-    return Model(found.name, found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(device)
+    return Model(properties.name, properties.multi_processor_count)
+
+
+@contextmanager
+def rehearse(arch: str, device: int | None = None) -> Iterator[Rehearsal]:
+    """Calls of meta tensors in this block, in this thread, are rehearsed for all GPUs of an arch,
+    or for ``device`` alone."""
+    fewest, most = targets.MULTIPROCESSORS[arch]
+    if device is not None:
+        fewest = most = real_model(device).multiprocessors
+    with rehearsal.entered(Rehearsal(arch, device, range(fewest, most + 1))) as rehearsed:
+        yield rehearsed
+
+
+def lower_on(lower: Callable[[int], Lowered | None], device: int) -> Lowered | None:
+    """The result of ``lower`` for a device's number of multiprocessors. In a rehearsal of GPUs that
+    are not here the kernels are noted for each number that they may have."""
+    rehearsed = rehearsal.of(device)
+    if rehearsed is None:
+        return lower(real_model(device).multiprocessors)
+    results = [lower(count) for count in rehearsed.counts]
+    for result in results:
+        rehearsed.note(() if result is None else result.specs)
+    return results[0]
 
 
 def load(spec: KernelSpec, device: int) -> service.Kernel:
@@ -106,8 +145,12 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
 
 def build(specs: list[KernelSpec], device: int) -> None:
     """Find or compile the kernels of one call side by side, so that :func:`load` finds them: NVRTC
-    takes 0.3 s for each. What fails here is raised by :func:`load`."""
+    takes 0.3 s for each. What fails here is raised by :func:`load`. In a rehearsal they are
+    noted."""
     specs = list(dict.fromkeys(specs))
+    rehearsed = rehearsal.of(device)
+    if rehearsed is not None:
+        return rehearsed.note(specs)
     if len(specs) < 2:
         return
     arch = arch_of(device)

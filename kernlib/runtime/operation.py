@@ -18,6 +18,7 @@ import torch
 from kernlib import events
 from kernlib.descriptors.base import whole
 from kernlib.errors import UnsupportedError
+from kernlib.runtime import rehearsal
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import UNREADABLE, stand_ins
 
@@ -41,6 +42,8 @@ class Operation(NamedTuple):
     launch: Callable  # by a plan, whose request it is
     tensors: Callable  # all tensors of a request, and perhaps other values among them
     materialised: Callable  # the request with copies of its lazy tensors; None if it has none
+    # In a rehearsal what a launch would return, on meta: by a plan, whose request it is.
+    rehearsed: Callable | None = None
 
 
 class Bound(NamedTuple):
@@ -93,6 +96,8 @@ def bind(operation: Operation) -> Bound:
         if readable is not None:
             return execute(*readable)
         plan = _planned(operation, call, request)
+        if rehearsal.current() is not None and _is_meta(tensors):
+            return operation.rehearsed(plan, *request)
         if key is not None:
             cache.keep(key, plan)
         return launch(plan, *request)
@@ -114,6 +119,11 @@ def bind(operation: Operation) -> Bound:
         return plan
 
     return Bound(execute, launch, first, find, make, cache)
+
+
+def _is_meta(values: tuple) -> bool:
+    """Whether a request's tensors have no memory."""
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
 
 
 def _with_ints(request: tuple) -> tuple | None:

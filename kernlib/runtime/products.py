@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from kernlib.descriptors.epilogues import Product as Descriptor
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime import devices, operation
+from kernlib.runtime import devices, operation, rehearsal
 from kernlib.runtime.arguments import (
     apart_of,
     check_device,
@@ -81,6 +81,7 @@ class ProductPlan(NamedTuple):
     result: Callable[[], torch.Tensor]  # makes a new result
     steps: tuple[tuple[Plan, Callable, int], ...]  # see kernlib.runtime.sequence.Loaded
     launch: Callable[..., None]  # launches the steps, given addresses: operands, out, vectors
+    workspace: int  # bytes
     # Computes the call in place of a launch, from descriptor, operands, parameters and where to
     # write; None where kernels do.
     compute: Callable | None
@@ -124,15 +125,16 @@ def make_plan(
         result=allocator(call.out_shape, call.dtype, device),
         steps=steps,
         launch=launcher(steps, inner, device, lowered.workspace),
+        workspace=lowered.workspace,
         compute=compute,
     )
 
 
 def is_on_gpu(device: torch.device) -> bool:
-    """Whether kernels compute the calls of a device: not on CPUs, nor on meta. Raises
-    UnsupportedError for devices that have no backend."""
+    """Whether kernels compute the calls of a device: not on CPUs, nor on meta but in a rehearsal.
+    Raises UnsupportedError for devices that have no backend."""
     check_device(device)
-    return device.type == "cuda"
+    return rehearsal.on_gpu(device)
 
 
 def bind(product: Product) -> Bound:
@@ -179,9 +181,12 @@ def bind(product: Product) -> Bound:
     def reference(call, descriptor, operands, out, parameters) -> torch.Tensor:
         return by_reference(product, descriptor, operands, out, parameters)
 
+    def rehearsed(plan, descriptor, operands, out, parameters) -> torch.Tensor:
+        return plan.result() if out is None else out
+
     own = product.key, product.check, product.way, reference, product.plan
     return operation.bind(
-        Operation(product.name, product.operators, *own, launch, tensors, materialised)
+        Operation(product.name, product.operators, *own, launch, tensors, materialised, rehearsed)
     )
 
 

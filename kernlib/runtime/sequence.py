@@ -8,7 +8,7 @@ from operator import itemgetter
 import torch
 
 from kernlib.lowering.steps import NUMBER, WORKSPACE, Lowered, Step
-from kernlib.runtime import devices
+from kernlib.runtime import devices, rehearsal
 from kernlib.runtime.devices import allocator, build, load
 from kernlib.runtime.plan import Plan, PlanCache, start_all
 
@@ -28,6 +28,8 @@ def load_steps(
     inner = tuple(dict.fromkeys(pair for pairs in wanted for pair in pairs if pair[1]))
     known = [*((place, 0) for place in range(len(places))), *inner]
     build([step.spec for step in steps], device)
+    if rehearsal.of(device) is not None:
+        return (), inner
     loaded = tuple(
         (_plan(step, device), picker([known.index(pair) for pair in pairs]), step.scalars)
         for step, pairs in zip(steps, wanted, strict=True)
@@ -58,10 +60,22 @@ def launcher(
     return launch
 
 
-def load_lowered(lowered: Lowered, operands: tuple[str, ...], device: torch.device) -> Plan | Steps:
+class Silence:
+    """In the place of a plan's launches in a rehearsal."""
+
+    def launch(self, pointers: tuple[int, ...], numbers: list | None = None) -> None:
+        """Nothing."""
+
+
+def load_lowered(
+    lowered: Lowered, operands: tuple[str, ...], device: torch.device
+) -> Plan | Steps | Silence:
     """What launches a call on a device for the addresses of ``operands``, with its kernels loaded.
     For a single launch that takes just these addresses it is the plan itself, so that a hot call
     need not walk a sequence."""
+    if device.type == "meta" and (rehearsed := rehearsal.current()) is not None:
+        rehearsed.note(lowered.specs)
+        return Silence()
     only = lowered.steps[0] if len(lowered.steps) == 1 and not lowered.workspace else None
     if only is not None and only.pointers == tuple((name, 0) for name in operands):
         return _plan(only, device.index)

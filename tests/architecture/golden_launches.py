@@ -11,9 +11,9 @@ from itertools import product
 import torch
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.families.kronecker_sparse import gradients
 from kernlib.jit import tuning
-from kernlib.run import ahead_of
 from kernlib.runtime import devices, tensor_map
 from kernlib.runtime.plan import Plan
 from tests.support import fakes
@@ -210,7 +210,7 @@ def tuned() -> dict[str, list[str]]:
             weight = normal(*factor.weight_shape, dtype=dtype)
             calls[f"Kronecker-sparse {pattern} {batch_last} {dtype}"] = (factor, x, weight)
     for name, (descriptor, *tensors) in calls.items():
-        found = ahead_of(descriptor).candidates(descriptor, *tensors)
+        found = ahead.candidates(descriptor, *tensors)
         digest = hashlib.sha256(found.signature).hexdigest()[:16]
         kept = [" ".join(f"{k}={v}" for k, v in each.choice.items()) for each in found.kernels]
         made[name] = [digest, *kept]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.jit import toolchain
-from kernlib.run import ahead_of
 from tests.gpu import cuda12
 
 CALLS = cuda12.calls()
@@ -16,7 +16,7 @@ def test_a_call_has_kernels_and_a_result(name, seed):
     descriptor, shapes, arguments, dtype = CALLS[name]
     operands, given = cuda12.tensors(shapes, arguments, dtype, "meta")
     if dtype != "float64" or descriptor.family == "pairwise":
-        assert ahead_of(descriptor).specs(descriptor, cuda12.ARCH, operands, given)
+        assert ahead.specs(descriptor, cuda12.ARCH, operands, given)
     operands, given = cuda12.tensors(shapes, arguments, dtype, "cpu")
     found = kl.run_kernel(descriptor, *operands, **given)
     exact = {k: v.double() if torch.is_tensor(v) else v for k, v in given.items()}

@@ -14,7 +14,8 @@ from benchmarks.kronecker_sparse import host, problems, rivals, summary, trainin
 from benchmarks.kronecker_sparse import run as benchmark
 from benchmarks.kronecker_sparse.problems import Problem
 from benchmarks.report import tables
-from kernlib.families.kronecker_sparse import ahead, reference
+from kernlib import ahead
+from kernlib.families.kronecker_sparse import reference
 from kernlib.jit import sources
 from tests.benchmarks.cases import Clock, committed
 

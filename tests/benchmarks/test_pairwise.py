@@ -19,7 +19,7 @@ from benchmarks.pairwise import (
     system,
 )
 from benchmarks.pairwise import run as pairwise
-from kernlib.families.pairwise.ahead import specs as lowered
+from kernlib.ahead import specs as lowered
 from tests.benchmarks.cases import Clock, committed
 
 H200 = timing.Device(132, 1.98e9)

@@ -134,10 +134,10 @@ OF_MATMUL = ("--reduction", "kernel_matmul", "--shape", "Mx3", "--shape", "Nx3",
 
 def test_the_names_of_reductions_are_those_of_the_functions():
     from kernlib.cli import compile as module
-    from kernlib.families.pairwise import ahead
+    from kernlib.families.pairwise import operation
 
-    assert tuple(ahead.REDUCTIONS) == module.REDUCTIONS
-    assert all(getattr(kl, name) is function for name, function in ahead.REDUCTIONS.items())
+    assert tuple(operation.reductions()) == module.REDUCTIONS
+    assert all(getattr(kl, name) is function for name, function in operation.reductions().items())
 
 
 def test_a_reduction_and_what_it_is_differentiated_by(run, asked):
@@ -176,7 +176,7 @@ def test_a_gradient_of_a_symmetric_matrix_and_of_another_family(run, asked):
 
 
 def test_a_range_of_sizes_is_its_ends_and_powers_of_two_with_one_more(run, compiles, monkeypatch):
-    from kernlib.families.pairwise import ahead
+    from kernlib import ahead
 
     found, known = [], ahead.specs
 

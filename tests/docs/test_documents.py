@@ -17,9 +17,11 @@ import kernlib
 from benchmarks import report
 from benchmarks.common import drawing
 from benchmarks.report import picture, verdict
-from kernlib import settings
+from kernlib import ahead, settings
 from kernlib.descriptors import epilogues, expression, gates
-from kernlib.families.kronecker_sparse import ahead
+from kernlib.families.kronecker_sparse import plans
+from kernlib.families.kronecker_sparse.lowering import choose
+from kernlib.families.kronecker_sparse.product import PRODUCT
 from kernlib.families.pairwise import stages
 from kernlib.jit import targets
 from kernlib.nn import KSLinear, compat
@@ -198,9 +200,9 @@ def takers(pattern: tuple, batch: int, dtype: torch.dtype) -> set[str]:
     made = kernlib.KroneckerSparse(*pattern)
     x = torch.empty(batch, made.in_features, dtype=dtype, device="meta")
     weight = torch.empty(pattern, dtype=dtype, device="meta")
-    call = ahead.PRODUCT.check(made, (x, weight), None, {})
-    problem = ahead.plans.problem_of(made, call, x, weight, None, "fp32")
-    return {choice["kind"] for choice in ahead.choose.candidates(problem, "sm_90a")}
+    call = PRODUCT.check(made, (x, weight), None, {})
+    problem = plans.problem_of(made, call, x, weight, None, "fp32")
+    return {choice["kind"] for choice in choose.candidates(problem, "sm_90a")}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

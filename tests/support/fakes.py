@@ -26,10 +26,15 @@ class OnGpu(torch.Tensor):
     """A CPU tensor that calls itself one of GPU 0."""
 
     index = 0
-    device = property(lambda self: torch.device("cuda", self.index))
+    device = property(lambda self: torch.device(*_place(self)))
 
     def get_device(self) -> int:
-        return self.index
+        return -1 if self.is_meta else self.index
+
+
+def _place(t: OnGpu) -> tuple:
+    """Of a copy on meta, which torch makes one of the same class, it is that."""
+    return ("meta",) if t.is_meta else ("cuda", t.index)
 
 
 class OnSecondGpu(OnGpu):
@@ -157,4 +162,4 @@ def install(monkeypatch) -> Gpus:
 def forget() -> None:
     """No plan made, no model known."""
     forget_plans()
-    devices.model.cache_clear()
+    devices.real_model.cache_clear()

@@ -13,7 +13,6 @@ from kernlib import ahead
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
 from kernlib.descriptors.base import as_int, shown
 from kernlib.errors import UnsupportedError
-from kernlib.run import ahead_of
 from kernlib.runtime import devices
 from kernlib.runtime.tensors import check_flag, check_layout
 
@@ -162,7 +161,7 @@ def pre_compile_descriptors(
     for descriptor in wanted:
         made, arguments = descriptor.pairwise, _arguments(descriptor)
         for a, b, out in _layouts():
-            found = ahead_of(made).specs(made, arch, (a, b), {"out": out} | arguments)
+            found = ahead.specs(made, arch, (a, b), {"out": out} | arguments)
             jobs += [(spec, arch) for spec in found]
     ahead.build_all(jobs, None, True if debug else None)
 

@@ -14,10 +14,10 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import NAMES, Layout
 from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
-from kernlib.jit import tuning
 from kernlib.lowering.steps import Lowered
+from kernlib.runtime import tuned
 from kernlib.runtime.arguments import address_of, folded
-from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.devices import arch_of, lower_on, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.products import Call, ProductPlan, make_plan
@@ -71,9 +71,10 @@ def signature(problem: Problem) -> bytes:
 
 def lower(descriptor: BlockSparseMatmul, problem: Problem, device: int) -> Lowered:
     """The kernels of a problem on a device: the tuned ones, else by rule."""
-    gpu = model(device)
-    tuned = tuning.choice(FAMILY, gpu, signature(problem))
-    return choose.lower(descriptor.epilogue, problem, arch_of(device), gpu.multiprocessors, tuned)
+    arch, epilogue = arch_of(device), descriptor.epilogue
+    candidates = partial(choose.candidates, problem, arch)
+    choice = tuned.choice(FAMILY, model(device), signature(problem), candidates)
+    return lower_on(lambda count: choose.lower(epilogue, problem, arch, count, choice), device)
 
 
 def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:

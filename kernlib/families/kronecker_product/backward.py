@@ -21,7 +21,7 @@ from kernlib.families.kronecker_product.lowering.gradients import Gradients
 from kernlib.families.kronecker_product.lowering.problem import Layout
 from kernlib.families.kronecker_product.product import PRODUCT
 from kernlib.runtime import devices
-from kernlib.runtime.devices import allocator, arch_of, model
+from kernlib.runtime.devices import allocator, arch_of
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.operation import KERNELS, REFERENCE, Operation
 from kernlib.runtime.precision import float32_precision
@@ -88,7 +88,8 @@ def _plan(call: Call, descriptor: KroneckerProduct, grad, operands: tuple, needs
     x, *factors = operands
     device = x.get_device()
     given, copies = problem_of(descriptor, call, grad, operands, needs[0])
-    lowered = lowering.lower(given, arch_of(device), model(device).multiprocessors)
+    arch = arch_of(device)
+    lowered = devices.lower_on(lambda count: lowering.lower(given, arch, count), device)
     numbers = range(len(factors))
     names = ("grad", "x", *(f"factor{index}" for index in numbers))
     results = (*["to_x"] * needs[0], *(f"to_factor{index}" for index in numbers))
@@ -125,6 +126,10 @@ def _launch(plan: Plan, descriptor, grad, operands: tuple, needs: tuple) -> list
     ]
 
 
+def _rehearsed(plan: Plan, descriptor, grad, operands: tuple, needs: tuple) -> list:
+    return [torch.empty_like(t) for t in operands]
+
+
 def _materialised(descriptor, grad, operands: tuple, needs: tuple) -> tuple | None:
     if not any(map(is_lazy, (grad, *operands))):
         return None
@@ -145,4 +150,5 @@ def operation(apart: Callable) -> Operation:
         launch=_launch,
         tensors=lambda descriptor, grad, operands, needs: (grad, *operands),
         materialised=_materialised,
+        rehearsed=_rehearsed,
     )

@@ -14,16 +14,18 @@ from kernlib.families.kronecker_product import reference
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.lowering import by_torch, choose
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
-from kernlib.jit import tuning
+from kernlib.lowering.choice import Choice
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime import expressions
+from kernlib.runtime import expressions, tuned
 from kernlib.runtime.arguments import address_of, folded, no_autocast
-from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.devices import arch_of, lower_on, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.products import Call, ProductPlan, make_plan
 
 FAMILY = KroneckerProduct.family
+LEAST_WORKSPACE = 1 << 30  # bytes that a candidate may always take; else x and result together
 
 
 def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) -> ProductPlan:
@@ -62,11 +64,23 @@ def lower(
 ) -> Lowered | None:
     """The kernels of a problem on a device: the tuned ones, or those by rule. None if torch
     computes it. ``copied`` says whether torch's result must be copied into an ``out``."""
-    gpu = model(device)
-    tuned = tuning.choice(FAMILY, gpu, signature(problem))
+    arch, epilogue = arch_of(device), descriptor.epilogue
+    candidates = partial(_candidates, epilogue, problem, arch, device)
+    choice = tuned.choice(FAMILY, model(device), signature(problem), candidates)
     passes = torch_passes(descriptor, problem, copied)
-    given = descriptor.epilogue, problem, arch_of(device), gpu.multiprocessors
-    return choose.lower(*given, tuned, passes)
+    return lower_on(
+        lambda count: choose.lower(epilogue, problem, arch, count, choice, passes), device
+    )
+
+
+def _candidates(epilogue: tuple, problem: Problem, arch: str, device: int) -> list[Choice]:
+    """What tuning may choose from, without those whose workspace is out of proportion."""
+    known = choose.candidates(epilogue, problem, arch, model(device).multiprocessors)
+    features = problem.in_features + problem.out_features
+    both = problem.batch * problem.columns * features * DTYPES[problem.dtype].bytes
+    most = max(LEAST_WORKSPACE, both)
+    fitting = [choice for choice, lowered in known if lowered.workspace <= most]
+    return fitting or [choice for choice, _ in known]
 
 
 def is_copied(descriptor: KroneckerProduct, out: torch.Tensor | None) -> bool:

@@ -18,9 +18,9 @@ from kernlib import events
 from kernlib.canonical import encode
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.families.kronecker_sparse.lowering import choose
-from kernlib.jit import tuning
+from kernlib.runtime import rehearsal, tuned
 from kernlib.runtime.arguments import address_of, folded, no_autocast
-from kernlib.runtime.devices import allocator, arch_of, model
+from kernlib.runtime.devices import allocator, arch_of, lower_on, model
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.products import Call, ProductPlan, make_plan
@@ -136,11 +136,14 @@ def lower(
 ) -> choose.Lowered | None:
     """The kernels of a problem on a device: the tuned ones, else by rule; None for torch, where it
     may compute the call."""
-    arch, gpu = arch_of(device), model(device)
-    tuned = None
-    if torch_may or len(choose.candidates(problem, arch)) > 1:  # torch is another way beside one
-        tuned = tuning.choice(FAMILY, gpu, signature(problem))
-    return choose.lower(epilogue, problem, arch, gpu.multiprocessors, tuned, torch_may)
+    arch, choice = arch_of(device), None
+    candidates = choose.candidates(problem, arch)
+    # Torch is another way beside one.
+    if torch_may or len(candidates) > 1 or tuned.is_trial():
+        choice = tuned.choice(FAMILY, model(device), signature(problem), lambda: candidates)
+    return lower_on(
+        lambda count: choose.lower(epilogue, problem, arch, count, choice, torch_may), device
+    )
 
 
 def torch_may(descriptor: KroneckerSparse, call: Call, x, out) -> bool:
@@ -152,7 +155,7 @@ def torch_may(descriptor: KroneckerSparse, call: Call, x, out) -> bool:
         return False
     if None in views(descriptor, call, x, out) or torch.are_deterministic_algorithms_enabled():
         return False
-    return not torch.cuda.is_current_stream_capturing()
+    return x.is_meta or not torch.cuda.is_current_stream_capturing()
 
 
 def views(descriptor: KroneckerSparse, call: Call, x, out) -> tuple[View | None, View | None]:
@@ -190,6 +193,9 @@ def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, paramete
         problem = problem_of(descriptor, call, x, weight, out, precision)
         may = torch_may(descriptor, call, x, out)
         lowered = lower(descriptor.epilogue, problem, device, may)
+        if may and rehearsal.of(device) is not None:
+            # A stream that captures a call without a plan has the kernels in torch's place.
+            lower(descriptor.epilogue, problem, device)
         if lowered is None:
             return _torch_plan(call, (descriptor, operands, out, parameters), problem)
     return loaded_plan(call, (descriptor, operands, out, parameters), lowered)

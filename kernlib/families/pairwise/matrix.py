@@ -7,16 +7,19 @@ the hyperparameters. CPU tensors are computed by torch (:mod:`kernlib.families.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from kernlib.families.pairwise import checks, plans, rehearsal
+from kernlib.families.pairwise import checks, plans
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.families.pairwise.plans import PairwisePlan
 from kernlib.families.pairwise.request import Request
 from kernlib.families.pairwise.units import LEAST_USUAL, MOST_USUAL, in_unit, unit_of
-from kernlib.runtime import operation
+from kernlib.runtime import operation, rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import check_kind, host_value
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation
@@ -96,8 +99,8 @@ def _check(descriptor, a, b, out, accumulate, row_offset, col_offset, values: di
 
 
 def _way(call: checks.Call | None, descriptor, a, *rest) -> str:
-    if call is None or a.is_meta:  # of which the operator knows as much
-        return OPERATOR
+    if call is None or (a.is_meta and not rehearsal.on_gpu(a.device)):
+        return OPERATOR  # which knows as much of meta tensors
     # By the plan of an empty call a fake tensor would be found: neither has an address.
     empty = 0 in (call.m, call.n, call.k, call.batch)
     return REFERENCE if empty and a.device.type == "cpu" else KERNELS
@@ -173,14 +176,10 @@ def readable(request: Request) -> Request:
     return made._replace(a=materialised(made.a), b=b)
 
 
-def rehearsed(*request) -> torch.Tensor:
-    """A call of meta tensors in a rehearsal, which notes its kernels."""
-    made, given = rehearsal.current(), readable(Request(*request))
-    call = checks.check_call(*given)
-    made.note(plans.specs(given, call, made.arch, made.device))
-    if given.out is not None:
-        return given.out
-    return torch.empty(call.out_shape, dtype=call.out_dtype, device=given.a.device)
+def _rehearsed(plan: PairwisePlan, descriptor, a, b, out, *rest) -> torch.Tensor:
+    if out is not None:
+        return out
+    return torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
 
 
 MATRIX = Operation(
@@ -194,6 +193,7 @@ MATRIX = Operation(
     launch=_launch,
     tensors=_tensors,
     materialised=_materialised,
+    rehearsed=_rehearsed,
 )
 calls = operation.bind(MATRIX)
 
@@ -201,3 +201,25 @@ calls = operation.bind(MATRIX)
 def matrix(descriptor: Pairwise, a, b, /, **values) -> torch.Tensor:
     """The matrix of a descriptor and its hyperparameters, a new tensor without a record."""
     return calls.execute(descriptor, a, b, None, False, 0, 0, values)
+
+
+def repeated(plan: PairwisePlan, call: checks.Call, request: tuple, shared) -> Callable[[], None]:
+    """Launch the kernels of a call into what its candidates share, and return a function that
+    launches them again: for tuning alone."""
+    request = Request(*request)
+    numbers = kept = None
+    if request.hyperparameters:
+        numbers, kept = plans.numbers_of(plan, request.a, request.hyperparameters)
+    like = request.target(call)
+    shape = like.shape, like.stride()
+    out = shared.out(partial(request.a.new_empty_strided, *shape, dtype=like.dtype))
+    tensors = [request.a, request.second, out]
+    if plan.swapped:
+        tensors[:2] = tensors[1::-1]
+
+    plan.launch.launch(tuple(t.data_ptr() for t in tensors), numbers)
+
+    def again(_held=(tensors, kept)) -> None:
+        plan.launch.repeat()
+
+    return again

@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernlib.descriptors.base import shown
 from kernlib.errors import KernlibError
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.matrix import calls, key_of
 from kernlib.run import run_kernel
+from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_dense, check_flag, check_out_shape, refuse_any_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeVar
+
+    from kernlib.jit.spec import KernelSpec
+    from kernlib.runtime.ahead import Planned
 
     _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
 
@@ -221,3 +226,68 @@ def _distance(p, root: bool, direct: bool) -> tuple[Pairwise, dict]:
 
 
 RUNS = {Pairwise: run}
+
+
+# Calls before anybody makes them.
+
+
+def reductions() -> dict[str, Callable]:
+    """The functions that a ``reduction`` may name in calls ahead of time."""
+    from kernlib.families.pairwise.functions import reductions as module
+
+    functions = (
+        module.kernel_matmul, module.kernel_sum, module.kernel_logsumexp, module.kernel_min,
+        module.kernel_argmin, module.kernel_topk,
+    )  # fmt: skip
+    return {function.__name__: function for function in functions}
+
+
+def call_of(descriptor: Pairwise, tensors: tuple, arguments: dict) -> Callable:
+    """The call that is meant, which a ``reduction`` among the arguments names. Raises TypeError and
+    ValueError for another one and for tensors that are not its own."""
+    arguments = dict(arguments)
+    if "reduction" not in arguments:
+        if len(tensors) > 2:
+            raise TypeError(
+                f"specs must be the tensors of one call, got {len(tensors)}: {tensors!r}"
+            )
+        return functools.partial(run, descriptor, *tensors, **arguments)
+    name, functions = arguments.pop("reduction"), reductions()
+    name = getattr(name, "__name__", name)
+    if not isinstance(name, str) or name not in functions:
+        raise ValueError(f"reduction must be one of {', '.join(functions)}, got {shown(name)}")
+    names = operands_of(descriptor, name)
+    if len(tensors) != len(names):
+        raise TypeError(
+            f"{name} of {descriptor.describe()} takes {', '.join(names)}, got {len(tensors)} "
+            "tensors; k, largest, out and the rest go by name"
+        )
+    points = tensors if "b" in names else (tensors[0], None, *tensors[1:])
+    return functools.partial(functions[name], descriptor, *points, **arguments)
+
+
+def operands_of(descriptor: Pairwise, reduction: str) -> tuple[str, ...]:
+    """The tensors that a reduction takes by place; those of a symmetric descriptor have no b."""
+    return (*descriptor.operands, *["v"] * (reduction == "kernel_matmul"))
+
+
+def planned(descriptor: Pairwise, tensors: tuple, arguments: dict) -> list[Planned]:
+    """What of a call has a plan. A reduction makes its own where it is called, of kernels that are
+    loaded."""
+    if "reduction" in arguments:
+        return []
+    from kernlib.families.pairwise.matrix import MATRIX, readable, repeated
+    from kernlib.families.pairwise.request import Request
+    from kernlib.runtime.ahead import Planned, is_recorded
+
+    a, b, *more = (*tensors, None) if len(tensors) == 1 else tensors
+    recorded = is_recorded(arguments.get("out"), *tensors, *arguments.values())
+    request = tuple(readable(Request.of(descriptor, a, b, arguments, tuple(more))))
+    return [Planned(MATRIX, calls, request, request, recorded, repeated)]
+
+
+def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
+    """Every kernel that lowering can choose for a descriptor and inputs of ``dtypes``."""
+    from kernlib.families.pairwise.lowering import choose
+
+    return choose.variants(descriptor, arch, tuple(DTYPE_NAMES[dtype] for dtype in dtypes))

@@ -16,7 +16,7 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.pairwise import checks, mapped, matrix, operation, per_point, rehearsal
+from kernlib.families.pairwise import checks, mapped, operation, per_point
 from kernlib.families.pairwise.categories import arguments as category_arguments
 from kernlib.families.pairwise.categories import operators as categories
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -175,9 +175,6 @@ def _fake_into(a, b, out, accumulate, descriptor, names, numbers, tensors, *rest
 def _call_request(
     descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict
 ) -> torch.Tensor:
-    if a.is_meta and rehearsal.current() is not None:
-        offsets = row_offset, col_offset
-        return matrix.rehearsed(descriptor, a, b, out, accumulate, *offsets, values)
     offsets = {"row_offset": row_offset, "col_offset": col_offset}
     return run(descriptor, a, b, out=out, accumulate=accumulate, **offsets, **values)
 

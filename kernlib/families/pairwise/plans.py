@@ -12,10 +12,9 @@ from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
 from kernlib.families.pairwise.units import is_of_quotients
-from kernlib.jit import tuning
-from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime import tuned
+from kernlib.runtime.devices import arch_of, lower_on, model
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import host_value, on_device
 from kernlib.runtime.plan import Plan
@@ -72,26 +71,15 @@ def loaded_plan(request: Request, call: checks.Call, lowered: Lowered | None) ->
 def lower(request: Request, call: checks.Call, device: int) -> Lowered:
     """The kernels for a call on a device: the tuned ones, else by rule."""
     problem, strides = problem_of(request, call)
-    descriptor, arch, gpu = request.descriptor, arch_of(device), model(device)
-    permitted, tuned = precision(descriptor) or "fp32", None
-    if len(choose.candidates(descriptor, problem, arch, permitted)) > 1:
-        tuned = tuning.choice(descriptor.family, gpu, tuning_signature(descriptor, problem))
-    count = gpu.multiprocessors
-    return choose.lower(descriptor, problem, arch, count, strides, permitted, tuned)
-
-
-def specs(
-    request: Request, call: checks.Call, arch: str, device: int | None = None
-) -> list[KernelSpec]:
-    """The kernels of a checked call on the GPUs of an arch, untuned; on ``device`` alone, if it is
-    given, as it is tuned."""
-    if is_empty(call):
-        return []
-    if device is not None:
-        return lower(request, call, device).specs
-    problem, strides = problem_of(request, call)
-    permitted = precision(request.descriptor) or "fp32"
-    return choose.specs(request.descriptor, problem, arch, strides, permitted)
+    descriptor, arch = request.descriptor, arch_of(device)
+    permitted, choice = precision(descriptor) or "fp32", None
+    candidates = choose.candidates(descriptor, problem, arch, permitted)
+    if len(candidates) > 1 or tuned.is_trial():
+        signature = tuning_signature(descriptor, problem)
+        choice = tuned.choice(descriptor.family, model(device), signature, lambda: candidates)
+    return lower_on(
+        lambda n: choose.lower(descriptor, problem, arch, n, strides, permitted, choice), device
+    )
 
 
 def precision(descriptor: Pairwise) -> str | None:

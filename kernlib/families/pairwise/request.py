@@ -13,6 +13,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
+from kernlib.runtime.rehearsal import on_gpu
 
 OPTIONS = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
 
@@ -80,7 +81,7 @@ class Request(NamedTuple):
 
     def device(self) -> int:
         """Index of the GPU that computes it. Raises UnsupportedError for other devices."""
-        if self.a.device.type != "cuda":
+        if not on_gpu(self.a.device):
             raise UnsupportedError(
                 f"kernlib computes on CUDA and CPU tensors, a is on {self.a.device}; move it to "
                 "one of them"

@@ -23,6 +23,7 @@ from kernlib.runtime import autograd
 from kernlib.runtime.arguments import no_autocast
 from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, recorder
 from kernlib.runtime.operation import operators_of
+from kernlib.runtime.rehearsal import on_gpu
 from kernlib.runtime.tensors import is_lazy, materialised
 
 FEW = 16  # vectors that kernels take at once
@@ -43,7 +44,7 @@ def turned_product(w: SparseMatrix, turned: SparseMatrix | None, y: torch.Tensor
     if turned is not None and _few(w, y):
         return multiply(turned, y, None)
     y = materialised(y) if is_lazy(y) else y
-    if y.device.type != "cuda":
+    if not on_gpu(y.device):
         with no_autocast(y):
             return reference.sparse_matmul(PLAIN, kept.laid_out(w).t(), y)
     return by_dense(PLAIN, laid_out(w).t(), y, {})
@@ -53,11 +54,13 @@ def transpose_for(w: SparseMatrix, y: torch.Tensor) -> SparseMatrix | None:
     """The transpose that :func:`turned_product` should be given for y, or None. It is made if need
     be, but not while a CUDA graph is captured, since that waits for the device, and not for tensors
     of inference mode, since it would not be kept."""
-    if w.format == "dense" or not _few(w, y) or y.device.type != "cuda":
+    if w.format == "dense" or not _few(w, y) or not on_gpu(y.device):
         return None
     known = w.known_transpose()
-    if known is not None or torch.cuda.is_current_stream_capturing() or state_of(w) is None:
+    if known is not None or y.is_meta:
         return known
+    if torch.cuda.is_current_stream_capturing() or state_of(w) is None:
+        return None
     return w.transpose()
 
 

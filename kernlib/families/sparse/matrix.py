@@ -231,6 +231,12 @@ class SparseMatrix:
         made = SparseMatrix.from_layout(self._layout, moved)
         mark(made)
         _count(made, self.known_nnz())
+        turned = self.known_transpose() if device.type == "meta" else None
+        if turned is not None:  # as kernels of gradients that are listed ahead read it
+            turned = SparseMatrix.from_layout(
+                turned._layout, tuple(t.to("meta") for t in turned._operands)
+            )
+            _pair(made, turned, (state_of(made), state_of(turned)))
         return made
 
     def cuda(self, device: torch.device | int | None = None) -> SparseMatrix:

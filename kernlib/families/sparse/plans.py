@@ -20,7 +20,7 @@ from kernlib.families.sparse.moved import check_place
 from kernlib.families.sparse.tensors import check_frozen
 from kernlib.lowering.arithmetic import round_up
 from kernlib.runtime.arguments import address_of, folded, no_autocast
-from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
 from kernlib.runtime.products import Call, ProductPlan, make_plan
 
@@ -113,7 +113,8 @@ def plan(call: Call, descriptor: SparseMatmul, operands: tuple, out, parameters)
     device = x.get_device()
     arch = arch_of(device)  # one too old is refused for cuBLAS as well
     problem = problem_of(call, w, x, out)
-    lowered = lower(descriptor.epilogue, call, w, problem, arch, model(device).multiprocessors)
+    epilogue = descriptor.epilogue
+    lowered = lower_on(lambda count: lower(epilogue, call, w, problem, arch, count), device)
     copy = compute = None
     if lowered is None:
         compute = by_cublas if call.batch else partial(_nothing, call.out_shape)
@@ -174,7 +175,7 @@ def laid_out(w: SparseMatrix) -> torch.Tensor:
     """The matrix laid out densely. In the dense format it is there already."""
     if w.format == "dense":
         return w.operands[0]
-    if 0 in w.shape:
+    if 0 in w.shape or w.device.type == "meta":
         return torch.empty(w.shape, dtype=w.dtype, device=w.device)
     return w.to_dense()
 

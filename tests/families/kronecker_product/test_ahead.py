@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_product import ahead
+from kernlib import ahead
 from kernlib.jit.spec import KernelSpec
 from tests.families.kronecker_product.cases import SHAPES, SIDES, operands
 
@@ -20,9 +20,8 @@ def given(side, **options):
 def test_a_call_that_is_right_is_prepared(side, seed):
     made, x, *factors = given(side)
     wanted = kl.run_kernel(made, x, *factors)
-    for tensors in ((x, *factors), [t.to("meta") for t in (x, *factors)]):
-        assert kl.prepare(made, *tensors) is None and ahead.prepared(made, *tensors)
-        assert kl.prepare(made, *tensors, out=torch.empty_like(wanted).to(tensors[0])) is None
+    assert kl.prepare(made, x, *factors) is None and ahead.prepared(made, x, *factors)
+    assert kl.prepare(made, x, *factors, out=torch.empty_like(wanted)) is None
     vector = x.flatten()[: made.in_features]
     out = torch.empty(made.out_features)
     assert kl.prepare(made, vector, *factors, out=out) is None

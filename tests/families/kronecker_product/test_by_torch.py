@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
-from kernlib.families.kronecker_product import ahead, plans
-from kernlib.families.kronecker_product.lowering import by_torch
+from kernlib import ahead, events
+from kernlib.families.kronecker_product import operation, plans
+from kernlib.families.kronecker_product.lowering import by_torch, choose
+from kernlib.families.kronecker_product.product import PRODUCT
 from kernlib.jit import tuning
+from kernlib.runtime import ahead as runtime_ahead
 from kernlib.runtime import products
 from tests.families.kronecker_product.cases import assert_near, by_modes, product
 from tests.families.kronecker_product.emulated import kinds, operands
@@ -23,7 +25,8 @@ every_dtype = pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.fixture(autouse=True)
 def setting(monkeypatch):
     torch.set_float32_matmul_precision("highest")
-    monkeypatch.setattr(ahead, "torch", fakes.Torch())
+    for module in (runtime_ahead, operation):
+        monkeypatch.setattr(module, "torch", fakes.Torch())
     monkeypatch.setattr(fakes.OnGpu, "to", _on_its_gpu)
     yield
     torch.set_float32_matmul_precision("highest")
@@ -190,13 +193,13 @@ def test_prepare_has_nothing_to_load(gpus, monkeypatch, seed):
         assert not ahead.specs(descriptor, "sm_90a", tuple(tensors), rest, 0)
     assert (host(out) == 7).all() and not gpus.loads
     for count in (131, 133):  # other GPUs have kernels
-        assert ahead.choose.lower((), _problem(descriptor, tensors), "sm_90a", count).steps
+        assert choose.lower((), _problem(descriptor, tensors), "sm_90a", count).steps
     assert ahead.specs(descriptor, "sm_90a", tuple(tensors), {})  # those of fewer multiprocessors
 
 
 def _problem(descriptor, tensors):
-    call = ahead.PRODUCT.check(descriptor, tuple(tensors), None, {})
-    return ahead.plans.problem_of(call, descriptor, tuple(tensors), None, {})[0]
+    call = PRODUCT.check(descriptor, tuple(tensors), None, {})
+    return plans.problem_of(call, descriptor, tuple(tensors), None, {})[0]
 
 
 def test_a_gradient_by_x_may_be_torchs(gpus, seed):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_product import ahead, operators
+from kernlib import ahead
+from kernlib.families.kronecker_product import operators
 from kernlib.runtime import operation
 
 SHAPES = ((3, 2), (4, 5))

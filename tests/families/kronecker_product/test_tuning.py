@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import tuner
-from kernlib.families.kronecker_product import ahead
+from kernlib import ahead, tuner
 from kernlib.families.kronecker_product.lowering import choose
 from kernlib.jit import tuning
 from kernlib.jit.entry import Entry

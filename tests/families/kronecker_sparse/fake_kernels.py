@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import torch
 
-from kernlib.families.kronecker_sparse import ahead, plans, product
+from kernlib.families.kronecker_sparse import operation, plans, product
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
-from kernlib.runtime import devices, driver, expressions, products
+from kernlib.runtime import ahead, devices, driver, expressions, products
 from tests.support import fakes
 from tests.support.fakes import OnGpu, Torch, at
 
@@ -32,12 +32,6 @@ class Simulated:
     def candidates(self, problem, arch):
         return [{"tile": 64}, {"tile": 32}]
 
-    def defaults(self, problem, arch):
-        return [{"tile": 64}]
-
-    def specs_for(self, epilogue, problem, arch, choice):
-        return [self.spec("sum", problem.dtype, choice), self.spec("end", epilogue, choice)]
-
     def variants(self, epilogue, pattern, batch_last, arch, dtypes, precision):
         return [self.spec("sum", dtype, {"tile": 64}) for dtype in dtypes]
 
@@ -53,7 +47,7 @@ class Simulated:
         total = problem.blocks * problem.lanes * problem.rows * problem.columns
         vectors = [name for part in epilogue for name in part.vectors]
         scalars = sum(len(part.parameters) for part in epilogue) - len(vectors)
-        sums, end = self.specs_for(epilogue, problem, arch, tile)
+        sums, end = self.spec("sum", problem.dtype, tile), self.spec("end", epilogue, tile)
         named = [(f"vector{index}", 0) for index in range(len(vectors))]
         pointers = (("left", 0), ("right", 0), ("workspace", self.OFFSET))
         after = (("out", 0), *named, ("workspace", self.OFFSET))
@@ -132,7 +126,7 @@ def install(monkeypatch) -> fakes.Gpus:
     """Put GPUs and lowering in place; ``lowering`` of what is returned notes the problems."""
     made = fakes.install(monkeypatch)
     made.lowering = simulated = Simulated()
-    for name in ("candidates", "defaults", "specs_for", "variants", "lower"):
+    for name in ("candidates", "variants", "lower"):
         monkeypatch.setattr(lowering, name, getattr(simulated, name))
     monkeypatch.setattr(tuning, "choice", lambda *_: None)
 
@@ -144,6 +138,6 @@ def install(monkeypatch) -> fakes.Gpus:
 
     monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(devices, "raw_empty", None)
-    for module in (product, products, ahead, plans, devices):
+    for module in (product, products, ahead, operation, plans, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import events
-from kernlib.families.kronecker_sparse import ahead, plans, reference
+from kernlib import ahead, events
 from kernlib.families.kronecker_sparse import gradients as autograd
+from kernlib.families.kronecker_sparse import plans, reference
 from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.families.kronecker_sparse.lowering import choose as lowering

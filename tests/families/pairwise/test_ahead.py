@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.cli.options import Sizes
 from kernlib.errors import UnsupportedError
-from kernlib.families.pairwise import ahead
 from kernlib.families.pairwise.gradients import eager, plans, products
 from kernlib.families.pairwise.reductions import blocks
 from kernlib.families.pairwise.reductions import gradients as reduced

@@ -8,14 +8,14 @@ import struct
 
 import torch
 
-from kernlib.families.sparse import ahead, plans, product, reference
+from kernlib.families.sparse import operation, plans, product, reference
 from kernlib.families.sparse.layout import DTYPES
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.steps import Lowered, Step
-from kernlib.runtime import autograd, devices, driver, expressions, products
+from kernlib.runtime import ahead, autograd, devices, driver, expressions, products
 from tests.support import fakes
 from tests.support.fakes import OnGpu, Torch, at
 
@@ -137,7 +137,7 @@ def install(monkeypatch) -> fakes.Gpus:
         monkeypatch.setattr(module, "expressions", Expressions())
     monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(devices, "raw_empty", None)
-    for module in (product, products, ahead, plans, devices):
+    for module in (product, products, ahead, operation, plans, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.errors import CaptureError
-from kernlib.families.sparse import ahead, checks, operators, plans
+from kernlib.families.sparse import checks, operators, plans
 from kernlib.families.sparse import gradients as autograd
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.product import calls

@@ -10,7 +10,7 @@ import sys
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import ahead
+from kernlib import ahead
 from kernlib.jit import entry, service
 from kernlib.jit.spec import KernelSpec
 from tests.gpu.watched import heard

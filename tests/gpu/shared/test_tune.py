@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import tuner
+from kernlib import ahead, tuner
 from kernlib.jit import tuning
-from kernlib.run import ahead_of
 from kernlib.runtime import devices
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.pairwise.cases import points, relative_error
@@ -124,7 +123,7 @@ def test_whichever_is_kept_gives_the_right_values(seed, seen, monkeypatch, tile)
 def test_a_record_that_means_nothing_is_passed_over(seed, seen):
     a, b = inputs()
     descriptor = fresh(1.1875)
-    found = ahead_of(descriptor).candidates(descriptor, a, b)
+    found = ahead.candidates(descriptor, a, b)
     kl.run_kernel(descriptor, a, b)
     untuned = seen[-1].fields["grid"]
     for choice in ({"tile": 96}, {"tile": 64, "shape": 3}, {}):
@@ -222,7 +221,7 @@ def test_meta_tensors_prepare_the_tuned_kernel(seed, seen, monkeypatch):
     a, b = inputs()
     descriptor = fresh(1.6875)
     meta = [torch.empty_like(x, device="meta") for x in (a, b)]
-    default = ahead_of(descriptor).specs(descriptor, devices.arch_of(0), meta, {}, 0)
+    default = ahead.specs(descriptor, devices.arch_of(0), meta, {}, 0)
     big = "tile=128 " in default[0].description
     monkeypatch.setattr(tuner, "measure", lambda *given: [2.0, 1.0] if big else [1.0, 2.0])
     kl.tune(descriptor, a, b)

@@ -19,7 +19,7 @@ from kernlib.families.blocksparse.checks import check_layout
 from kernlib.families.blocksparse.contents.sizes import is_int
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.runtime.arguments import check_out
+from kernlib.runtime.arguments import autocast_device, check_out
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value
 from kernlib.runtime.tensors import (
@@ -444,7 +444,7 @@ def check_scale(scale, q: torch.Tensor, look: bool) -> None:
 def autocast(operands: tuple) -> tuple:
     """q, k and v in autocast's dtype, but for float64, as those of torch's attention."""
     layout, *tensors = operands
-    kind = tensors[0].device.type
+    kind = autocast_device(tensors[0].device)
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return operands
     dtype = torch.get_autocast_dtype(kind)

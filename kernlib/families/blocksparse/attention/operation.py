@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
 import torch
 from torch.autograd import forward_ad
 
-from kernlib.families.blocksparse.attention.arguments import autocast, check_kinds, options_of
+from kernlib.families.blocksparse.attention import plans
+from kernlib.families.blocksparse.attention.arguments import (
+    NUMBERS,
+    autocast,
+    check_kinds,
+    options_of,
+    refuse_name,
+)
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
-from kernlib.families.blocksparse.attention.primitive import calls, refuse_overlap
+from kernlib.families.blocksparse.attention.primitive import ATTENTION, calls, refuse_overlap
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import requires_gradient
+
+if TYPE_CHECKING:
+    from kernlib.jit.spec import KernelSpec
+    from kernlib.runtime.ahead import Planned
 
 
 def run(
@@ -48,3 +64,48 @@ def run(
 
 
 RUNS = {BlockSparseAttention: run}
+
+
+# Calls before anybody makes them.
+
+
+def planned(descriptor: BlockSparseAttention, tensors: tuple, arguments: dict) -> list[Planned]:
+    """What of a call has a plan. Raises TypeError for an argument that is not known."""
+    from kernlib.runtime.ahead import Planned, is_recorded, repeated_launch
+
+    captured = dict(arguments)
+    out = captured.pop("out", None)
+    numbers = {name: captured.pop(name) for name in NUMBERS if name in captured}
+    for name in captured:
+        if name not in descriptor.names:
+            refuse_name(descriptor, name)
+    check_kinds(descriptor, tensors)
+    options = options_of(descriptor, tensors, **numbers)
+    recorded = is_recorded(out, *tensors[1:], *options.tensors, *captured.values())
+    request = descriptor, autocast(tensors), out, options, captured
+    request = ATTENTION.materialised(*request) or request
+    repeated = partial(repeated_launch, ATTENTION.launch)
+    return [Planned(ATTENTION, calls, request, request, recorded, repeated)]
+
+
+def variants(
+    descriptor: BlockSparseAttention, arch: str, dtypes: tuple[torch.dtype, ...]
+) -> list[KernelSpec]:
+    """Every kernel that lowering can choose for a descriptor and tensors of ``dtypes``, of the
+    usual widths and captured ones of one dtype, and for gradients by q, k and v; none for float32
+    and float64. Raises KeyError for other dtypes."""
+    from kernlib.families.blocksparse.lowering.attention import choose
+    from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED
+
+    names = [KERNEL_TYPES[dtype] for dtype in dtypes if dtype != torch.float64]
+    names = tuple(name for name in names if name != "float32")
+    kinds = CAPTURED if descriptor.names else ("",)
+    across = [name for name, axes in descriptor.captured if "col" in axes]
+    specs: dict[KernelSpec, None] = {}
+    for kind, by, packed in product(kinds, ((), ("v",)), [()] + [across] * bool(across)):
+        try:
+            score = plans.score_of(descriptor, (kind,) * len(descriptor.names), by, packed)
+        except ValueError:  # of a dtype that the expressions have no use for
+            continue
+        specs.update(dict.fromkeys(choose.variants(score, names, arch)))
+    return list(specs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,11 +34,11 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
     View,
 )
 from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED, pointers
-from kernlib.jit import tuning
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
+from kernlib.runtime import tuned
 from kernlib.runtime.arguments import address_of
-from kernlib.runtime.devices import allocator, arch_of, model
+from kernlib.runtime.devices import allocator, arch_of, lower_on, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_device
 from kernlib.runtime.sequence import launcher, load_steps
@@ -240,23 +241,21 @@ def signature(problem: Attention) -> bytes:
 
 def lower(problem: Attention, device: int) -> Lowered:
     """The kernels of a problem on a device: the tuned ones, else by rule."""
-    gpu = model(device)
-    tuned = tuning.choice(FAMILY, gpu, signature(problem))
-    return choose.lower(problem, arch_of(device), gpu.multiprocessors, tuned)
+    arch = arch_of(device)
+    candidates = partial(choose.candidates, problem, arch)
+    choice = tuned.choice(FAMILY, model(device), signature(problem), candidates)
+    return lower_on(lambda count: choose.lower(problem, arch, count, choice), device)
 
 
-def plan(
-    call, descriptor, operands: tuple, out, options: Options, captured: dict, lowered=None
-) -> AttentionPlan:
-    """The plan of a checked call on CUDA tensors, its kernels loaded: ``lowered``, or those that
-    :func:`lower` finds."""
+def plan(call, descriptor, operands: tuple, out, options: Options, captured: dict) -> AttentionPlan:
+    """The plan of a checked call on CUDA tensors, its kernels loaded."""
     q, sizes = operands[1], sizes_of(operands)
     index = q.get_device()
     problem, reads, apart = problem_of(descriptor, operands, out, options, captured)
     launch = None
     if call.count:
-        lowered = lowered or lower(problem, index)
-        launch = _loaded(lowered, (*OPERANDS, *pointers(problem.score)), q.device)
+        lowered = lower(problem, index)
+        launch = _loaded(lowered, (*OPERANDS, *pointers(problem.score)), q)
     result = allocator((*sizes.out[:3], problem.values), q.dtype, q.device)
     lse = allocator(sizes.out[:3], torch.float32, q.device)
     window = window_of(descriptor, dtypes_of(descriptor, captured))
@@ -274,10 +273,11 @@ def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tup
     problem, reads = gradient_of(descriptor, operands, out, options, captured, grads, needs)
     launch = None
     if out.numel():
-        lowered = choose.lower_gradient(problem, arch_of(index), model(index).multiprocessors)
+        arch = arch_of(index)
+        lowered = lower_on(lambda count: choose.lower_gradient(problem, arch, count), index)
         places = [f"collected{place}" for place in range(len(problem.collected))]
         names = (*GRADIENT_OPERANDS, *places, *pointers(problem.attention.score))
-        launch = _loaded(lowered, names, q.device)
+        launch = _loaded(lowered, names, q)
     attention = problem.attention
     widths = attention.features, attention.features, attention.values
     made = tuple(
@@ -296,10 +296,10 @@ def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tup
     return GradientPlan(index, q.device, sizes, copies, made, cut, collected, window, launch)
 
 
-def _loaded(lowered: Lowered, operands: tuple[str, ...], device: torch.device) -> Callable:
+def _loaded(lowered: Lowered, operands: tuple[str, ...], q: torch.Tensor) -> Callable:
     """What launches the kernels, given a list of the operands' addresses and the numbers."""
-    steps, inner = load_steps(lowered.steps, operands, device.index)
-    return launcher(steps, inner, device, lowered.workspace)
+    steps, inner = load_steps(lowered.steps, operands, q.get_device())
+    return launcher(steps, inner, q.device, lowered.workspace)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Allocator:

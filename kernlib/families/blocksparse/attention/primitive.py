@@ -155,6 +155,12 @@ def readable(options: Options) -> Options:
     return options._replace(**real)
 
 
+def _rehearsed(plan: AttentionPlan, descriptor, operands, out, options: Options, captured) -> tuple:
+    y = operands[1].new_empty(plan.sizes.out) if out is None else out
+    lse = plan.lse() if options.lse else None
+    return y, lse, plan.lse() if options.lse and plan.has_rest else None
+
+
 ATTENTION = Operation(
     name="blocksparse_attention",
     operators=OPERATORS,
@@ -166,6 +172,7 @@ ATTENTION = Operation(
     launch=_launch,
     tensors=_tensors,
     materialised=_materialised,
+    rehearsed=_rehearsed,
 )
 calls = operation.bind(ATTENTION)
 
@@ -276,6 +283,13 @@ def _gradient_materialised(descriptor, operands, saved, options, captured, grads
     return descriptor, operands, saved, options, captured, grads, needs
 
 
+def _gradient_rehearsed(
+    plan: GradientPlan, descriptor, operands, saved, options, captured, grads, needs
+) -> list:
+    tensors = *operands[1:], *(captured[name] for name in descriptor.names)
+    return [torch.empty_like(t) if need else None for t, need in zip(tensors, needs, strict=True)]
+
+
 GRADIENT = Operation(
     name="blocksparse_attention_gradient",
     operators=OPERATORS,
@@ -287,5 +301,6 @@ GRADIENT = Operation(
     launch=_gradient_launch,
     tensors=_gradient_tensors,
     materialised=_gradient_materialised,
+    rehearsed=_gradient_rehearsed,
 )
 gradient_calls = operation.bind(GRADIENT)

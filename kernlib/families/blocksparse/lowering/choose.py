@@ -94,18 +94,6 @@ def default(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> C
     return {"kind": name, **kind.default(problem, own, multiprocessors)}
 
 
-def defaults(problem: Spmm | Sdd, arch: str) -> list[Choice]:
-    """The candidates taken untuned by the GPUs of an arch, smallest to largest."""
-    known = candidates(problem, arch)
-    return choices.defaults(known, arch, lambda known, count: default(problem, known, count))
-
-
-def specs(epilogue: tuple[Epilogue, ...], problem: Spmm | Sdd, arch: str) -> list[KernelSpec]:
-    """Those that a problem takes untuned on the GPUs of an arch."""
-    found = (lower(epilogue, problem, arch, 1, choice) for choice in defaults(problem, arch))
-    return list(dict.fromkeys(spec for lowered in found for spec in lowered.specs))
-
-
 def variants(
     epilogue: tuple[Epilogue, ...],
     mode: str,

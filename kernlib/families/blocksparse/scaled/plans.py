@@ -17,7 +17,7 @@ from kernlib.families.blocksparse.scaled import checks, reference
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime.arguments import address_of
-from kernlib.runtime.devices import arch_of, model
+from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.products import Call, ProductPlan, make_plan
 
 
@@ -87,7 +87,7 @@ def plan(call: Call, descriptor, operands: tuple, out, parameters: dict) -> Prod
     tensors, request = (a, b, *layout.tensors, *scales), (descriptor, operands, out, parameters)
     names = (*NAMES, "values", "dense", *scaled.SCALES)
     found = problem_of(call, descriptor, operands, out) if call.batch else None
-    lowered = lower(found, arch, model(device).multiprocessors)
+    lowered = lower_on(lambda count: lower(found, arch, count), device)
     if not lowered.steps:
         return make_plan(tensors, call, request, _nowhere, names, None, False, _by_torch)
     read = found[2]

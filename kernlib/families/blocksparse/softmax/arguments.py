@@ -10,7 +10,7 @@ import torch
 from kernlib.families.blocksparse.checks import check_layout, check_values
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
-from kernlib.runtime.arguments import check_broadcast, check_out
+from kernlib.runtime.arguments import autocast_device, check_broadcast, check_out
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value
 from kernlib.runtime.tensors import check_dense, check_memory
@@ -136,7 +136,7 @@ def check_scale(scale, x: torch.Tensor, look: bool) -> None:
 def autocast(operands: tuple, parameters: dict) -> dict:
     """The tensors besides x as autocast has them: floats in the dtype of x, which stays."""
     _, x = operands
-    kind = x.device.type
+    kind = autocast_device(x.device)
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return parameters
     return {name: _cast(value, x.dtype) for name, value in parameters.items()}

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
 import torch
 from torch.autograd import forward_ad
 
 from kernlib.families.blocksparse.softmax import arguments
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
-from kernlib.families.blocksparse.softmax.primitive import calls, refuse_overlap
+from kernlib.families.blocksparse.softmax.primitive import SOFTMAX, calls, refuse_overlap
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import requires_gradient
+
+if TYPE_CHECKING:
+    from kernlib.jit.spec import KernelSpec
+    from kernlib.runtime.ahead import Planned
 
 
 def run(
@@ -41,3 +50,42 @@ def run(
 
 
 RUNS = {BlockSparseSoftmax: run}
+
+
+# Calls before anybody makes them.
+
+
+def planned(descriptor: BlockSparseSoftmax, tensors: tuple, keywords: dict) -> list[Planned]:
+    """What of a call has a plan. Raises TypeError for an argument that is not known."""
+    from kernlib.runtime.ahead import Planned, is_recorded, repeated_launch
+
+    rest = dict(keywords)
+    out, scale = rest.pop("out", None), rest.pop("scale", 1.0)
+    for name in rest:
+        if name not in arguments.NAMES:
+            names = ", ".join(("out", "scale", *arguments.NAMES))
+            raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {names}")
+    arguments.check_kinds(descriptor, tensors)
+    parameters = arguments.given(*(rest.get(name) for name in arguments.NAMES))
+    parameters = arguments.autocast(tensors, parameters)
+    recorded = is_recorded(out, scale, *tensors[1:], *parameters.values())
+    request = descriptor, tensors, out, scale, parameters
+    request = SOFTMAX.materialised(*request) or request
+    repeated = partial(repeated_launch, SOFTMAX.launch)
+    return [Planned(SOFTMAX, calls, request, request, recorded, repeated)]
+
+
+def variants(
+    descriptor: BlockSparseSoftmax, arch: str, dtypes: tuple[torch.dtype, ...]
+) -> list[KernelSpec]:
+    """Every kernel that lowering can choose for a descriptor and x of ``dtypes``, masks being bools
+    or not, and for its gradients; none for float64. Raises KeyError for other dtypes."""
+    from kernlib.families.blocksparse.lowering import softmax as lowering
+
+    names = tuple(KERNEL_TYPES[dtype] for dtype in dtypes if dtype != torch.float64)
+    modes = descriptor.key_padding_mask, descriptor.attn_mask
+    kinds = [(None,) if mode is None else (mode, "bool") for mode in modes]
+    options = [
+        lowering.Options(descriptor.causal, descriptor.rpe, *masks) for masks in product(*kinds)
+    ]
+    return list(lowering.variants(options, names))

@@ -149,6 +149,7 @@ SOFTMAX = Operation(
     launch=_launch,
     tensors=_tensors,
     materialised=_materialised,
+    rehearsed=lambda plan, descriptor, operands, out, *rest: plan.result() if out is None else out,
 )
 calls = operation.bind(SOFTMAX)
 
@@ -222,5 +223,6 @@ GRADIENT = Operation(
     launch=_gradient_launch,
     tensors=lambda layout, grad, y, scale, needs: (grad, y, *layout.tensors, scale),
     materialised=_gradient_materialised,
+    rehearsed=lambda plan, *request: [plan.result() if need else None for need in request[-1]],
 )
 gradient_calls = operation.bind(GRADIENT)

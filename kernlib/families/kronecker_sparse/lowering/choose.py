@@ -48,9 +48,7 @@ __all__ = [
     "Step",
     "candidates",
     "default",
-    "defaults",
     "lower",
-    "specs_for",
     "variants",
 ]
 
@@ -122,20 +120,6 @@ def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choi
     else:
         chosen = kind.default(problem, own, multiprocessors)
     return {"kind": known[0]["kind"], **chosen}
-
-
-def defaults(problem: Problem, arch: str) -> list[Choice]:
-    """The candidates taken untuned by the GPUs of an arch, smallest to largest."""
-    known = candidates(problem, arch)
-    return choices.defaults(known, arch, lambda known, count: default(problem, known, count))
-
-
-def specs_for(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
-) -> list[KernelSpec]:
-    """The specs that :func:`lower` takes for a candidate, on whichever GPU of the arch."""
-    kind, own = _apart(choice)
-    return kind.specs(epilogue, problem, arch, own)
 
 
 def variants(

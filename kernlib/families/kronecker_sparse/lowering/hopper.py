@@ -100,14 +100,6 @@ def lower(
     return Lowered((pack.step(problem, packed), main), packed.workspace(problem))
 
 
-def specs(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
-) -> list[KernelSpec]:
-    """The specs that :func:`lower` takes for a choice."""
-    variant = _variant(problem, int(choice["columns"]))
-    return [pack.chosen(problem, _packing(variant))] * variant.packed + [spec(epilogue, variant)]
-
-
 def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:

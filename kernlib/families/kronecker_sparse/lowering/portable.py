@@ -118,21 +118,6 @@ def lower(
     return Lowered((_pack(given, problem.right), main), 16 * _chunks(problem))
 
 
-def specs(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
-) -> list[KernelSpec]:
-    """The specs that :func:`lower` takes for a choice on the GPUs of an arch, whose multiprocessors
-    decide whether the depth is split."""
-    tile, given, problem = _tile(choice), problem, packed(problem)
-    fewest, most = targets.MULTIPROCESSORS[arch]
-    counts = (splits(epilogue, problem, tile, n) for n in range(fewest, most + 1))
-    found = [pack_spec(problem.dtype)] * (problem != given)
-    for split in sorted({count > 1 for count in counts}):
-        found.append(spec(() if split else epilogue, _variant(problem, tile, split), arch))
-        found += [reduce_spec(problem.dtype)] * split
-    return found
-
-
 def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:

@@ -66,14 +66,6 @@ def lower(
     return Lowered((*turns, *steps), left + right + inner.workspace)
 
 
-def specs(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
-) -> list[KernelSpec]:
-    """The specs that :func:`lower` takes for a choice."""
-    inner = _inner(problem, arch).specs(epilogue, transposed_problem(problem), arch, choice)
-    return [spec(problem.dtype), *inner]
-
-
 def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:

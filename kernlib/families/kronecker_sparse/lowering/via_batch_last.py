@@ -94,14 +94,6 @@ def lower(
     return Lowered(tuple(steps), x + y + inner.workspace)
 
 
-def specs(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
-) -> list[KernelSpec]:
-    """The specs that :func:`lower` takes for a choice."""
-    part = part_of(problem, slice_rows(problem))
-    return [transpose.spec(problem.dtype), *hopper.specs(epilogue, part, arch, choice)]
-
-
 def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:

@@ -88,17 +88,6 @@ def lower(
     return Lowered((main, portable.reduce_step(problem, partial, one, parts)), 4 * one * parts)
 
 
-def specs(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, choice: Choice
-) -> list[KernelSpec]:
-    """The specs that :func:`lower` takes for a choice."""
-    if epilogue:
-        known = portable.candidates(problem, arch)
-        return [s for own in known for s in portable.specs(epilogue, problem, arch, own)]
-    variant = Variant(problem.dtype, bool(_lines(problem)), int(choice["columns"]))
-    return [spec(variant), portable.reduce_spec(problem.dtype)]
-
-
 def variants(
     epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:

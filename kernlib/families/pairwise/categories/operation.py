@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from kernlib.families.pairwise import checks, rehearsal
+from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.categories import arguments, formula, matrix
 from kernlib.families.pairwise.categories.arguments import Tables
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
 from kernlib.families.pairwise.gradients.eager import refuse_out
 from kernlib.families.pairwise.request import Request
+from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import plain
 from kernlib.runtime.tensors import (

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from kernlib.families.pairwise import checks, rehearsal
+from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.categories import arguments, formula, matrix
 from kernlib.families.pairwise.categories.arguments import Tables
 from kernlib.families.pairwise.categories.operation import Call, gradients
@@ -21,6 +21,7 @@ from kernlib.families.pairwise.reductions import arguments as reduced
 from kernlib.families.pairwise.reductions import blocks
 from kernlib.families.pairwise.reductions.arguments import Nearest, Shape
 from kernlib.families.pairwise.request import Request
+from kernlib.runtime import rehearsal
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import refuse_any_overlap, stand_ins
 

@@ -20,7 +20,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 
-from kernlib.families.pairwise import checks, rehearsal, stages
+from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula, norms, products, routes, weights
 from kernlib.families.pairwise.gradients.formula import Sums
@@ -30,6 +30,7 @@ from kernlib.families.pairwise.matrix import MATRIX, calls, matrix
 from kernlib.families.pairwise.stages_reference import linear
 from kernlib.families.pairwise.units import LEAST_USUAL, MOST_USUAL, in_unit, unit_of
 from kernlib.run import run_kernel
+from kernlib.runtime import rehearsal
 from kernlib.runtime.numbers import host_value, on_device
 from kernlib.runtime.operation import by_operator, operators_of
 from kernlib.runtime.tensors import (

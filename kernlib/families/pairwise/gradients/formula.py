@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.runtime import rehearsal
 from kernlib.runtime.precision import rounds, without_autocast
 
 BLOCK_ELEMENTS = 1 << 24  # of (L, rows, T, K) at once: 64 MB in float32, several times

@@ -19,10 +19,12 @@ from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.families.pairwise.lowering import gradient_tensor
 from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.rehearsal import arch_of, load_lowered, lowered, on_gpu
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import host_value
+from kernlib.runtime.rehearsal import on_gpu
+from kernlib.runtime.sequence import load_lowered
 from kernlib.runtime.tensors import span
 
 
@@ -41,7 +43,7 @@ class GradientPlan(NamedTuple):
 
 def make_plan(call: Call, kind: Kind, operands, out, accumulate, values: dict) -> GradientPlan:
     """The plan of a checked call. Raises UnsupportedError for devices that have no backend."""
-    if not on_gpu(operands.x):
+    if not on_gpu(operands.x.device):
         raise UnsupportedError(
             f"kernlib computes on CUDA and CPU tensors, {kind.names[0]} is on {call.device}; move "
             "it to one of them"
@@ -123,7 +125,7 @@ def _tensor(
         extremes=2 * call.features if z.dim() == 3 and z.shape[0] > 1 else 0,
     )
     arch = arch_of(device)
-    made = lowered(lambda count: gradient_tensor.lower(problem, arch, count), device)
+    made = lower_on(lambda count: gradient_tensor.lower(problem, arch, count), device)
     if made is None:
         return None
     plan = load_lowered(made, lowering.OPERANDS, call.device)
@@ -161,7 +163,7 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
 def _direct(kind: Kind, call: Call, problem: lowering.Problem, device: int) -> Callable:
     """By the kernel of the FP32 or FP64 lanes."""
     arch = arch_of(device)
-    made = lowered(lambda count: lowering.lower(problem, arch, count), device)
+    made = lower_on(lambda count: lowering.lower(problem, arch, count), device)
     plan = load_lowered(made, lowering.OPERANDS, call.device)
     if made.parts == 1:
         return lambda operands, out, numbers: plan.launch(_pointers(operands, out), numbers)

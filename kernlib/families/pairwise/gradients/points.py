@@ -7,12 +7,12 @@ import math
 import torch
 
 from kernlib import events
-from kernlib.families.pairwise import rehearsal, stages
+from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.gradients import arguments, plans, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.gradients.plans import GradientPlan
 from kernlib.families.pairwise.lowering import gradient as lowering
-from kernlib.runtime import operation
+from kernlib.runtime import operation, rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import check_kind, host_value, on_device, plain
 from kernlib.runtime.operation import KERNELS, REFERENCE, Operation

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise.cpu.products import product
 from kernlib.families.pairwise.descriptor import dot_product
 from kernlib.run import run_kernel
+from kernlib.runtime import rehearsal
+from kernlib.runtime.devices import model
 from kernlib.runtime.precision import float32_precision, without_autocast
 
 KERNEL_COLUMNS = 128  # of a product, from which the kernel of dot products beats SGEMM
@@ -124,7 +125,7 @@ def is_torchs(precision: str | None, left: torch.Tensor, narrowest: int) -> bool
 def parts_of(left: torch.Tensor, right: torch.Tensor) -> int:
     """In how many parts a sum is computed, so that its tiles fill the GPU's multiprocessors, each
     of which sums up a tile alone: the fewest that keep them nearly as busy as any number does."""
-    return parts_on(left, right, rehearsal.model(left.get_device()).multiprocessors)
+    return parts_on(left, right, model(left.get_device()).multiprocessors)
 
 
 def parts_on(left: torch.Tensor, right: torch.Tensor, at_once: int) -> int:

@@ -14,7 +14,6 @@ from types import ModuleType
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct, few
 from kernlib.families.pairwise.lowering.direct import Problem
-from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.steps import Lowered
@@ -73,22 +72,6 @@ def _default(problem: Problem, split: bool, multiprocessors: int) -> Choice:
     ):
         return FEW
     return SPLIT if products < float("inf") else DIRECT
-
-
-def specs(
-    descriptor: Pairwise, problem: Problem, arch: str, strides: tuple[int, ...], precision: str
-) -> list[KernelSpec]:
-    """The kernels that a problem takes on the GPUs of an arch, untuned."""
-    fewest, most = targets.MULTIPROCESSORS[arch]
-    split = _takes_split(descriptor, problem, arch, precision)
-    known, counts = direct.candidates(problem, arch), {}
-    for n in range(fewest, most + 1):  # of split, one of the direct kernels is behind the gate
-        kind = _default(problem, split, n)["kind"]
-        tile = None if kind == FEW["kind"] else direct.default(problem, known, n)["tile"]
-        counts[kind, tile] = n
-    given = (descriptor, problem, arch)
-    made = [lower(*given, n, strides, precision) for n in counts.values()]
-    return list(dict.fromkeys(spec for each in made for spec in each.specs))
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:

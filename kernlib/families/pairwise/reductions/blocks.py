@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.run import run_kernel
+from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 
 BLOCK_BYTES = 1 << 26

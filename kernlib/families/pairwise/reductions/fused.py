@@ -28,20 +28,14 @@ from kernlib.families.pairwise.lowering.reduce import MAX_BLOCKS, SMALL_K
 from kernlib.families.pairwise.matrix import kind_of_number
 from kernlib.families.pairwise.plans import numbers_of
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
-from kernlib.families.pairwise.rehearsal import (
-    Silence,
-    arch_of,
-    build,
-    load_lowered,
-    model,
-    on_gpu,
-)
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
+from kernlib.runtime.devices import arch_of, build, model
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.plan import Plan, PlanCache
-from kernlib.runtime.sequence import Steps
+from kernlib.runtime.rehearsal import on_gpu
+from kernlib.runtime.sequence import Silence, Steps, load_lowered
 from kernlib.runtime.tensors import is_lazy, materialised, signature
 
 # Columns of v up to which computing the matrix once for every few of them is faster than storing
@@ -115,7 +109,7 @@ def gradients(
 
 def takes(request: Request, shape: Shape) -> bool:
     """Whether sizes, type and device are those of a kernel."""
-    if not on_gpu(request.a) or request.a.dtype != torch.float32:
+    if not on_gpu(request.a.device) or request.a.dtype != torch.float32:
         return False
     columns = 1 if request.v is None else shape.columns
     if 0 in (shape.m, shape.n, shape.k, shape.batch) or not 1 <= columns <= MOST_COLUMNS:

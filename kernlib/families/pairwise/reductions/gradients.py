@@ -15,12 +15,12 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 
-from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.formula import normal
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions import arguments, blocks, fused, operation
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device
 from kernlib.runtime.operation import by_operator

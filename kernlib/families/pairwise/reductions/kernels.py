@@ -14,19 +14,13 @@ from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.plans import precision
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
-from kernlib.families.pairwise.rehearsal import (
-    Silence,
-    arch_of,
-    build,
-    load_lowered,
-    model,
-    on_gpu,
-)
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
+from kernlib.runtime.devices import arch_of, build, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.plan import Plan
-from kernlib.runtime.sequence import Steps
+from kernlib.runtime.rehearsal import on_gpu
+from kernlib.runtime.sequence import Silence, Steps, load_lowered
 
 # Of v's columns one launch by tensor cores takes 8: 18 ms for 1e10 pairs of 64 features, and 16 in
 # one go 54, as each value then waits for its share of reads of v.
@@ -58,7 +52,7 @@ class ReductionPlan(NamedTuple):
 
 def takes(reduction: str, request: Request, shape: Shape) -> bool:
     """Whether the kernels compute a reduction, and are the fastest to do so."""
-    if not on_gpu(request.a):
+    if not on_gpu(request.a.device):
         return False
     empty = 0 in (shape.m, shape.n, shape.k, shape.batch)
     empty = empty or (request.v is not None and shape.columns == 0)

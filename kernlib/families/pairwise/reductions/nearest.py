@@ -11,15 +11,17 @@ from kernlib.families.pairwise.plans import precision
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
 from kernlib.families.pairwise.reductions.kernels import ReductionPlan
-from kernlib.families.pairwise.rehearsal import arch_of, build, load_lowered, lowered, on_gpu
 from kernlib.families.pairwise.request import scalar_strides
 from kernlib.lowering.dtypes import FLOAT_SUMS
+from kernlib.runtime.devices import arch_of, build, lower_on
 from kernlib.runtime.dtypes import DTYPE_NAMES
+from kernlib.runtime.rehearsal import on_gpu
+from kernlib.runtime.sequence import load_lowered
 
 
 def takes(reduction: Nearest, request: Request, shape: Shape) -> bool:
     """Whether the kernels compute a reduction, and are the fastest to do so."""
-    if not on_gpu(request.a) or DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
+    if not on_gpu(request.a.device) or DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
         return False
     if 0 in (shape.m, shape.n, shape.k, shape.batch):
         return False
@@ -39,7 +41,7 @@ def plan(
     problem = _problem_of(reduction, request, shape)
     given = descriptor, problem, reduction.largest, arch_of(device)
     rest = scalar_strides(descriptor, numbers, call), precision(descriptor), rows
-    made = lowered(lambda count: lowering.lower(*given, count, *rest), device)
+    made = lower_on(lambda count: lowering.lower(*given, count, *rest), device)
     build(made.specs, device)
     return ReductionPlan(
         slots=checks.slots(descriptor),

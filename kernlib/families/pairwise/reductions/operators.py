@@ -12,12 +12,13 @@ import torch
 from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors.text import from_text
-from kernlib.families.pairwise import mapped, rehearsal
+from kernlib.families.pairwise import mapped
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.operators import separate
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import gradients, operation, pairs
 from kernlib.families.pairwise.reductions.arguments import Request
+from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
 from kernlib.runtime.tensors import refuse_any_overlap

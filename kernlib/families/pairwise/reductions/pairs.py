@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.pairwise import rehearsal
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request
 from kernlib.run import run_kernel
+from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import is_mapped, stand_ins
 

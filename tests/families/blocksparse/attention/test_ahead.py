@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kernlib import ahead
 from kernlib.errors import UnsupportedError
-from kernlib.families.blocksparse.attention import ahead
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.run import run_kernel
 from tests.families.blocksparse.attention.cases import F16, F32, F64, Shape
@@ -29,9 +29,10 @@ def test_a_prepared_call_is_nothing_but_its_launch(kernels, gpus):
 def test_kernels_of_gradients_are_prepared(kernels, gpus):
     made, tensors = operands(SHAPE, grad=True)
     ahead.prepare(PLAIN, made, *tensors)
-    assert "gradient" in gpus.loads[-1].what
+    assert any("gradient" in load.what for load in gpus.loads)
     assert not ahead.prepared(PLAIN, made, *tensors)
-    assert kernels.problems[-1].needs == (True, True, True)
+    needs = [problem.needs for problem in kernels.problems if hasattr(problem, "needs")]
+    assert needs and {*needs} == {(True, True, True)}
 
 
 def test_what_torch_computes_is_ready():
@@ -39,7 +40,7 @@ def test_what_torch_computes_is_ready():
     ahead.prepare(PLAIN, made, *tensors)
     assert ahead.prepared(PLAIN, made, *tensors)
     meta = [t.to("meta") for t in tensors]
-    with pytest.raises(UnsupportedError, match="on meta are on no GPU"):
+    with pytest.raises(UnsupportedError, match="torch sees no CUDA device"):
         ahead.prepare(PLAIN, made.to("meta"), *meta)
     with pytest.raises(UnsupportedError, match="kernels are timed on the GPU"):
         ahead.candidates(PLAIN, made, *tensors)
@@ -51,7 +52,7 @@ def test_specs(kernels, gpus):
     assert ahead.specs(PLAIN, "sm_90a", (made, *tensors), {}, 0)
     recorded = [t.requires_grad_() for t in tensors]
     found = ahead.specs(BIASED, "sm_90a", (made, *recorded), {"bias": bias.requires_grad_()}, 0)
-    assert len(found) == 2
+    assert len(found) == 3  # of a gradient that lies as the result does, and as sum() makes it
     (collected,) = kernels.problems[-1].collected
     assert (collected.index, collected.axes) == (0, "pair")
     wide = [t.to(F32) for t in tensors]

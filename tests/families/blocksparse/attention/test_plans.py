@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from kernlib import ahead
 from kernlib.errors import CaptureError
-from kernlib.families.blocksparse.attention import ahead, arguments, plans, reference
+from kernlib.families.blocksparse.attention import arguments, plans, reference
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.layout import Layout

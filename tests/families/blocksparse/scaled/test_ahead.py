@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kernlib import ahead
 from kernlib.errors import UnsupportedError
-from kernlib.families.blocksparse import ahead
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import scaled
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
@@ -94,7 +94,7 @@ def test_what_torch_computes_is_ready():
     tensors = operands(made, "dds", (False, True))
     ahead.prepare(LAYER, made, *tensors)
     assert ahead.prepared(LAYER, made, *tensors)
-    with pytest.raises(UnsupportedError, match="on meta are on no GPU"):
+    with pytest.raises(UnsupportedError, match="torch sees no CUDA device"):
         ahead.prepare(LAYER, made.to("meta"), *(t.to("meta") for t in tensors))
     with pytest.raises(UnsupportedError, match="kernels are timed on the GPU"):
         ahead.candidates(LAYER, made, *tensors)
@@ -102,5 +102,5 @@ def test_what_torch_computes_is_ready():
 
 def test_candidates(gpus):
     found = ahead.candidates(LAYER, *given())
-    assert [each.choice for each in found.kernels] == [{"kind": "scaled"}]
+    assert [each.choice for each in found.kernels] == [{"kind": "blocksparse_scaled"}]
     assert ahead.candidates(LAYER, *given(block=64)).kernels == []

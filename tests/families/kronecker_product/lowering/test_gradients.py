@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_product import ahead
+from kernlib import ahead
 from kernlib.families.kronecker_product.lowering import gradient_variant as variant
 from kernlib.families.kronecker_product.lowering import gradients, modes
 from kernlib.families.kronecker_product.lowering.problem import Layout

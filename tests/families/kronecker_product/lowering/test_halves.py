@@ -9,7 +9,6 @@ import torch
 import kernlib as kl
 from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.lowering import halves, slabs
-from kernlib.runtime import devices
 from tests.families.kronecker_product.cases import GATES, assert_near, product
 from tests.families.kronecker_product.emulated import kinds, operands, run
 from tests.support.speeds import slow_but
@@ -80,7 +79,7 @@ def test_strides_batches_and_epilogues(side, dtype, gpus, seed):
 @pytest.mark.parametrize("ahead", slow_but((64,), (64, 128, 10**6)))
 def test_tiles_are_read_ahead(ahead, dtype, gpus, monkeypatch, seed):
     """By the only block there is, of a multiprocessor that holds one."""
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     monkeypatch.setattr(halves.Halves, "resident", lambda self, arch: 1)
     monkeypatch.setattr(halves, "columns_of", lambda *_: 4)
     monkeypatch.setattr(halves, "ahead_of", lambda made, arch: min(ahead, made.tile))
@@ -162,7 +161,7 @@ def test_slabs_pass_from_run_to_run(case, restaged, gpus, monkeypatch, seed):
     if restaged:
         made = halves.variant_of_slabs
         monkeypatch.setattr(halves, "variant_of_slabs", lambda *given: made(*given[:-1], True))
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, *factors = operands(shapes, rows, side, dtype, batch)
     padded = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, dtype=dtype)  # rows that lie unaligned
     x = padded[..., :-1].copy_(x)

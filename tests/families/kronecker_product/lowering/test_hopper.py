@@ -9,7 +9,6 @@ import kernlib as kl
 from kernlib import settings
 from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.lowering import choose, hopper, hopper_variant
-from kernlib.runtime import devices
 from tests.families.kronecker_product.cases import GATES, assert_near, by_modes
 from tests.families.kronecker_product.emulated import kinds, operands, run
 from tests.support.speeds import slow_but
@@ -185,7 +184,7 @@ def test_a_tile_forgets_the_exponents_of_another(gpus, monkeypatch, seed):
     """Of which a group has had one of a first pass since."""
     monkeypatch.setattr(hopper_variant, "WORKERS", 128)
     monkeypatch.setattr(hopper_variant, "SLAB_BYTES", 1)
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, *factors = operands(square((16,) * 3), 20, "right", F16)
     x = x * 2.0**-18
     x[0] *= 2.0**31
@@ -261,7 +260,7 @@ def test_slabs_follow_each_other(sizes, dtype, place, gpus, monkeypatch, seed):
     features, rows = math.prod(sizes), 23
     monkeypatch.setattr(hopper_variant, "SLAB_BYTES", 3 * features * dtype.itemsize)
     monkeypatch.setattr(hopper, "DISTANCE", 1)
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, *factors = operands(square(sizes), rows, "right", dtype)
     out = torch.full((rows, features + (place == "ring")), math.nan, dtype=dtype)[:, :features]
     run(kl.KroneckerProduct(sizes), x, *factors, out=out)
@@ -273,7 +272,7 @@ def test_slabs_follow_each_other(sizes, dtype, place, gpus, monkeypatch, seed):
 def test_tickets_of_several_tiles(dtype, gpus, monkeypatch, seed):
     """Of one row, where there are many rows."""
     monkeypatch.setattr(hopper, "LEAST_TICKETS", 0)
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     sizes = (8,) * 5
     x, *factors = operands(square(sizes), 7, "right", dtype)
     found = run(kl.KroneckerProduct(sizes), x, *factors)

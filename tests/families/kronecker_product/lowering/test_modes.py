@@ -8,7 +8,7 @@ import torch
 import kernlib as kl
 from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.lowering import by_torch, modes, slabs, variant
-from kernlib.runtime import devices, products
+from kernlib.runtime import products
 from tests.families.kronecker_product.cases import assert_near, product
 from tests.families.kronecker_product.emulated import kinds, operands, run
 from tests.support import fakes
@@ -128,7 +128,7 @@ def test_slabs_pass_from_run_to_run_in_one_launch(case, restaged, gpus, monkeypa
     if restaged:
         made = slabs.variant
         monkeypatch.setattr(slabs, "variant", lambda *given: made(*given[:-1], True))
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     tensors = operands(shapes, rows, side, dtype, batch)
     if "stride" in case:
         x = tensors[0]
@@ -145,7 +145,7 @@ def test_slabs_pass_from_run_to_run_in_one_launch(case, restaged, gpus, monkeypa
 @pytest.mark.parametrize("ahead", [32, 96, 10**6])
 def test_tiles_are_read_ahead(shapes, ahead, gpus, monkeypatch, seed):
     """By the only block there is, of a multiprocessor that holds one."""
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     monkeypatch.setattr(variant.Variant, "resident", lambda self, arch: 1)
     monkeypatch.setattr(modes, "columns_of", lambda *_: 4)
     monkeypatch.setattr(modes, "ahead_of", lambda made, arch: min(ahead, made.tile))

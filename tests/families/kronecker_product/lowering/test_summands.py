@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.descriptors.epilogues import Add
-from kernlib.families.kronecker_product import ahead, plans
+from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.lowering import halves, modes, slabs
-from kernlib.runtime import devices
 from tests.families.kronecker_product.cases import GATES, assert_near, operands, product
 from tests.families.kronecker_product.emulated import kinds
 from tests.support.emulation.gpus import gpu, host
@@ -171,7 +171,7 @@ def test_slabs_take_their_part_of_y(case, batch, gpus, monkeypatch, seed):
     monkeypatch.setattr(modes, "most_features", lambda dtype: 512)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, factors = operands(MANY, rows, side, F32)
     x = (x + torch.zeros(*batch, 1, 1)).to(dtype)
     factors = [factor.to(dtype) for factor in factors]
@@ -188,7 +188,7 @@ def test_slabs_of_half_types_do_so_too(side, rows, gpus, monkeypatch, seed):
     monkeypatch.setattr(halves, "runs", lambda *_: ((1, 2), (0, 1)))
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
-    monkeypatch.setattr(plans, "model", lambda _: devices.Model("", 1))
+    monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, factors = operands(((8, 8), (8, 16)), rows, side, F16)
     wanted = product(x, factors, side)
     for y in (torch.randn(wanted.shape).half(), torch.randn(wanted.shape[-2], 1).half()):

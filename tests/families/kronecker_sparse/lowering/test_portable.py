@@ -312,21 +312,6 @@ def test_a_choice_that_is_no_candidate_is_passed_over(choice):
     assert lowered(choice=choice) == lowered()
 
 
-@pytest.mark.parametrize("given", [
-    problem(), problem(rows=7000), problem(lanes=4), weight_gradient(batch=3000),
-    weight_gradient(40, 128, 128, 1, batch=2000),
-])  # fmt: skip
-def test_the_specs_of_an_arch_are_those_of_its_devices(given):
-    fewest, most = targets.MULTIPROCESSORS[ARCH]
-    made = {
-        step.spec
-        for count in range(fewest, most + 1)
-        for step in lower((), given, ARCH, count).steps
-    }
-    chosen = lowering.defaults(given, ARCH)
-    assert made == {s for choice in chosen for s in lowering.specs_for((), given, ARCH, choice)}
-
-
 # The generated source.
 
 

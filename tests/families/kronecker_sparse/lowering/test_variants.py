@@ -77,19 +77,6 @@ def test_lowering_chooses_among_the_variants(made, epilogue, arch, multiprocesso
         assert {s.spec for s in found.steps} <= known(epilogue, pattern, last, arch, precision)
 
 
-@settings(max_examples=100)
-@given(problems(), st.sampled_from(EPILOGUES), st.sampled_from(ARCHS))
-def test_the_specs_of_a_choice_hold_those_of_every_device(made, epilogue, arch):
-    _, _, role, asked = made
-    given = epilogue if role == "forward" else ()
-    fewest, most = targets.MULTIPROCESSORS[arch]
-    for choice in lowering.candidates(asked, arch):
-        specs = set(lowering.specs_for(given, asked, arch, choice))
-        for count in (fewest, (fewest + most) // 2, most):
-            found = lowering.lower(given, asked, arch, count, choice)
-            assert {step.spec for step in found.steps} <= specs
-
-
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_variants_are_distinct_and_reach_no_header_of_cuda(pattern, arch):

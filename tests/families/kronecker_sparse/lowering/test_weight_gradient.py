@@ -226,10 +226,6 @@ def test_an_epilogue_needs_the_whole_sum(given):
     found = lower(EPILOGUE, given, ARCH, PROCESSORS)
     assert entries(found)[-1] == "portable"
     assert "Gelu" in found.steps[-1].spec.description
-    chosen = lowering.candidates(given, ARCH)[0]
-    assert {step.spec for step in found.steps} <= set(
-        lowering.specs_for(EPILOGUE, given, ARCH, chosen)
-    )
 
 
 # Turned operands.
@@ -300,8 +296,6 @@ def test_choices_of_turned_problems_are_those_of_what_sums_them():
     for choice in known:
         found = lower((), given, "sm_80", 108, {k: str(v) for k, v in choice.items()})
         assert f" {choice['rows']}x{choice['columns']} " in found.steps[2].spec.description
-        made = {step.spec for step in found.steps}
-        assert made <= set(lowering.specs_for((), given, "sm_80", choice))
 
 
 def test_more_terms_than_a_launch_sums_are_refused():

@@ -162,20 +162,6 @@ def test_variants_of_a_descriptor_have_those_of_few_pairs():
     assert set(few.variants(L1, ("float32",))) <= set(made) and len(set(made)) == len(made)
 
 
-@pytest.mark.parametrize("descriptor", [L1, L2], ids=str)
-@pytest.mark.parametrize(("m", "n", "k"), [(24, 111, 765), (512, 512, 765), (360, 360, 4096)])
-@pytest.mark.parametrize("arch", ["sm_86", "sm_90a"])
-def test_specs_are_those_of_all_gpus_of_an_arch(arch, m, n, k, descriptor):
-    call, strides = problem(m, n, k), (0,) * 5
-    fewest, most = targets.MULTIPROCESSORS[arch]
-    taken = {
-        spec
-        for count in range(fewest, most + 1)
-        for spec in choose.lower(descriptor, call, arch, count, strides, "fp32").specs
-    }
-    assert set(choose.specs(descriptor, call, arch, strides, "fp32")) == taken
-
-
 # What NVRTC makes of it.
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import ahead
+from kernlib import ahead
 from kernlib.families.pairwise.lowering import double
 from tests.families.pairwise.cases import draw
 from tests.families.pairwise.forwards import bandwidth

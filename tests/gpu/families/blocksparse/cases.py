@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import kernlib as kl
-from kernlib import BlockSparseMatmul
+from kernlib import BlockSparseMatmul, ahead
 from kernlib.blocksparse import Layout
-from kernlib.families.blocksparse import ahead
 from kernlib.families.blocksparse.lowering import hopper
 from kernlib.jit import service
 from kernlib.runtime.devices import arch_of

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_product import ahead
+from kernlib import ahead
 from kernlib.jit import service
 from kernlib.runtime.devices import arch_of
 

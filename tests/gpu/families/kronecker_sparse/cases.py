@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.ahead import build_all
-from kernlib.families.kronecker_sparse import ahead, checks, plans, reference
+from kernlib.families.kronecker_sparse import checks, plans, reference
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.families.kronecker_sparse import product as primitives
-from kernlib.run import ahead_of
 from tests.gpu.families.kronecker_sparse import cases as ks
 from tests.gpu.watched import capture, heard, launches, nothing_waits, peak
 
@@ -238,11 +238,11 @@ def events():
 @every_call
 def test_prepare_leaves_nothing_to_do(case, meta, seed, events):
     descriptor, x, weight = call_of(case, kl.Custom(f"v * 0.875 - {1 + meta}"))
-    assert not ahead_of(descriptor).prepared(descriptor, x, weight)
+    assert not ahead.prepared(descriptor, x, weight)
     kl.prepare(
         descriptor, *(torch.empty_like(t, device="meta") if meta else t for t in (x, weight))
     )
-    assert ahead_of(descriptor).prepared(descriptor, x, weight) is not meta
+    assert ahead.prepared(descriptor, x, weight) is not meta
     assert "launch" not in [event.name for event in events]
     events.clear()
     found = kl.run_kernel(descriptor, x, weight)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import ahead
+from kernlib import ahead
 from kernlib.runtime.devices import arch_of
 from tests.gpu.families.pairwise.cases import points, relative_error
 from tests.support.gpus import on_hopper

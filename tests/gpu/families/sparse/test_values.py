@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
+from kernlib import ahead
 from kernlib.ahead import build_all
-from kernlib.families.sparse import ahead
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.runtime import devices, expressions
 from kernlib.sparse import SparseMatrix, compress, matmul
