@@ -254,3 +254,21 @@ def layouts() -> dict[str, Callable]:
         "layout written": lambda: written.write_(mask),
         "layout turned": lambda: written.transpose(),
     }
+
+
+def tunable() -> dict[str, tuple]:
+    """Descriptors, and tensors of a call of each that can be tuned."""
+    calls = {}
+    for mode, dtype, block in (("dsd", HALF, 64), ("dds", SINGLE, (32, 64)), ("sdd", BFLOAT, 128)):
+        s = layout(block, GRID)
+        tensors = operands(mode, s, 2048, dtype=dtype)
+        calls[f"{mode} {dtype} {block}"] = (kl.BlockSparseMatmul(mode), s, *tensors)
+    s = layout(64, (4, 4))
+    calls["softmax"] = kl.BlockSparseSoftmax(causal=True), s, tensor(s.capacity, 64, 64)
+    for kind in (OnGpu, OnSecondGpu):
+        s, q = layout(64, (4, 4), kind=kind), tensor(1, 2, 256, 64, dtype=HALF, kind=kind)
+        calls[f"attention {kind.__name__}"] = (kl.BlockSparseAttention(causal=True), s, q, q, q)
+    s = layout(128, (4, 4))
+    a, b = operands("dsd", s, 32, (False, True), dtype=BYTE)
+    descriptor = kl.BlockSparseScaledMatmul("dsd", transpose_b=True)
+    return calls | {"scaled": (descriptor, s, a, b, tensor(s.capacity), tensor(1)[0])}

@@ -22,10 +22,24 @@ from tests.support import fakes
 HALF, SINGLE, BYTE = torch.float16, torch.float32, torch.float8_e4m3fn
 
 
-def install(monkeypatch) -> list[str]:
-    """Put the GPU in place; the list is of the launches to come. A pass by autograd makes tensors
-    of its own, of no class that a test has: so all tensors say that they are on the GPU."""
-    plans, runs = golden_launches.install(monkeypatch), []
+class Runs(list):
+    """Launches as lines, and of which tensors these say where a kernel has them."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def place(self, address: int) -> str:
+        """The number of the tensor at an address, and how many bytes behind its first, ``-`` for
+        memory of others, whose addresses differ from run to run."""
+        for index, t in enumerate(self.tensors):
+            offset = address - t.data_ptr()
+            if 0 <= offset < max(1, t.numel() * t.element_size()):
+                return f"{index}+{offset}" if offset else str(index)
+        return "-" if address else "none"
+
+
+def install(monkeypatch) -> Runs:
+    """Put the GPU in place; the list is of the launches to come."""
+    plans, runs = golden_launches.install(monkeypatch), Runs()
     lines: dict[int, tuple[Plan, str]] = {}  # a plan that lives keeps its number
     initialize, start = Plan.__init__, Plan.start
 
@@ -38,7 +52,8 @@ def install(monkeypatch) -> list[str]:
         if numbers is not None:  # each a value and an address
             pairs = zip(numbers[::2], map(bool, numbers[1::2]), strict=True)
             digest = hashlib.sha256(f"{digest} {[*pairs]}".encode()).hexdigest()[:16]
-        runs.append(f"{words} {digest}")
+        places = f" of {' '.join(map(runs.place, pointers))}" if runs.tensors else ""
+        runs.append(f"{words} {digest}{places}")
         start(self, stream, pointers, numbers)
 
     monkeypatch.setattr(Plan, "__init__", noted_plan)
@@ -47,7 +62,8 @@ def install(monkeypatch) -> list[str]:
 
 
 def everywhere(monkeypatch, index: int = 0) -> None:
-    """All tensors on a GPU. What kernels would have written is 0."""
+    """All tensors on a GPU: a pass by autograd makes some of its own, of no class that a test has.
+    What kernels would have written is 0."""
     device = torch.device("cuda", index)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).zero_())
@@ -60,7 +76,7 @@ def everywhere(monkeypatch, index: int = 0) -> None:
 class Recorded(TorchDispatchMode):
     """What makes each call one by an operator, of which it notes the name."""
 
-    def __init__(self, runs: list[str]):
+    def __init__(self, runs: list):
         super().__init__()
         self.runs = runs
 
@@ -84,10 +100,11 @@ def tensor(*shape: int, dtype=SINGLE) -> torch.Tensor:
     return torch.full(shape, 0.5, dtype=dtype)
 
 
-def passes(case: Case, runs: list[str]) -> list[str]:
+def passes(case: Case, runs: Runs) -> list[str]:
     """What a call runs with a gradient, and what that, eager and by operators; and the call by
-    operators without a gradient."""
+    operators without a gradient. The result's gradient is the last of the tensors."""
     runs.clear()
+    runs.tensors = case.tensors
     count = len(case.tensors) if case.count is None else case.count
     for words, mode in (("eager", nullcontext()), ("recorded", Recorded(runs))) if count else ():
         leaves = [t.detach().requires_grad_(i < count) for i, t in enumerate(case.tensors)]
@@ -95,8 +112,10 @@ def passes(case: Case, runs: list[str]) -> list[str]:
         with mode:
             runs.append(f"-- {words}")
             y = case.call(*leaves).as_subclass(torch.Tensor)
+            grad = tensor(*y.shape, dtype=y.dtype)
+            runs.tensors = *case.tensors, grad
             runs.append(f"-- {words}, backward")
-            torch.autograd.grad(y, leaves[:count], tensor(*y.shape, dtype=y.dtype))
+            torch.autograd.grad(y, leaves[:count], grad)
     fakes.forget()
     with Recorded(runs):
         runs.append("-- recorded, without a gradient")

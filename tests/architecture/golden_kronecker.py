@@ -104,3 +104,14 @@ def with_options() -> dict[str, Callable]:
         calls[f"kronecker {name} {dtype} of many, biased"] = partial(biased, x, *many)
         calls[f"kronecker {name} {dtype} of a vector"] = partial(kl.kron_matmul, x[0], factors)
     return calls
+
+
+def tunable() -> dict[str, tuple]:
+    """Descriptors, and tensors of a call of each that can be tuned."""
+    calls = {}
+    for name, dtype, side in (("16^4", SINGLE, "right"), ("64^2", HALF, "left")):
+        descriptor = kl.KroneckerProduct(SHAPES[name], side=side)
+        shape = (100, descriptor.in_features)[:: 1 if side == "right" else -1]
+        factors = (tensor(*size, dtype=dtype) for size in descriptor.shapes)
+        calls[f"kronecker {name} {side}"] = (descriptor, tensor(*shape, dtype=dtype), *factors)
+    return calls

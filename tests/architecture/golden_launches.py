@@ -16,6 +16,7 @@ from kernlib.families.kronecker_sparse import gradients
 from kernlib.jit import tuning
 from kernlib.runtime import devices, tensor_map
 from kernlib.runtime.plan import Plan
+from tests.architecture import golden_blocks, golden_kronecker
 from tests.support import fakes
 from tests.support.fakes import OnGpu, OnSecondGpu
 
@@ -209,6 +210,9 @@ def tuned() -> dict[str, list[str]]:
             x = normal(*(shape[::-1] if batch_last else shape), dtype=dtype)
             weight = normal(*factor.weight_shape, dtype=dtype)
             calls[f"Kronecker-sparse {pattern} {batch_last} {dtype}"] = (factor, x, weight)
+    matrix = compressed(torch.eye(512, 1024).half(), "u8")
+    calls["sparse u8"] = kl.SparseMatmul(), matrix, normal(4, 1024, dtype=half.dtype)
+    calls |= golden_blocks.tunable() | golden_kronecker.tunable()
     for name, (descriptor, *tensors) in calls.items():
         found = ahead.candidates(descriptor, *tensors)
         digest = hashlib.sha256(found.signature).hexdigest()[:16]

@@ -82,6 +82,7 @@ def assert_cached(monkeypatch) -> None:
     settings.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_errors_say_what_they_said(monkeypatch):
     assert_cached(monkeypatch)
     before, now = TEXTS.read_text(), texts()
