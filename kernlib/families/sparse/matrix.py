@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import shown
 from kernlib.errors import warn
 from kernlib.families.sparse.formats import encoding
@@ -455,7 +455,7 @@ def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
 torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
 
 
-@takes_debug
+@eager_only
 def compress(
     dense: torch.Tensor, format: str = "auto", columns: int = 1, *, debug: bool = False
 ) -> SparseMatrix:

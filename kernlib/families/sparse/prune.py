@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import real, shown
 from kernlib.runtime.tensors import (
     check_dense,
@@ -24,7 +24,7 @@ FLOATS = (
 )  # fmt: skip
 
 
-@takes_debug
+@eager_only
 def magnitude(
     weight: torch.Tensor,
     density: float,

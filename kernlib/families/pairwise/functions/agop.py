@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import refuse_descriptor
 from kernlib.families.pairwise import checks, per_point
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -85,7 +85,7 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
     )
 
 
-@takes_debug
+@eager_only
 def agop(
     descriptor: Pairwise,
     x: torch.Tensor,

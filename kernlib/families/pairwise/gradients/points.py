@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernlib import events
 from kernlib.families.pairwise import rehearsal, stages
@@ -67,6 +68,10 @@ def cdist_grad(
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
     gradient while gradients are recorded.
     """
+    if is_dynamo_compiling():
+        from kernlib.runtime.eager import eagerly
+
+        return eagerly(cdist_grad, a, b, c, d, out, p, eps, debug)
     if debug is not False:
         check_flag("debug", debug)
         with events.on_stderr():
