@@ -31,7 +31,7 @@ from kernlib.nn.kronecker_sparse_algorithms import (
     nearest_factor,
 )
 from kernlib.nn.linears import checked_linear, dense_linear
-from kernlib.nn.traced import factors_of, parameters_of
+from kernlib.nn.traced import factors_of, parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense, refuse_other
 
@@ -315,6 +315,8 @@ class KSLinear(ComputesWeight, nn.Module):
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
         it, and its batch is first."""
         return dense_linear(self, self.to_dense())
+
+    __repr__ = represented
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_size}", f"out_features={self.out_size}"]

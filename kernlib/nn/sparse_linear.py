@@ -19,7 +19,7 @@ from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.nn.linears import class_name, dense_linear
 from kernlib.nn.sparse_holding import MatrixModule
 from kernlib.nn.sparse_weights import check_bias, checked_dtype, is_silently_dense, matrix_of
-from kernlib.nn.traced import parameters_of
+from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_flag
 
@@ -213,6 +213,8 @@ class SparseLinear(ComputesWeight, MatrixModule):
             return run_kernel(self._plain, matrix, input.float()).to(input.dtype)
         y = run_kernel(self._biased, matrix, input.float(), bias=bias.float())
         return y.to(input.dtype)
+
+    __repr__ = represented
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]

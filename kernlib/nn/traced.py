@@ -1,4 +1,4 @@
-"""Parameters of layers inside of torch.compile.
+"""Layers inside of torch.compile: their parameters, and how they are shown.
 
 Dynamo makes constants of the sizes of every ``nn.Parameter``, whatever ``dynamic`` says, so that
 each layer of other sizes would take a program of its own. Those of a sparse layer differ with
@@ -9,6 +9,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+
+def represented(layer: nn.Module) -> str:
+    """The ``__repr__`` of a layer. While Dynamo traces it is the name of the class: torch.vmap asks
+    what it maps for its repr, and Dynamo does not follow what makes the rest of that."""
+    return type(layer).__name__ if is_dynamo_compiling() else nn.Module.__repr__(layer)
 
 
 def factors_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:

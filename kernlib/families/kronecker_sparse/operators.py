@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from kernlib import events
 from kernlib.descriptors.base import with_symbols
@@ -203,6 +204,8 @@ def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: boo
     (x, weight), parameters = autocast((x, weight), parameters)
     checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
     check_parameters(descriptor, descriptor.out_features, parameters, x, False, checks.TYPES)
+    if _are_functorch_transforms_active():  # which the operators do not follow
+        return products.by_reference(PRODUCT, descriptor, (x, weight), None, parameters)
     return whole(x, weight, text, *for_operator(parameters, x.device), debug)
 
 

@@ -27,7 +27,7 @@ from kernlib.nn.block_sparse.weight import (
     layout_of_weight,
 )
 from kernlib.nn.linears import check_is_linear, dense_linear, refuse_stand_in
-from kernlib.nn.traced import parameters_of
+from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -216,6 +216,8 @@ class BlockSparseLinear(BlockSparseModule):
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
         it."""
         return dense_linear(self, self.to_dense())
+
+    __repr__ = represented
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
