@@ -46,7 +46,7 @@ def _wrapped(function: Function, in_graphs: bool) -> Function:
     @wraps(function)
     def call(*values: Any, debug: bool = False, **named: Any) -> Any:
         if not in_graphs and is_dynamo_compiling():
-            from kernlib.runtime.eager import eagerly
+            from kernlib.eager import eagerly
 
             return eagerly(call, *values, debug=debug, **named)
         if debug is False:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -221,8 +222,16 @@ def _takes(descriptor: Pairwise) -> set[str]:
     return taken | set(descriptor.parameters)
 
 
-def check_names(descriptor: Pairwise, values: dict) -> None:
-    """Raises TypeError for a keyword that a call of a descriptor with categories does not take."""
+def check_recorded_offsets(row_offset, col_offset) -> None:
+    """Raises TypeError for what is neither an int nor a symbol of one, which an operator refuses in
+    torch's words."""
+    for name, offset in (("row_offset", row_offset), ("col_offset", col_offset)):
+        if not isinstance(offset, torch.SymInt):
+            as_int(name, offset)
+
+
+def check_names(descriptor: Pairwise, values: Iterable[str]) -> None:
+    """Raises TypeError for a keyword that no call of a descriptor takes, with categories or not."""
     taken = (*CODES, *_takes(descriptor), *descriptor.options, *_OF_EPILOGUES, *_EXPONENTS)
     for name in values:
         if name not in taken:

@@ -71,6 +71,7 @@ def run(
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     offsets = row_offset, col_offset
+    checks.check_recorded_offsets(*offsets)
     again = partial(run, debug=debug)
     made = per_point.computed(again, descriptor, a, b, out, accumulate, *offsets, hyperparameters)
     if made is not None:
@@ -156,6 +157,7 @@ def _shape(a, b, out, names, tensors) -> tuple:
 
 
 def _fake_new(a, b, descriptor, names, numbers, tensors, row_offset, col_offset, debug):
+    checks.check_names(from_text(descriptor), names.split()[len(numbers) :])
     return a.new_empty(_shape(a, b, None, names, tensors))
 
 
@@ -169,6 +171,7 @@ def _vmap_new(
 
 
 def _fake_into(a, b, out, accumulate, descriptor, names, numbers, tensors, *rest):
+    checks.check_names(from_text(descriptor), names.split()[len(numbers) :])
     _shape(a, b, out, names, tensors)
 
 

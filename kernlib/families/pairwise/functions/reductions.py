@@ -7,10 +7,12 @@ Gradients take half a gigabyte more at most; those that are differentiated thems
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import inf
 from typing import NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import heard
 from kernlib.descriptors.base import as_int, real
@@ -169,7 +171,8 @@ def kernel_argmin(
     """The column of the smallest entry of each row of K, int64, (M,) or (L, M): the nearest point,
     for a distance. As the indices of :func:`kernel_min`, with its arguments and errors."""
     maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
-    with torch.no_grad():
+    # What Dynamo records within torch.no_grad() leaves gradients off where it raises (torch 2.13).
+    with nullcontext() if is_dynamo_compiling() else torch.no_grad():
         return kernel_min(descriptor, a, b, debug=debug, **maps, **hyperparameters)[1]
 
 

@@ -69,7 +69,7 @@ def cdist_grad(
     gradient while gradients are recorded.
     """
     if is_dynamo_compiling():
-        from kernlib.runtime.eager import eagerly
+        from kernlib.eager import eagerly
 
         return eagerly(cdist_grad, a, b, c, d, out, p, eps, debug)
     if debug is not False:
