@@ -40,14 +40,17 @@ from kernlib.runtime.tensors import (
 # The epilogues by which kernels compute alpha times a product, and add beta times y to that.
 SCALED = (Scale("alpha"),)
 ADDED = (*SCALED, Add())
+# The defaults of alpha and beta: of a float Dynamo makes a symbol, which AOTAutograd takes back by
+# compiling a first program twice.
+_ONE, _ZERO = 1, 0
 
 
 def kron_matmul(
     x: torch.Tensor,
     factors: Sequence[torch.Tensor],
     *,
-    alpha: float | torch.Tensor = 1.0,
-    beta: float | torch.Tensor = 0.0,
+    alpha: float | torch.Tensor = _ONE,
+    beta: float | torch.Tensor = _ZERO,
     y: torch.Tensor | None = None,
     side: str = "right",
     precision: str | None = None,
@@ -82,6 +85,7 @@ def kron_matmul(
     """
     check_dense(("x",), x=x, y=y, out=out)
     factors = as_factors(factors)
+    alpha, beta = 1.0 if alpha is _ONE else alpha, 0.0 if beta is _ZERO else beta
     scale, share = _number("alpha", alpha), _number("beta", beta)
     if y is None and share != 0:
         raise ValueError("beta says how much of y is added, and no y is given")

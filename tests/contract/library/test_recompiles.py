@@ -22,9 +22,14 @@ def test_twelve_calls_take_two_programs(case, dynamic):
     assert 1 <= compiles(CASES[case](), dynamic) <= MOST
 
 
-@pytest.mark.parametrize("case", ["`blocksparse.dds`, gradients", "`BlockSparseLinear`, 12 sizes"])
-def test_gradients_take_no_more(case):
-    assert compiles(CASES[case](), None, "aot_eager") <= MOST
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "case",
+    ["`blocksparse.dds`, gradients", "`BlockSparseLinear`, 12 sizes", "`kron_matmul`, gradients"],
+)
+def test_gradients_take_no_more(case, dynamic):
+    assert compiles(CASES[case](), dynamic, "aot_eager") <= MOST
 
 
 def test_bits_of_one_word_a_line_and_of_several_take_no_program_of_their_own():
