@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.nn.indexed import MARK, IndexedModule
+
 
 def represented(layer: nn.Module) -> str:
     """The ``__repr__`` of a layer. While Dynamo traces it is the name of the class: torch.vmap asks
@@ -34,6 +36,17 @@ def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor
     parameters = [getattr(layer, name) for name in names]
     comptime(_as_parameters)
     return parameters
+
+
+def has_own_mark(layer: IndexedModule) -> bool:
+    """Whether the mark that is there is the tensor that was last compared, in a call that Dynamo
+    traces, whatever their sizes."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_as_tensors)
+    same = layer._buffers[MARK] is layer._seen[0]  # which Dynamo reads here and not before
+    comptime(_as_parameters)
+    return same
 
 
 # Dynamo runs these while it traces, in the order of the calls; between them it wraps parameters.

@@ -27,6 +27,7 @@ from kernlib.nn.indexed import (
     is_close,
     plain,
 )
+from kernlib.nn.traced import has_own_mark
 from kernlib.runtime.tensors import check_dense
 
 INDICES = tuple(f"layout_{name}" for name in NAMES)
@@ -90,11 +91,18 @@ class LayoutModule(IndexedModule):
         return held if self._is_unwritten() else self._of_mark()
 
     def _compiled(self, held: Layout) -> Layout:
-        """The layout of a compiled call, which looks at no mark."""
+        """The layout of a compiled call, which does not look into the mark. Raises RuntimeError for
+        the mark of somebody else."""
         if held.device.type == "meta" and self._buffers[MARK].device.type != "meta":
             raise RuntimeError(
                 f"this {type(self).__name__} has been filled by name: call it once before it is "
                 "compiled"
+            )
+        if not has_own_mark(self):
+            raise RuntimeError(
+                f"{MARK} of this {type(self).__name__} is another tensor than its own, which "
+                "compiled calls do not read: load_state_dict makes it the layer's; without it "
+                "functional_call computes at the blocks of the layer"
             )
         return held
 
@@ -246,7 +254,9 @@ class LayoutModule(IndexedModule):
     def _adopt(self) -> None:
         """Take what a loader has put there; the next call says what is wrong with it."""
         with suppress(RuntimeError):
-            self._here()
+            layout, mark = self._here(), self._buffers[MARK]
+            if layout is self._layout and self._noted_other((mark,)) is layout:
+                self._note_mark()  # as the layer's own, which compiled calls ask for
 
     def _apply(self, fn: Callable, recurse: bool = True):
         if not has_values(*self._layout.tensors):

@@ -87,6 +87,22 @@ def test_a_compiled_layer_does_not_go_by_a_matrix_that_it_does_not_read(seed):
     torch.testing.assert_close(compiled(made)(x), other(x))
 
 
+def test_a_compiled_layer_refuses_a_mark_that_it_does_not_read(seed):
+    made, other = (kl.nn.BlockSparseLinear(64, 96, 16, density=d, capacity=20) for d in (0.3, 0.6))
+    x, state, refused = torch.randn(3, 64), other.state_dict(), said("compiled calls do not read")
+    with pytest.raises(Exception, match=refused):
+        compiled(lambda x: torch.func.functional_call(made, state, (x,)))(x)
+    with pytest.raises(Exception, match=refused):
+        compiled(lambda state, x: torch.func.functional_call(made, state, (x,)))(state, x)
+    own = dict(made.named_parameters()) | dict(made.named_buffers())
+    run = compiled(lambda x: torch.func.functional_call(made, own, (x,)))
+    torch.testing.assert_close(run(x), made(x))
+    made.index_mark = made.index_mark.clone()  # of the same blocks, as by name
+    torch.testing.assert_close(compiled(made)(x), made(x))
+    made.load_state_dict(state)
+    torch.testing.assert_close(compiled(made)(x), other(x))
+
+
 def dense_layers(count):
     return [(nn.Linear(4 + i, 6), (torch.randn(2, 4 + i),)) for i in range(count)]
 
