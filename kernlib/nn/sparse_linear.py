@@ -18,7 +18,13 @@ from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, compute
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.nn.linears import class_name, dense_linear
 from kernlib.nn.sparse_holding import MatrixModule
-from kernlib.nn.sparse_weights import check_bias, checked_dtype, is_silently_dense, matrix_of
+from kernlib.nn.sparse_weights import (
+    check_bias,
+    check_linear,
+    checked_dtype,
+    is_silently_dense,
+    matrix_of,
+)
 from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_flag
@@ -104,6 +110,7 @@ class SparseLinear(ComputesWeight, MatrixModule):
         Raises TypeError for what is no ``nn.Linear`` and for float64, ValueError for one without
         values, and as ``compress`` and ``magnitude`` do.
         """
+        linear = check_linear(linear, density)
         matrix = matrix_of(linear, format, density, per, columns)
         if is_silently_dense(matrix, density, format):
             warn(
