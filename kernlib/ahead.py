@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernlib import events, hints
-from kernlib.descriptors.base import Descriptor, whole
+from kernlib.descriptors.base import Descriptor, check_flag, whole
 from kernlib.descriptors.base import shown as in_words
 from kernlib.errors import UnsupportedError
 from kernlib.jit import service, targets
@@ -22,7 +22,6 @@ from kernlib.progress import check as check_progress
 from kernlib.progress import shown
 from kernlib.run import ahead_of
 from kernlib.runtime import devices
-from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
     from typing_extensions import Never

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from torch.compiler import is_dynamo_compiling
 
 from kernlib import events
-from kernlib.runtime.tensors import check_flag
+from kernlib.descriptors.base import check_flag
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])

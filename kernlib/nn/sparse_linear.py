@@ -7,7 +7,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.calls import former, hinted
-from kernlib.descriptors.base import shown, whole
+from kernlib.descriptors.base import check_flag, shown, whole
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import warn
 from kernlib.families.sparse.descriptor import SparseMatmul
@@ -27,7 +27,7 @@ from kernlib.nn.sparse_weights import (
 )
 from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_flag
+from kernlib.runtime.tensors import as_device
 
 _HALVES = (torch.float16, torch.bfloat16)
 MOST_FEATURES = 2**61 - 1  # of which torch can count the bytes
@@ -244,14 +244,10 @@ def _checked_size(name: str, size) -> int:
 
 
 def _checked_device(device) -> torch.device | None:
-    if device is not None and type(device) not in (torch.device, str, int):
-        raise ValueError(
-            f"device must be a torch.device, str or int that names one, got {shown(device)}"
-        )
+    if device is None:
+        return None
+    device = as_device(device)
     try:
-        return None if device is None else torch.empty(0, dtype=torch.uint8, device=device).device
+        return torch.empty(0, dtype=torch.uint8, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(
-            "device must be a torch.device, str or int that names one, got "
-            f"{shown(device)}: {error}"
-        ) from None
+        raise ValueError(f"device must be one that is there, got {device}: {error}") from None

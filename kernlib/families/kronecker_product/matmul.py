@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import run as front
+from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.epilogues import Add, Epilogue, Scale
 from kernlib.families.kronecker_product import checks
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
@@ -29,7 +30,6 @@ from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_v
 from kernlib.runtime.products import is_on_gpu, requires_gradient
 from kernlib.runtime.tensors import (
     check_dense,
-    check_flag,
     check_layout,
     check_memory,
     refuse_any_overlap,

@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernlib.descriptors.base import as_int, refuse_argument, shown
+from kernlib.descriptors.base import as_int, check_flag, refuse_argument, shown
 from kernlib.errors import warn
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
@@ -82,8 +82,7 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
             f"symmetric=True needs row_offset == col_offset, got {row_offset} and {col_offset}"
         )
     _check_hyperparameters(descriptor, hyperparameters, a.device)
-    if type(accumulate) is not bool:
-        raise TypeError(f"accumulate must be a bool, got {shown(accumulate)}")
+    check_flag("accumulate", accumulate)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     sizes = (a.shape[-2], second.shape[-2], a.shape[-1])

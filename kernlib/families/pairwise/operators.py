@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from kernlib import events
+from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks, mapped, matrix, operation, per_point, rehearsal
 from kernlib.families.pairwise.categories import arguments as category_arguments
@@ -25,7 +26,6 @@ from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.operators import recorded
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.operators import register
-from kernlib.runtime.tensors import check_flag
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, which stay where they are; one text
 # with spaces, for torch.jit.trace takes no list of str.

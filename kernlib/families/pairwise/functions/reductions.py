@@ -16,13 +16,12 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import heard
-from kernlib.descriptors.base import as_int, real
+from kernlib.descriptors.base import as_int, check_flag, real
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import (
-    check_flag,
     check_layout,
     check_memory,
     refuse_any_overlap,

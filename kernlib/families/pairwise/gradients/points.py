@@ -8,6 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib import events
+from kernlib.descriptors.base import check_flag
 from kernlib.families.pairwise import rehearsal, stages
 from kernlib.families.pairwise.gradients import arguments, plans, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
@@ -22,7 +23,6 @@ from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
     UNREADABLE,
-    check_flag,
     is_lazy,
     materialised,
     ranges_meet,
