@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernlib import events, hints
-from kernlib.descriptors.base import Descriptor, whole
+from kernlib.descriptors.base import Descriptor, check_flag, whole
 from kernlib.descriptors.base import shown as in_words
 from kernlib.errors import UnsupportedError
 from kernlib.jit import service, targets
@@ -24,7 +24,6 @@ from kernlib.progress import shown
 from kernlib.run import operation_of, run_of
 from kernlib.runtime import ahead, devices
 from kernlib.runtime.ahead import Candidates, Planned
-from kernlib.runtime.tensors import check_flag
 
 if TYPE_CHECKING:
     from typing_extensions import Never

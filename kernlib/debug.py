@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from torch.compiler import is_dynamo_compiling
 
 from kernlib import events
-from kernlib.runtime.tensors import check_flag
+from kernlib.descriptors.base import check_flag
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -33,9 +33,22 @@ def heard(debug: bool, function: Callable[..., Result], *values: Any, **named: A
 def takes_debug(function: Function) -> Function:
     """A function whose ``debug`` is seen to here: it never gets another one than its default. For
     calls that wait for the device or copy anyway, since it costs a frame."""
+    return _wrapped(function, in_graphs=True)
 
+
+def eager_only(function: Function) -> Function:
+    """:func:`takes_debug` of a function that no graph can hold, for which torch.compile leaves its
+    own. With ``fullgraph=True`` it raises torch's error, which says so in one sentence."""
+    return _wrapped(function, in_graphs=False)
+
+
+def _wrapped(function: Function, in_graphs: bool) -> Function:
     @wraps(function)
     def call(*values: Any, debug: bool = False, **named: Any) -> Any:
+        if not in_graphs and is_dynamo_compiling():
+            from kernlib.eager import eagerly
+
+            return eagerly(call, *values, debug=debug, **named)
         if debug is False:
             return function(*values, **named)
         return heard(debug, function, *values, **named)

@@ -13,9 +13,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import events
-from kernlib.descriptors.base import Descriptor, refuse_descriptor
+from kernlib.descriptors.base import Descriptor, check_flag, refuse_descriptor
 from kernlib.families import OPERATORS
-from kernlib.runtime.tensors import check_flag, refuse_proxy
+from kernlib.runtime.tensors import refuse_proxy
 
 if TYPE_CHECKING:
     from kernlib.families.blocksparse.layout import Layout

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernlib.ahead import build_all, candidates
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import Descriptor
 from kernlib.errors import CaptureError
 from kernlib.jit import targets, tuning
@@ -111,7 +111,7 @@ def _words(choice: dict) -> str:
     return " ".join(f"{name}={value}" for name, value in choice.items())
 
 
-@takes_debug
+@eager_only
 def tune(
     descriptor: Descriptor,
     *tensors: torch.Tensor | Layout | SparseMatrix,

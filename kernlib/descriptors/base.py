@@ -202,9 +202,14 @@ def shown(value: object) -> str:
     def sizes(x, level: int) -> str:
         return f"a {type(x).__name__} of shape {tuple(x.shape)}"
 
+    def by_kind(x, level: int) -> str:  # in steps that Dynamo follows, unlike those of Repr
+        name = str(type(x).__name__).replace(" ", "_")
+        return getattr(short, f"repr_{name}", short.repr_instance)(x, level)
+
     if isinstance(value, Descriptor):
         return value.describe()
     short = Repr()
+    short.repr1 = by_kind
     short.maxstring = short.maxother = short.maxlong = 200
     short.repr_Tensor = short.repr_Parameter = short.repr_ndarray = sizes
     short.repr_type = lambda kind, level: f"the class {kind.__name__}"

@@ -144,7 +144,7 @@ def instead_of_tensor(name: str, value: object) -> str:
 
 
 def _line_of_tensor(value: object, name: str) -> str:
-    package = type(value).__module__.partition(".")[0]
+    package = str(type(value).__module__).split(".")[0]  # str() for Dynamo
     if package == "numpy" and hasattr(value, "strides"):
         if getattr(value, "ndim", 0) == 0:
             return f"torch.tensor({name})"

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.descriptors.base import check_flag
 from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import (
     check_dense,
-    check_flag,
     is_lazy,
     materialised,
     overlaps_itself,

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.linalg import cusolver, infos, layouts, native
 from kernlib.linalg.batches import by_parts
 from kernlib.linalg.checks import System, check_flags, check_matrix, check_system
@@ -19,7 +19,7 @@ from kernlib.linalg.layouts import Work
 from kernlib.runtime.precision import rounds
 
 
-@takes_debug
+@eager_only
 def solve_cholesky(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -67,7 +67,7 @@ def solve_cholesky(
         return _finish(system, x, info, check_errors, "solve_cholesky", infos.NOT_POSITIVE)
 
 
-@takes_debug
+@eager_only
 def solve_lu(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -102,7 +102,7 @@ def solve_lu(
         return _finish(system, x, info, check_errors, "solve_lu", infos.SINGULAR)
 
 
-@takes_debug
+@eager_only
 def eigh(
     a: torch.Tensor,
     *,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import as_int, shown
 from kernlib.errors import CaptureError, ConvergenceWarning, warn
 from kernlib.linalg.captured import Captured, is_busy, is_capturable
@@ -43,7 +43,7 @@ class _State(NamedTuple):
     active: torch.Tensor  # columns that go on
 
 
-@takes_debug
+@eager_only
 def conjugate_gradient(
     matmul: Product,
     b: torch.Tensor,

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.linalg import native
@@ -35,7 +35,7 @@ _CORRECTIONS = 3
 _OWN = "y", "rank", "tol", "max_iter", "check_every", "generator"  # arguments besides a kernel's
 
 
-@takes_debug
+@eager_only
 def solve_kernel(
     descriptor: Pairwise,
     x: torch.Tensor,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.families.kronecker_product.matmul import as_factors
 from kernlib.linalg import infos
 from kernlib.linalg.batches import by_parts
@@ -58,7 +58,7 @@ class KronEigh(NamedTuple):
 # What is called.
 
 
-@takes_debug
+@eager_only
 def kron_cholesky(
     factors: Sequence[torch.Tensor], *, check_errors: bool = False, debug: bool = False
 ) -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ def kron_cholesky(
     return _unless_failed("kron_cholesky", found, infos.NOT_POSITIVE, check_errors)
 
 
-@takes_debug
+@eager_only
 def kron_inverse(
     factors: Sequence[torch.Tensor], *, check_errors: bool = False, debug: bool = False
 ) -> list[torch.Tensor]:
@@ -100,7 +100,7 @@ def kron_inverse(
     return _unless_failed("kron_inverse", found, infos.SINGULAR, check_errors)
 
 
-@takes_debug
+@eager_only
 def kron_eigh(
     factors: Sequence[torch.Tensor], *, check_errors: bool = False, debug: bool = False
 ) -> KronEigh:
@@ -124,7 +124,7 @@ def kron_eigh(
     return KronEigh([w for w, _, _ in found], [v for _, v, _ in found])
 
 
-@takes_debug
+@eager_only
 def kron_solve(
     factors: Sequence[torch.Tensor],
     b: torch.Tensor,
@@ -184,7 +184,7 @@ def kron_solve(
     return x.squeeze(-1) if vector else x
 
 
-@takes_debug
+@eager_only
 def kron_logdet(
     factors: Sequence[torch.Tensor],
     *,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only, takes_debug
 from kernlib.descriptors.base import shown
 from kernlib.families.kronecker_product.checks import TYPES
 from kernlib.families.kronecker_product.matmul import as_factors, kron_matmul
@@ -85,7 +85,7 @@ def masked_kron_matmul(
     return y.squeeze(-1) if vector else y
 
 
-@takes_debug
+@eager_only
 def masked_kron_solve(
     factors: Sequence[torch.Tensor],
     b: torch.Tensor,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import as_int, refuse_descriptor, shown
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
@@ -57,7 +57,7 @@ class NystromPreconditioner(NamedTuple):
             )
 
 
-@takes_debug
+@eager_only
 def nystrom(
     descriptor: Pairwise,
     x: torch.Tensor,

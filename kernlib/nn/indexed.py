@@ -37,6 +37,10 @@ _CHUNK = 1 << 24  # bytes of a tensor that are summed at a time
 _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, of 64 bits
 
 
+class UnknownIndices(RuntimeError):
+    """Nobody has said yet which indices a layer has, or its mark says those of another."""
+
+
 class IndexedModule(nn.Module):
     """A layer with tensors of indices."""
 

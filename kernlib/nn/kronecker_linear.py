@@ -23,7 +23,7 @@ from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed
 from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
 from kernlib.nn.linears import checked_linear, dense_linear
-from kernlib.nn.traced import factors_of, parameters_of
+from kernlib.nn.traced import factors_of, parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -205,6 +205,8 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
         it."""
         return dense_linear(self, self.to_dense())
+
+    __repr__ = represented
 
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]

@@ -31,9 +31,9 @@ from kernlib.nn.kronecker_sparse_algorithms import (
     nearest_factor,
 )
 from kernlib.nn.linears import checked_linear, dense_linear
-from kernlib.nn.traced import factors_of, parameters_of
+from kernlib.nn.traced import factors_of, parameters_of, represented
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_dense, refuse_other
+from kernlib.runtime.tensors import as_device, check_dense, refuse_other
 
 ALGOS = ("auto", "kernel", *ALGORITHMS)
 INITS = ("linear", "ksmm")
@@ -316,6 +316,8 @@ class KSLinear(ComputesWeight, nn.Module):
         it, and its batch is first."""
         return dense_linear(self, self.to_dense())
 
+    __repr__ = represented
+
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_size}", f"out_features={self.out_size}"]
         parts += [f"patterns={list(self.patterns)}", f"algo={self.algo!r}"]
@@ -534,15 +536,7 @@ def weights_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:
 
 def checked_device(device: object) -> torch.device | None:
     """Raises TypeError and ValueError for what names no device."""
-    if device is None or isinstance(device, torch.device):
-        return device
-    if isinstance(device, bool) or not isinstance(device, (str, int)):
-        raise TypeError(f"device must be a torch.device, a text or an index, got {shown(device)}")
-    try:
-        return torch.device(device)
-    except (RuntimeError, OverflowError, TypeError) as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ValueError(f"device must be one of torch's, got {shown(device)}: {reason}") from None
+    return None if device is None else as_device(device)
 
 
 def _shared(weights: list[torch.Tensor], name: str):

@@ -97,13 +97,6 @@ def class_name(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def check_is_linear(linear: object) -> None:
-    """Raises TypeError for what is no nn.Linear."""
-    if not isinstance(linear, nn.Linear):
-        advice = "; dequantize it first" if "quant" in class_name(linear).lower() else ""
-        raise TypeError(f"linear must be an nn.Linear, got {class_name(linear)}{advice}")
-
-
 def check_model(model: object, instead: str) -> None:
     """Raises TypeError for what is no module, and for an nn.Linear itself, which has no place in
     one."""
@@ -142,20 +135,29 @@ def matches(match, name: str, layer: nn.Module) -> bool:
     return bool(match(name, layer))
 
 
-def checked_linear(linear: object, dtypes: tuple[torch.dtype, ...]) -> nn.Linear:
-    """The nn.Linear that :func:`as_linear` makes of one, whose weight is of one of these dtypes.
-    Raises TypeError and ValueError for others, and for a weight without values but on meta."""
-    check_is_linear(linear)
-    if nn.parameter.is_lazy(weight_parameter(linear)):
+def checked_linear(linear: object, dtypes: tuple[torch.dtype, ...] | None = None) -> nn.Linear:
+    """The nn.Linear that :func:`as_linear` makes of one, whose weight is of one of these dtypes, or
+    of any. Raises TypeError and ValueError for others, and for a weight without values but on
+    meta."""
+    linear = plain_linear(linear)
+    weight = getattr(linear, "weight", None)
+    if nn.parameter.is_lazy(weight):
         raise ValueError("linear is a lazy layer that has not been called: call it once")
-    linear = as_linear(linear)
-    weight = linear.weight
     check_dense(("the weight of linear",), **{"the weight of linear": weight})
     refuse_stand_in(weight)
-    if weight.dtype not in dtypes:
+    if dtypes is not None and weight.dtype not in dtypes:
         names = ", ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"the weight of linear must be one of {names}, got {weight.dtype}")
     return linear
+
+
+def plain_linear(linear: object) -> nn.Linear:
+    """The nn.Linear that :func:`as_linear` makes of one, so that what computes its weight runs
+    once. Raises TypeError for what is none."""
+    if not isinstance(linear, nn.Linear):
+        advice = "; dequantize it first" if "quant" in class_name(linear).lower() else ""
+        raise TypeError(f"linear must be an nn.Linear, got {class_name(linear)}{advice}")
+    return as_linear(linear)
 
 
 def refuse_stand_in(weight: torch.Tensor) -> None:

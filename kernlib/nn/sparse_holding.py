@@ -18,6 +18,7 @@ from kernlib.nn.indexed import (
     EXTRA,
     MARK,
     IndexedModule,
+    UnknownIndices,
     fingerprint,
     former_header,
     is_captured,
@@ -103,7 +104,7 @@ class MatrixModule(IndexedModule):
                 "calls do not read: load_state_dict makes it the layer's"
             )
         if held is None:
-            raise RuntimeError(
+            raise UnknownIndices(
                 "this SparseLinear is empty: load a state_dict into it; one that has been filled "
                 "by name must be called once before it is compiled"
             )
@@ -257,10 +258,8 @@ class MatrixModule(IndexedModule):
     def _saved_carriers(self) -> dict[str, torch.Tensor]:
         try:
             held = self._weight()
-        except RuntimeError:
-            if self._matrix is None:
-                return {PACKED: Unsized.on(self._place)}  # one of its own, as it may be filled
-            raise
+        except UnknownIndices:
+            return {PACKED: Unsized.on(self._place)}  # one of its own, as it may be filled
         if held.device.type == "meta" or stand_ins(*held.operands):
             return {PACKED: Unsized.on(held.device)}
         if held is self._matrix and self._data is not None and lies_in(held, self._data):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.calls import former, hinted
-from kernlib.descriptors.base import shown, whole
+from kernlib.descriptors.base import check_flag, shown, whole
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import warn
 from kernlib.families.sparse.descriptor import SparseMatmul
@@ -18,10 +18,16 @@ from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, compute
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.nn.linears import class_name, dense_linear
 from kernlib.nn.sparse_holding import MatrixModule
-from kernlib.nn.sparse_weights import check_bias, checked_dtype, is_silently_dense, matrix_of
-from kernlib.nn.traced import parameters_of
+from kernlib.nn.sparse_weights import (
+    check_bias,
+    check_linear,
+    checked_dtype,
+    is_silently_dense,
+    matrix_of,
+)
+from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
-from kernlib.runtime.tensors import check_flag
+from kernlib.runtime.tensors import as_device
 
 _HALVES = (torch.float16, torch.bfloat16)
 MOST_FEATURES = 2**61 - 1  # of which torch can count the bytes
@@ -104,6 +110,7 @@ class SparseLinear(ComputesWeight, MatrixModule):
         Raises TypeError for what is no ``nn.Linear`` and for float64, ValueError for one without
         values, and as ``compress`` and ``magnitude`` do.
         """
+        linear = check_linear(linear, density)
         matrix = matrix_of(linear, format, density, per, columns)
         if is_silently_dense(matrix, density, format):
             warn(
@@ -214,6 +221,8 @@ class SparseLinear(ComputesWeight, MatrixModule):
         y = run_kernel(self._biased, matrix, input.float(), bias=bias.float())
         return y.to(input.dtype)
 
+    __repr__ = represented
+
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
         parts += [f"bias={self.bias is not None}"]
@@ -235,14 +244,10 @@ def _checked_size(name: str, size) -> int:
 
 
 def _checked_device(device) -> torch.device | None:
-    if device is not None and type(device) not in (torch.device, str, int):
-        raise ValueError(
-            f"device must be a torch.device, str or int that names one, got {shown(device)}"
-        )
+    if device is None:
+        return None
+    device = as_device(device)
     try:
-        return None if device is None else torch.empty(0, dtype=torch.uint8, device=device).device
+        return torch.empty(0, dtype=torch.uint8, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(
-            "device must be a torch.device, str or int that names one, got "
-            f"{shown(device)}: {error}"
-        ) from None
+        raise ValueError(f"device must be one that is there, got {device}: {error}") from None

@@ -19,14 +19,13 @@ from kernlib.families.sparse.matrix import (
 )
 from kernlib.families.sparse.matrix import rounded as in_dtype
 from kernlib.families.sparse.prune import check_density, check_per, magnitude
-from kernlib.nn.linears import check_is_linear, refuse_stand_in, renew
+from kernlib.nn.linears import plain_linear, refuse_stand_in
 from kernlib.runtime.tensors import check_dense, check_layout, stand_ins
 
 
 def matrix_of(linear: nn.Linear, format, density, per, columns) -> SparseMatrix | None:
-    """The weight of a layer, pruned if there is a density, and compressed; None of one on meta.
-    Raises as :meth:`SparseLinear.from_linear` does."""
-    check_linear(linear, density)
+    """The weight of a checked layer, pruned if there is a density, and compressed; None of one on
+    meta. Raises as :meth:`SparseLinear.from_linear` does."""
     check_options(density, format, per, columns)
     weight = linear.weight.detach()
     if weight.is_meta:
@@ -53,11 +52,10 @@ def check_options(density, format, per, columns) -> None:
     check_columns(columns)
 
 
-def check_linear(linear, density=None) -> None:
-    """Raises TypeError and ValueError for what has no weight to compress, after pruning if there is
-    a density, or a bias that does not fit it. The weight is computed anew where hooks do that."""
-    check_is_linear(linear)
-    renew(linear)
+def check_linear(linear, density=None) -> nn.Linear:
+    """The nn.Linear that a layer is. Raises TypeError and ValueError for one that has no weight to
+    compress, after pruning if there is a density, or a bias that does not fit it."""
+    linear = plain_linear(linear)
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"the weight of linear must be a tensor, got {type(weight).__name__}")
@@ -71,6 +69,7 @@ def check_linear(linear, density=None) -> None:
         check_layout("the weight", weight)
     refuse_stand_in(weight)
     check_bias(getattr(linear, "bias", None), weight)
+    return linear
 
 
 def check_bias(bias, weight: torch.Tensor | SparseMatrix) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of layers inside of torch.compile.
+"""Layers inside of torch.compile: their parameters, and how they are shown.
 
 Dynamo makes constants of the sizes of every ``nn.Parameter``, whatever ``dynamic`` says, so that
 each layer of other sizes would take a program of its own. Those of a sparse layer differ with
@@ -9,6 +9,15 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from kernlib.nn.indexed import MARK, IndexedModule
+
+
+def represented(layer: nn.Module) -> str:
+    """The ``__repr__`` of a layer. While Dynamo traces it is the name of the class: torch.vmap asks
+    what it maps for its repr, and Dynamo does not follow what makes the rest of that."""
+    return type(layer).__name__ if is_dynamo_compiling() else nn.Module.__repr__(layer)
 
 
 def factors_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:
@@ -27,6 +36,17 @@ def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor
     parameters = [getattr(layer, name) for name in names]
     comptime(_as_parameters)
     return parameters
+
+
+def has_own_mark(layer: IndexedModule) -> bool:
+    """Whether the mark that is there is the tensor that was last compared, in a call that Dynamo
+    traces, whatever their sizes."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_as_tensors)
+    same = layer._buffers[MARK] is layer._seen[0]  # which Dynamo reads here and not before
+    comptime(_as_parameters)
+    return same
 
 
 # Dynamo runs these while it traces, in the order of the calls; between them it wraps parameters.

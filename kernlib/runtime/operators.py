@@ -11,9 +11,12 @@ from itertools import zip_longest
 from types import TracebackType
 
 import torch
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _is_tracing
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
+)
 
 from kernlib import sharding
 from kernlib.descriptors.base import Descriptor
@@ -126,7 +129,7 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
     own = name.rpartition("::")[2]
 
     def seen(keyset, *arguments, **named):
-        if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
+        if _is_exported_to_onnx():
             return _for_onnx(own, arguments)
         if not _has_tangent(arguments):
             return kernel(keyset, *arguments, **named)
@@ -138,6 +141,14 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
         return _forward[own](*arguments)
 
     return seen
+
+
+def _is_exported_to_onnx() -> bool:
+    """Whether an export to ONNX records this call: under a mode, or by torch.jit.trace, which are
+    asked for first, as torch.onnx takes 2 us to answer."""
+    if not (is_in_torch_dispatch_mode() or _is_tracing()) or "torch.onnx" not in sys.modules:
+        return False
+    return torch.onnx.is_in_onnx_export()
 
 
 def exported_by(operator: torch._ops.OpOverload, function: Callable) -> None:

@@ -60,11 +60,24 @@ def materialised(t: torch.Tensor) -> torch.Tensor:
     return t.clone() if t._is_zerotensor() else t.resolve_neg()
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raises TypeError for what is neither True nor False: other values, such as "no", would count
-    as true or false unexpectedly."""
-    if type(value) is not bool:
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+def as_device(device: object, advice: str = "") -> torch.device:
+    """A device of torch, which may not be there. Raises TypeError, with ``advice``, for what is no
+    device, such as a dtype, ValueError for a text that names none."""
+    if type(device) not in (torch.device, str, int):
+        raise TypeError(f"device must be a torch.device, str or int, got {shown(device)}{advice}")
+    try:
+        return torch.device(device)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise ValueError(f"device must be one of torch's, got {shown(device)}") from error
+
+
+def as_backend_device(device: object, advice: str = "") -> torch.device:
+    """:func:`as_device` of those that kernlib computes on, and meta. Raises ValueError for
+    others."""
+    device = as_device(device, advice)
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"device must be a CPU, a CUDA device or meta, got {device}")
+    return device
 
 
 def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:

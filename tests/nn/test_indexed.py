@@ -14,7 +14,7 @@ from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from kernlib.nn import BlockSparseConv2d, BlockSparseLinear
+from kernlib.nn import BlockSparseConv2d, BlockSparseLinear, SparseLinear
 from tests.nn.layer_writes import AVERAGES, KINDS, faults, former_state, inputs, layer
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -180,3 +180,24 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo here")
 def test_data_parallel_layers_have_the_blocks_of_the_first_process(tmp_path):
     spawn(work, (str(tmp_path),), nprocs=2)
+
+
+def without_memory(*_, **__):
+    raise torch.OutOfMemoryError("out of memory, as a test has it")
+
+
+@pytest.mark.parametrize("task", ["fill", "save"])
+@pytest.mark.parametrize("kind", ["block-sparse", "sparse"])
+def test_memory_that_runs_out_is_not_taken_for_a_layer_without_indices(kind, task, monkeypatch):
+    if kind == "sparse":
+        full = SparseLinear.from_linear(nn.Linear(32, 48), density=0.3, format="u8")
+        empty = SparseLinear(32, 48)
+    else:
+        full, empty = (BlockSparseLinear(32, 48, 16, density=d, capacity=6) for d in (0.3, 0.6))
+    name = "weight_packed" if kind == "sparse" else "index_mark"
+    tensor = full.state_dict()[name]
+    if task == "save":
+        empty._buffers[name] = tensor  # as functional_call does
+    monkeypatch.setattr(torch, "arange", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        empty.state_dict() if task == "save" else setattr(empty, name, tensor)

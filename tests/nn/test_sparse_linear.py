@@ -416,3 +416,20 @@ def test_refusals_leave_the_model_as_it_was():
     assert type(mixed[0]) is nn.Linear
     with pytest.raises(TypeError, match=r"is an nn.Linear itself"):
         sparsify(nn.Linear(3, 3))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("format", ["bitmap", "u8", "u2", "macko", "dense"])
+def test_a_graph_holds_the_dense_matrix_of_a_layer(format):
+    linear = nn.Linear(40, 24)
+    layers = [SparseLinear.from_linear(linear, format=format, density=d) for d in (0.3, 0.6)]
+    y = torch.randn(24, 3, requires_grad=True)
+    for read in (lambda layer: layer.to_dense(), lambda layer: layer.weight):
+        run = torch.compile(lambda layer, y, read=read: read(layer).mT @ y, fullgraph=True,
+                            backend="aot_eager")  # fmt: skip
+        for layer in layers:
+            found = run(layer, y)
+            torch.testing.assert_close(found, layer.to_dense().mT @ y)
+            slope = torch.autograd.grad(found.sum(), y)[0]
+            torch.testing.assert_close(slope[:, 0], layer.to_dense().sum(1))
+    torch._dynamo.reset()

@@ -87,6 +87,29 @@ def test_computed_and_transposed_weights_are_taken_as_they_are(swap, layer):
     assert all(torch.equal(after[name], t) for name, t in before.items())  # no power iteration
 
 
+MAKES = {
+    "SparseLinear": lambda layer: SparseLinear.from_linear(layer, format="u8"),
+    "BlockSparseLinear": lambda layer: BlockSparseLinear.from_linear(layer, 16),
+    "KSLinear": lambda layer: KSLinear.from_linear(
+        layer, [(1, layer.out_features, 48, 1)], approximate=True
+    ),
+}
+
+
+@pytest.mark.few(100)
+@pytest.mark.parametrize("layer", [name for name in LAYERS if name != "Conv1D"])
+@pytest.mark.parametrize("kind", MAKES)
+def test_computed_weights_are_read_once_of_a_single_layer_too(kind, layer):
+    torch.manual_seed(0)
+    old, x = LAYERS[layer](), torch.randn(2, 3, 48)
+    old(x)
+    before = {name: t.clone() for name, t in old.state_dict().items()}
+    new = MAKES[kind](old)
+    assert old.training and new.training
+    assert all(torch.equal(t, before[name]) for name, t in old.state_dict().items())
+    torch.testing.assert_close(new(x), old.eval()(x), rtol=1e-4, atol=1e-5)
+
+
 @each_swap
 def test_a_parametrized_weight_that_another_module_holds_is_refused(swap):
     model = nn.Sequential(symmetric(nn.Linear(48, 48)), nn.Linear(48, 48))

@@ -84,9 +84,18 @@ def test_every_operation_takes_debug(call, capsys):
     call(*values, **named, debug=True)
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("kernlib ") for line in lines)
-    with pytest.raises(TypeError, match=r"debug must be True or False, got 1"):
+    with pytest.raises(TypeError, match=r"debug must be a bool, got 1"):
         call(*values, **named, debug=1)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.few(99)
+@pytest.mark.parametrize("call", [c for c in CALLS if c.__name__.startswith("kernel_")])
+def test_the_line_of_a_call_without_events_names_the_function(call, capsys):
+    *values, named = CALLS[call]
+    values = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in values]
+    call(*values, **named, debug=True)
+    assert f" {call.__name__}: no kernel" in capsys.readouterr().err
 
 
 def test_each_subscription_ends_once_and_alone():

@@ -59,14 +59,14 @@ from kernlib.compat.kermac._tools import (
     tensor_stats,
 )
 from kernlib.compat.kermac.linalg import FillMode, eigh, solve_cholesky, solve_lu
-from kernlib.descriptors.base import as_int, shown
+from kernlib.descriptors.base import as_int, check_flag, shown
 from kernlib.families.pairwise import descriptor as named
 from kernlib.families.pairwise.checks import MAX_OFFSET, check_has_sums
 from kernlib.families.pairwise.functions import expadd
 from kernlib.families.pairwise.gradients import points
 from kernlib.run import run_kernel as _run_kernel
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.tensors import check_flag, refuse_any_overlap
+from kernlib.runtime.tensors import refuse_any_overlap
 
 __all__ = [
     "Alignment",

@@ -11,10 +11,10 @@ import torch
 
 from kernlib import ahead
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
-from kernlib.descriptors.base import as_int, shown
+from kernlib.descriptors.base import as_int, check_flag, shown
 from kernlib.errors import UnsupportedError
 from kernlib.runtime import devices
-from kernlib.runtime.tensors import check_flag, check_layout
+from kernlib.runtime.tensors import check_layout
 
 # Points and features of the calls that are compiled ahead: either tile, K short and long, with
 # and without lengths that forbid 16-byte loads.

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from kernlib.descriptors.base import check_precision, explained, render, require, shown
+from kernlib.descriptors.base import check_flag, check_precision, explained, render, require, shown
 from kernlib.descriptors.epilogues import Epilogue, Product, as_epilogues
 
 MODES = ("sdd", "dsd", "dds")  # sparse (s) or dense (d): result, a, b
@@ -75,8 +75,7 @@ class BlockSparseMatmul(Product):
         if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, got {shown(self.mode)}")
         for name in ("transpose_a", "transpose_b"):
-            if type(getattr(self, name)) is not bool:
-                raise TypeError(f"{name} must be a bool, got {shown(getattr(self, name))}")
+            check_flag(name, getattr(self, name))
         object.__setattr__(self, "epilogue", as_epilogues(self.epilogue, summands=True))
         require(
             not (self.mode == "sdd" and self.vectors),

@@ -10,6 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib import run
+from kernlib.descriptors.base import check_flag
 from kernlib.families.blocksparse.contents import bits, matrices, writing
 from kernlib.families.blocksparse.contents.given import (
     Indices,
@@ -43,7 +44,7 @@ from kernlib.families.blocksparse.contents.sizes import (
     tensor_shapes,
 )
 from kernlib.families.blocksparse.lowering.problem import Blocks
-from kernlib.runtime.tensors import check_dense, check_flag
+from kernlib.runtime.tensors import check_dense
 
 __all__ = ("NAMES", "Layout", "count_of", "parse_layout")
 
@@ -440,9 +441,8 @@ class Layout:
         return matrices.col_order(self.sizes, self.tensors)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Layout:
-        """The layout on a device: itself if it is there, else a copy; of one that was made on meta,
-        as under ``torch.device("meta")``, it has the blocks of its mask. Raises TypeError for what
-        is no device, ValueError for a text that names none."""
+        """The layout on a device: itself if it is there, else a copy, which of one made on meta has
+        the blocks of its mask. Raises TypeError and ValueError for what names no device."""
         place = checked_device(device)
         check_flag("non_blocking", non_blocking)
         if place == self._device:

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import run as front
+from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.epilogues import Add, Epilogue, Scale
 from kernlib.families.kronecker_product import checks
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
@@ -29,7 +30,6 @@ from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_v
 from kernlib.runtime.products import is_on_gpu, requires_gradient
 from kernlib.runtime.tensors import (
     check_dense,
-    check_flag,
     check_layout,
     check_memory,
     refuse_any_overlap,
@@ -40,14 +40,17 @@ from kernlib.runtime.tensors import (
 # The epilogues by which kernels compute alpha times a product, and add beta times y to that.
 SCALED = (Scale("alpha"),)
 ADDED = (*SCALED, Add())
+# The defaults of alpha and beta: of a float Dynamo makes a symbol, which AOTAutograd takes back by
+# compiling a first program twice.
+_ONE, _ZERO = 1, 0
 
 
 def kron_matmul(
     x: torch.Tensor,
     factors: Sequence[torch.Tensor],
     *,
-    alpha: float | torch.Tensor = 1.0,
-    beta: float | torch.Tensor = 0.0,
+    alpha: float | torch.Tensor = _ONE,
+    beta: float | torch.Tensor = _ZERO,
     y: torch.Tensor | None = None,
     side: str = "right",
     precision: str | None = None,
@@ -82,6 +85,7 @@ def kron_matmul(
     """
     check_dense(("x",), x=x, y=y, out=out)
     factors = as_factors(factors)
+    alpha, beta = 1.0 if alpha is _ONE else alpha, 0.0 if beta is _ZERO else beta
     scale, share = _number("alpha", alpha), _number("beta", beta)
     if y is None and share != 0:
         raise ValueError("beta says how much of y is added, and no y is given")

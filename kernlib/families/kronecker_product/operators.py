@@ -29,13 +29,14 @@ from kernlib.runtime.operators import in_front, register
 from kernlib.runtime.products import requires_gradient
 
 
-def fitted(text: str, factors) -> KroneckerProduct:
+def fitted(text: str, factors, exact: bool = False) -> KroneckerProduct:
     """The descriptor of a text or, of a form, with the shapes that the factors have, whose sizes
-    may be symbols."""
+    may be symbols unless they are ``exact``."""
     product = from_text(text)
-    return (
-        product if text != product.form else with_symbols(product, shapes=_shapes(product, factors))
-    )
+    if text != product.form:
+        return product
+    shapes = _shapes(product, factors)
+    return _of_shapes(text, shapes) if exact else with_symbols(product, shapes=shapes)
 
 
 @lru_cache(maxsize=1024)
@@ -64,9 +65,7 @@ def recorded(
 
 def _whole(x, factors, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        values, product = by_name(names, numbers, tensors), from_text(descriptor)
-        if descriptor == product.form:
-            product = _of_shapes(descriptor, _shapes(product, factors))
+        values, product = by_name(names, numbers, tensors), fitted(descriptor, factors, exact=True)
         return calls.execute(product, (x, *factors), None, values)
 
 

@@ -33,14 +33,18 @@ def kronecker_product(
     matrices = [(f.mT if turned else f).to(wide) for f, turned in pairs]
     if descriptor.side == "left":
         matrices = [f.mT for f in matrices]
-    y = multiply(x.to(wide), merged(matrices), descriptor.axis)
+    symbols = has_symbols(matrices)
+    matrices = matrices if symbols else merged(matrices)
+    y = multiply(x.to(wide), matrices, descriptor.axis, symbols)
     y = expressions.apply(descriptor.epilogue, y, parameters or {}, axis=descriptor.axis)
     return y.to(x.dtype).contiguous()
 
 
-def multiply(x: torch.Tensor, factors: list[torch.Tensor], axis: int) -> torch.Tensor:
+def multiply(
+    x: torch.Tensor, factors: list[torch.Tensor], axis: int, symbols: bool
+) -> torch.Tensor:
     """``x (F1 ⊗ ... ⊗ FN)`` along the dimension ``axis`` of x, -1 or -2. The factor that shortens
-    rows most, or lengthens them least, is applied first."""
+    rows most, or lengthens them least, is applied first, unless sizes are ``symbols``."""
     batch = broadcast_shapes(x.shape[:-2], *(f.shape[:-2] for f in factors))
     rows, after = x.shape[-3 - axis], 1 if axis == -1 else x.shape[-1]
     before, lead = (rows if axis == -1 else 1), batch
@@ -50,12 +54,12 @@ def multiply(x: torch.Tensor, factors: list[torch.Tensor], axis: int) -> torch.T
         x = x.expand(*batch, *x.shape[-2:])
     sizes = [f.shape[-2] for f in factors]
     order = range(len(factors))
-    if not has_symbols(factors):
+    if not symbols:
         order = sorted(order, key=lambda i: _growth(factors[i]))
     for index in order:
         left = before * math.prod(sizes[:index])
         right = math.prod(sizes[index + 1 :]) * after
-        x = _along(x.reshape(*lead, left, sizes[index], right), factors[index])
+        x = _along(x.reshape(*lead, left, sizes[index], right), factors[index], symbols)
         sizes[index] = factors[index].shape[-1]
     features = math.prod(sizes)
     return x.reshape(*batch, *((rows, features) if axis == -1 else (features, rows)))
@@ -63,8 +67,6 @@ def multiply(x: torch.Tensor, factors: list[torch.Tensor], axis: int) -> torch.T
 
 def merged(factors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Fewer factors with the same product: small neighbours are multiplied into one."""
-    if has_symbols(factors):
-        return factors
     made = [factors[0]]
     for factor in factors[1:]:
         sizes = [p * q for p, q in zip(made[-1].shape[-2:], factor.shape[-2:], strict=True)]
@@ -82,10 +84,9 @@ def kron(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return made.reshape(*made.shape[:-4], rows, columns)
 
 
-def _along(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _along(x: torch.Tensor, factor: torch.Tensor, symbols: bool) -> torch.Tensor:
     """``y[..., l, q, r] = sum_p x[..., l, p, r] * factor[..., p, q]``."""
     right, columns = x.shape[-1], factor.shape[-1]
-    symbols = has_symbols([factor])
     if not symbols and right == 1:
         return (x.squeeze(-1) @ factor).unsqueeze(-1)
     if symbols or 2 * right < columns:  # lest autograd make a gradient of the factor for each l

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from kernlib import events
 from kernlib.descriptors.base import with_symbols
@@ -31,14 +32,16 @@ from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import check_dense
 
 
-def fitted(text: str, weight: torch.Tensor) -> KroneckerSparse:
+def fitted(text: str, weight: torch.Tensor, exact: bool = False) -> KroneckerSparse:
     """The descriptor of a text or, of a form, with the pattern that the weight has, whose sizes may
-    be symbols."""
+    be symbols unless they are ``exact``."""
     pattern = from_text(text)
     if text != pattern.form:
         return pattern
     if weight.dim() != 4:
         raise ValueError(f"weight must have shape (a, b, c, d), got {tuple(weight.shape)}")
+    if exact:
+        return _of_pattern(text, tuple(weight.shape))
     return with_symbols(pattern, **dict(zip("abcd", weight.shape, strict=True)))
 
 
@@ -60,9 +63,7 @@ def recorded(
 
 def _whole(x, weight, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
     with events.on_stderr() if debug else nullcontext():
-        values, pattern = by_name(names, numbers, tensors), from_text(descriptor)
-        if descriptor == pattern.form:
-            pattern = _of_pattern(descriptor, tuple(weight.shape))
+        values, pattern = by_name(names, numbers, tensors), fitted(descriptor, weight, exact=True)
         return calls.execute(pattern, (x, weight), None, values)
 
 
@@ -203,6 +204,8 @@ def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: boo
     (x, weight), parameters = autocast((x, weight), parameters)
     checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
     check_parameters(descriptor, descriptor.out_features, parameters, x, False, checks.TYPES)
+    if _are_functorch_transforms_active():  # which the operators do not follow
+        return products.by_reference(PRODUCT, descriptor, (x, weight), None, parameters)
     return whole(x, weight, text, *for_operator(parameters, x.device), debug)
 
 

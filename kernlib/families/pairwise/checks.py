@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernlib.descriptors.base import as_int, refuse_argument, shown
+from kernlib.descriptors.base import as_int, check_flag, refuse_argument, shown
 from kernlib.errors import warn
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
@@ -81,8 +82,7 @@ def check_call(descriptor, a, b, out, accumulate, row_offset, col_offset, hyperp
             f"symmetric=True needs row_offset == col_offset, got {row_offset} and {col_offset}"
         )
     _check_hyperparameters(descriptor, hyperparameters, a.device)
-    if type(accumulate) is not bool:
-        raise TypeError(f"accumulate must be a bool, got {shown(accumulate)}")
+    check_flag("accumulate", accumulate)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     sizes = (a.shape[-2], second.shape[-2], a.shape[-1])
@@ -221,8 +221,16 @@ def _takes(descriptor: Pairwise) -> set[str]:
     return taken | set(descriptor.parameters)
 
 
-def check_names(descriptor: Pairwise, values: dict) -> None:
-    """Raises TypeError for a keyword that a call of a descriptor with categories does not take."""
+def check_recorded_offsets(row_offset, col_offset) -> None:
+    """Raises TypeError for what is neither an int nor a symbol of one, which an operator refuses in
+    torch's words."""
+    for name, offset in (("row_offset", row_offset), ("col_offset", col_offset)):
+        if not isinstance(offset, torch.SymInt):
+            as_int(name, offset)
+
+
+def check_names(descriptor: Pairwise, values: Iterable[str]) -> None:
+    """Raises TypeError for a keyword that no call of a descriptor takes, with categories or not."""
     taken = (*CODES, *_takes(descriptor), *descriptor.options, *_OF_EPILOGUES, *_EXPONENTS)
     for name in values:
         if name not in taken:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernlib.descriptors.base import shown
+from kernlib.descriptors.base import check_flag, shown
 from kernlib.errors import KernlibError
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -15,7 +15,7 @@ from kernlib.families.pairwise.matrix import calls, key_of
 from kernlib.run import run_kernel
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.tensors import check_dense, check_flag, check_out_shape, refuse_any_overlap
+from kernlib.runtime.tensors import check_dense, check_out_shape, refuse_any_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from kernlib import events
+from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks, mapped, operation, per_point
 from kernlib.families.pairwise.categories import arguments as category_arguments
@@ -25,7 +26,6 @@ from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.operators import recorded
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.operators import register
-from kernlib.runtime.tensors import check_flag
 
 # ``names`` are those of ``numbers``, then those of ``tensors``, which stay where they are; one text
 # with spaces, for torch.jit.trace takes no list of str.
@@ -71,6 +71,7 @@ def run(
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     offsets = row_offset, col_offset
+    checks.check_recorded_offsets(*offsets)
     again = partial(run, debug=debug)
     made = per_point.computed(again, descriptor, a, b, out, accumulate, *offsets, hyperparameters)
     if made is not None:
@@ -156,6 +157,7 @@ def _shape(a, b, out, names, tensors) -> tuple:
 
 
 def _fake_new(a, b, descriptor, names, numbers, tensors, row_offset, col_offset, debug):
+    checks.check_names(from_text(descriptor), names.split()[len(numbers) :])
     return a.new_empty(_shape(a, b, None, names, tensors))
 
 
@@ -169,6 +171,7 @@ def _vmap_new(
 
 
 def _fake_into(a, b, out, accumulate, descriptor, names, numbers, tensors, *rest):
+    checks.check_names(from_text(descriptor), names.split()[len(numbers) :])
     _shape(a, b, out, names, tensors)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.debug import takes_debug
-from kernlib.descriptors.base import shown
+from kernlib.debug import eager_only
+from kernlib.descriptors.base import check_flag
 from kernlib.errors import warn
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.layout import (
@@ -36,7 +36,7 @@ from kernlib.families.sparse.tensors import (
     thaw,
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.tensors import check_flag, stand_ins
+from kernlib.runtime.tensors import as_backend_device, stand_ins
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.formats.entries import Entries, Triplets
@@ -201,6 +201,10 @@ class SparseMatrix:
         """W (R, C), contiguous, with the bits that were compressed. There are two exceptions: the
         sign of zeros, which only the format "dense" keeps, and NaNs in "macko", which has a single
         one. Does not wait for the device."""
+        if is_dynamo_compiling():
+            from kernlib import run
+
+            return run.sparse_operators.dense([*self.listed], self.form)
         if self._device.type == "meta":
             return torch.empty(self._shape, dtype=self._dtype, device="meta")
         if self._device.type == "cuda" and not stand_ins(*self._operands):
@@ -213,18 +217,8 @@ class SparseMatrix:
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
         """The matrix on a device: itself if it is there, else a copy. Raises TypeError for what is
         no device, such as a dtype, ValueError for a text that names none."""
-        if type(device) not in (torch.device, str, int):
-            raise TypeError(
-                f"device must be a torch.device, str or int, got {shown(device)}; for another "
-                "dtype compress to_dense().to(dtype)"
-            )
-        try:
-            device = torch.device(device)
-        except (RuntimeError, ValueError, OverflowError) as error:
-            raise ValueError(f"device must be one of torch's, got {shown(device)}") from error
+        device = as_backend_device(device, "; for another dtype compress to_dense().to(dtype)")
         check_flag("non_blocking", non_blocking)
-        if device.type not in ("cpu", "cuda", "meta"):
-            raise ValueError(f"device must be a CPU, a CUDA device or meta, got {device}")
         moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
         if all(new is old for new, old in zip(moved, self._operands, strict=True)):
             return self
@@ -461,7 +455,7 @@ def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
 torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
 
 
-@takes_debug
+@eager_only
 def compress(
     dense: torch.Tensor, format: str = "auto", columns: int = 1, *, debug: bool = False
 ) -> SparseMatrix:

@@ -29,13 +29,14 @@ from kernlib.runtime.arguments import (
     check_parameters,
     check_vector,
     for_operator,
+    no_autocast,
     refuse_out_of_recorded,
     written,
 )
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
-from kernlib.runtime.tensors import check_dense, stand_ins
+from kernlib.runtime.tensors import check_dense, is_differentiated, stand_ins
 
 _MATRIX = "Tensor[] matrix, Tensor[] transposed, str layout, str transposed_layout"
 
@@ -131,6 +132,15 @@ def _fake_product(x, matrix, transposed, layout, transposed_layout, bias, turned
     return x.new_empty(made)
 
 
+def _dense(matrix, layout):
+    return fitted(layout, matrix).to_dense()
+
+
+def _fake_dense(matrix, layout):
+    shape, dtype = shape_of(layout, matrix)
+    return matrix[0].new_empty(shape, dtype=dtype)
+
+
 def _save(ctx, inputs, output) -> None:
     _, matrix, transposed, layout, transposed_layout, _, turned, debug = inputs
     ctx.sizes = len(matrix)
@@ -221,6 +231,8 @@ product = register(
     backward=_backward,
     vmap=_vmap_product,
 )
+# The matrix itself, which is a constant to autograd.
+dense = register("sparse_to_dense", "(Tensor[] matrix, str layout) -> Tensor", _dense, _fake_dense)
 BY_NAME = {"sparse_matmul": _call}
 
 
@@ -268,6 +280,9 @@ def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool,
     (x,), parameters = autocast((x,), parameters, dtype)
     checks.check_x(shape, dtype, matrix[0].device, x)
     check_parameters(descriptor, shape[0], parameters, x, look=False)
+    if is_differentiated():  # where operators that take lists of tensors have no gradients
+        with no_autocast(x):
+            return reference.sparse_matmul(descriptor, dense(matrix, layout), x, parameters)
     given = for_operator(parameters, x.device)
     return whole(x, matrix, transposed, layout, turned_layout, text, *given, debug)
 

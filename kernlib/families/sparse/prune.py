@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.debug import takes_debug
-from kernlib.descriptors.base import real, shown
+from kernlib.debug import eager_only
+from kernlib.descriptors.base import check_flag, real, shown
 from kernlib.runtime.tensors import (
     check_dense,
     materialised,
@@ -24,7 +24,7 @@ FLOATS = (
 )  # fmt: skip
 
 
-@takes_debug
+@eager_only
 def magnitude(
     weight: torch.Tensor,
     density: float,
@@ -48,8 +48,7 @@ def magnitude(
     an ``inplace`` that is no bool, ValueError for a ``density`` outside of 0 to 1, an unknown
     ``per``, and a ``weight`` to write whose elements share memory, such as an expanded one.
     """
-    if not isinstance(inplace, bool):
-        raise TypeError(f"inplace must be a bool, got {shown(inplace)}")
+    check_flag("inplace", inplace)
     dropped = ~largest(weight, density, per)
     if not inplace:
         bits = _bits(materialised(weight.detach()))

@@ -27,7 +27,7 @@ from kernlib.nn.block_sparse.weight import (
     checked_dtype,
     layout_for,
 )
-from kernlib.nn.traced import parameters_of
+from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -184,6 +184,8 @@ class BlockSparseConv2d(BlockSparseModule):
         differentiable; activation and bias are not in it."""
         matrix = self._here().to_dense(self.weight)
         return matrix.unflatten(1, (*self.kernel_size, self.in_channels)).permute(0, 3, 1, 2)
+
+    __repr__ = represented
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]

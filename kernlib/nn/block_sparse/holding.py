@@ -21,12 +21,14 @@ from kernlib.nn.indexed import (
     EXTRA,
     MARK,
     IndexedModule,
+    UnknownIndices,
     fingerprint,
     former_header,
     is_captured,
     is_close,
     plain,
 )
+from kernlib.nn.traced import has_own_mark
 from kernlib.runtime.tensors import check_dense
 
 INDICES = tuple(f"layout_{name}" for name in NAMES)
@@ -90,11 +92,18 @@ class LayoutModule(IndexedModule):
         return held if self._is_unwritten() else self._of_mark()
 
     def _compiled(self, held: Layout) -> Layout:
-        """The layout of a compiled call, which looks at no mark."""
+        """The layout of a compiled call, which does not look into the mark. Raises RuntimeError for
+        the mark of somebody else."""
         if held.device.type == "meta" and self._buffers[MARK].device.type != "meta":
             raise RuntimeError(
                 f"this {type(self).__name__} has been filled by name: call it once before it is "
                 "compiled"
+            )
+        if not has_own_mark(self):
+            raise RuntimeError(
+                f"{MARK} of this {type(self).__name__} is another tensor than its own, which "
+                "compiled calls do not read: load_state_dict makes it the layer's; without it "
+                "functional_call computes at the blocks of the layer"
             )
         return held
 
@@ -103,7 +112,7 @@ class LayoutModule(IndexedModule):
         tensors is the layer's own from now on."""
         try:
             layout = self._here()
-        except RuntimeError:  # which a change mends
+        except UnknownIndices:  # which a change mends
             if self._blank and has_values(*self._layout.tensors):  # and anybody may have written
                 self._layout.write_(torch.zeros_like(self._layout.mask()))
             return self._layout
@@ -189,8 +198,8 @@ class LayoutModule(IndexedModule):
         mask = mask_of(mark, layout)
         if mask is None:
             if self._blank or not has_values(*layout.tensors):
-                raise RuntimeError(self._without_blocks())
-            raise RuntimeError(
+                raise UnknownIndices(self._without_blocks())
+            raise UnknownIndices(
                 f"the weight of this {type(self).__name__} may be one of other blocks than it "
                 "stores: the buffer that says which has been written, or averaged with that of a "
                 "layer of other blocks. Before copies are averaged, copy.update_(layer.layout."
@@ -226,7 +235,7 @@ class LayoutModule(IndexedModule):
 
     def _refuse_blank(self, layout: Layout) -> Layout:
         if self._blank and has_values(*layout.tensors):
-            raise RuntimeError(self._without_blocks())
+            raise UnknownIndices(self._without_blocks())
         return layout
 
     def _without_blocks(self) -> str:
@@ -245,8 +254,10 @@ class LayoutModule(IndexedModule):
 
     def _adopt(self) -> None:
         """Take what a loader has put there; the next call says what is wrong with it."""
-        with suppress(RuntimeError):
-            self._here()
+        with suppress(UnknownIndices):
+            layout, mark = self._here(), self._buffers[MARK]
+            if layout is self._layout and self._noted_other((mark,)) is layout:
+                self._note_mark()  # as the layer's own, which compiled calls ask for
 
     def _apply(self, fn: Callable, recurse: bool = True):
         if not has_values(*self._layout.tensors):
@@ -276,7 +287,7 @@ class LayoutModule(IndexedModule):
             return {}
         try:
             layout = self._here()
-        except RuntimeError:
+        except UnknownIndices:
             if self._blank or not has_values(*self._layout.tensors):
                 return {}  # and so the buffer, which says that there are none
             raise

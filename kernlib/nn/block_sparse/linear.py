@@ -26,8 +26,8 @@ from kernlib.nn.block_sparse.weight import (
     layout_for,
     layout_of_weight,
 )
-from kernlib.nn.linears import check_is_linear, dense_linear, refuse_stand_in
-from kernlib.nn.traced import parameters_of
+from kernlib.nn.linears import checked_linear, dense_linear
+from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
@@ -142,11 +142,13 @@ class BlockSparseLinear(BlockSparseModule):
         Of a weight on "meta" it is a layer there, of the blocks that a state fills it with, or that
         :meth:`reset_parameters` draws behind ``to_empty``.
 
-        Nothing waits for a GPU. Raises TypeError for what is no ``nn.Linear`` of these dtypes,
+        What a parametrization computes is taken as the next call in evaluation would. Nothing
+        waits for a GPU. Raises TypeError for what is no ``nn.Linear`` of these dtypes,
         ValueError for sizes that are no multiple of a block's, a weight without values, and other
         arguments.
         """
-        weight = check_linear(linear)
+        linear = check_linear(linear)
+        weight = linear.weight
         layout = layout_of_weight(weight, block, density, criterion, per, capacity)
         layer = cls.__new__(cls)
         # What a layer on meta draws, unless a state fills it.
@@ -217,6 +219,8 @@ class BlockSparseLinear(BlockSparseModule):
         it."""
         return dense_linear(self, self.to_dense())
 
+    __repr__ = represented
+
     def extra_repr(self) -> str:
         parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
         parts += [f"bias={self.bias is not None}", describe_layout(self._layout)]
@@ -239,22 +243,20 @@ def check_input(input: torch.Tensor, weight: torch.Tensor, features: int) -> Non
     check_kind("input", input, weight)
 
 
-def check_linear(linear) -> torch.Tensor:
-    """The weight of a linear layer. Raises TypeError and ValueError for what has none with
-    values."""
-    check_is_linear(linear)
-    weight = getattr(linear, "weight", None)
+def check_linear(linear) -> nn.Linear:
+    """The nn.Linear that a layer is, whose weight may be one of blocks. Raises TypeError and
+    ValueError for one that has no such weight with values."""
+    linear = checked_linear(linear)
     if "weight" not in linear._parameters:
         raise ValueError(
-            "the weight of linear is computed of other tensors, by a parametrization, pruning or "
-            "spectral_norm: take that off before"
+            "the weight of linear is computed of other tensors, by hooks of pruning, weight_norm "
+            "or spectral_norm: take that off before"
         )
-    check_dense(("the weight of linear",), **{"the weight of linear": weight})
-    refuse_stand_in(weight)
+    weight = linear.weight
     if weight.dim() != 2:
         raise ValueError(
             "the weight of linear must be a matrix (out_features, in_features), got shape "
             f"{tuple(weight.shape)}"
         )
     checked_dtype(weight.dtype)
-    return weight
+    return linear

@@ -68,7 +68,9 @@ def block_sparsify(
     BlockSparseMatmul("dds", precision=precision)  # which says what is wrong with a precision
     places, rest = places_of(model, match), rest_of(model, match)
     check_each(
-        model, places, lambda linear: check_multiple(tuple(check_linear(linear).shape), block)
+        model,
+        places,
+        lambda linear: check_multiple(tuple(check_linear(linear).weight.shape), block),
     )
     if not places:
         warn_of_nothing("block_sparsify", model, match)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.descriptors.base import shown
+from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.contents.given import Mask, place_of
 from kernlib.families.blocksparse.contents.sizes import checked_block, checked_count
@@ -20,7 +20,7 @@ from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.holding import LayoutModule
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
-from kernlib.runtime.tensors import check_dense, check_flag
+from kernlib.runtime.tensors import check_dense
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -22,9 +22,14 @@ def test_twelve_calls_take_two_programs(case, dynamic):
     assert 1 <= compiles(CASES[case](), dynamic) <= MOST
 
 
-@pytest.mark.parametrize("case", ["`blocksparse.dds`, gradients", "`BlockSparseLinear`, 12 sizes"])
-def test_gradients_take_no_more(case):
-    assert compiles(CASES[case](), None, "aot_eager") <= MOST
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "case",
+    ["`blocksparse.dds`, gradients", "`BlockSparseLinear`, 12 sizes", "`kron_matmul`, gradients"],
+)
+def test_gradients_take_no_more(case, dynamic):
+    assert compiles(CASES[case](), dynamic, "aot_eager") <= MOST
 
 
 def test_bits_of_one_word_a_line_and_of_several_take_no_program_of_their_own():
@@ -78,6 +83,22 @@ def test_a_compiled_layer_does_not_go_by_a_matrix_that_it_does_not_read(seed):
     made.weight_packed = state["weight_packed"]
     with pytest.raises(Exception, match=said("load_state_dict makes it the layer's")):
         compiled(made)(x)
+    made.load_state_dict(state)
+    torch.testing.assert_close(compiled(made)(x), other(x))
+
+
+def test_a_compiled_layer_refuses_a_mark_that_it_does_not_read(seed):
+    made, other = (kl.nn.BlockSparseLinear(64, 96, 16, density=d, capacity=20) for d in (0.3, 0.6))
+    x, state, refused = torch.randn(3, 64), other.state_dict(), said("compiled calls do not read")
+    with pytest.raises(Exception, match=refused):
+        compiled(lambda x: torch.func.functional_call(made, state, (x,)))(x)
+    with pytest.raises(Exception, match=refused):
+        compiled(lambda state, x: torch.func.functional_call(made, state, (x,)))(state, x)
+    own = dict(made.named_parameters()) | dict(made.named_buffers())
+    run = compiled(lambda x: torch.func.functional_call(made, own, (x,)))
+    torch.testing.assert_close(run(x), made(x))
+    made.index_mark = made.index_mark.clone()  # of the same blocks, as by name
+    torch.testing.assert_close(compiled(made)(x), made(x))
     made.load_state_dict(state)
     torch.testing.assert_close(compiled(made)(x), other(x))
 

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import kernlib as kl
+from kernlib.blocksparse import Layout, attention, softmax
 from tests.contract.library.calls import close, compiled
 from tests.contract.library.operations import OPERATIONS, every, parameters
 
@@ -16,7 +19,7 @@ MAPPED = [
     for place in given.mapped
 ]
 
-FORWARD = ("blocksparse", "kronecker_product", "kronecker_sparse")  # of which jvp is compiled
+FORWARD = ("blocksparse", "kronecker_product", "kronecker_sparse", "sparse")  # jvp is compiled
 REFUSED = r"forward mode .* is not known|is inside a transform of torch.func"
 
 
@@ -90,3 +93,50 @@ def test_traced_forward_mode_is_done_or_refused(operation, case, traced):
     message = None if operation.name in FORWARD else REFUSED
     near = operation.near.recorded
     judge(lambda: run(tensors[place]), message, lambda: pushed(tensors[place]), near)
+
+
+# Layers, and what else lists the tensors of a layout or of a matrix.
+
+LAYOUT = Layout([[1, 0], [1, 1]], 16)
+LAYERS = {
+    "SparseLinear": lambda: kl.nn.SparseLinear.from_linear(nn.Linear(32, 32), density=0.3),
+    "BlockSparseLinear": lambda: kl.nn.BlockSparseLinear(32, 48, 16, density=0.5),
+    "BlockSparseConv2d": lambda: kl.nn.BlockSparseConv2d(32, 32, 3, layout=16, density=0.4),
+    "KSLinear": lambda: kl.nn.KSLinear([(2, 4, 4, 4)], activation="gelu"),
+    "KroneckerLinear": lambda: kl.nn.KroneckerLinear((4, 8), (4, 5)),
+    "BlockSparseMultiheadAttention": lambda: kl.nn.BlockSparseMultiheadAttention(
+        16, 2, LAYOUT, batch_first=True
+    ),
+    "softmax": lambda: lambda x: softmax(x, LAYOUT, 0.5),
+    "attention": lambda: lambda x: attention(x, x, x, LAYOUT, causal=True, score="v * 2"),
+}
+SIZES = {"BlockSparseConv2d": (2, 32, 5, 5), "softmax": (3, 16, 16), "attention": (1, 2, 32, 8)}
+
+
+def size_of(call):
+    return call.square().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda v: size_of(f(v)))(x),
+    "each grad": lambda f, x: torch.vmap(torch.func.grad(lambda v: size_of(f(v))))(x[None]),
+    "second": lambda f, x: torch.func.grad(
+        lambda u: size_of(torch.func.grad(lambda v: size_of(f(v)))(u))
+    )(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x * 2,))[1],
+    "vmap": lambda f, x: torch.vmap(f)(x[None]),
+}
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiled_transforms_of_layers_give_what_eager_ones_give(name, transform, seed):
+    layer, x = LAYERS[name](), torch.randn(SIZES.get(name, (2, 32)))
+    call = layer
+    if name.endswith("MultiheadAttention"):
+        x = torch.randn(2, 32, 16)
+        call = lambda v: layer(v, v, v)[0]  # noqa: E731
+    run = TRANSFORMS[transform]
+    found = compiled(lambda x: run(call, x))(x)
+    torch.testing.assert_close(found, run(call, x), rtol=1e-4, atol=1e-4)

@@ -1,11 +1,14 @@
 """What is wrong with a call is said in compiled calls, and to fake tensors, as in eager calls."""
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import kernlib as kl
 from tests.contract.library.calls import compiled
 from tests.contract.library.operations import every, recordings
+from tests.support.dynamo_messages import said
 
 pytestmark = pytest.mark.few(by="operation")
 
@@ -41,3 +44,33 @@ def test_what_is_wrong_with_fake_tensors_is_said_too(operation, case, inside):
     if not inside:
         with pytest.raises(ValueError, match=message):
             call.run(*fakes)
+
+
+WRONG = {
+    "list": ({"bandwidth": [1.0]}, r"bandwidth must be a real number .* got \[1.0\]"),
+    "array": ({"bandwidth": np.ones(3)}, "bandwidth must be a real number .* a ndarray of shape"),
+    "map": (
+        {"bandwidth": 1.0, "feature_map": [1.0]},
+        "feature_map must be a tensor, got list: pass torch.tensor",
+    ),
+    "scale": (
+        {"bandwidth": 1.0, "lengthscale": np.ones(3)},
+        "lengthscale must be a tensor .* got ndarray",
+    ),
+    "offset": ({"bandwidth": 1.0, "row_offset": 1.5}, "row_offset must be an int, got 1.5"),
+    "tensor": ({"bandwidth": 1.0, "v": torch.ones(3, 2)}, "v is no argument of gaussian; it takes"),
+    "number": ({"bandwith": 1.0}, "bandwith is no argument of gaussian; .* mean bandwidth"),
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", ["run_kernel", "kernel_sum", "kernel_argmin", "kernel_topk"])
+@pytest.mark.parametrize("case", WRONG)
+def test_messages_are_made_while_dynamo_traces(case, name):
+    given, message = WRONG[case]
+    call = getattr(kl, name)
+    a, b = torch.randn(4, 3), torch.randn(5, 3)
+    for run, pattern in ((call, message), (compiled(call, "eager"), said(message))):
+        with pytest.raises(Exception, match=pattern):
+            run(kl.gaussian(), a, b, **given)
+        assert torch.is_grad_enabled()

@@ -290,7 +290,7 @@ GRAPHS = {
     "dsd": Graph(of_mode(DSD, LAYOUT, W, UNDER), OPERATOR, PRODUCT, PRODUCT),
 }
 TRANSFORMS = {  # of those whose gradients have the strides of eager calls'
-    name: Transform(CALLS[name], CALLS[name].places, None, None, None, "functorch transforms")
+    name: Transform(CALLS[name], CALLS[name].places, None, None, None, None)
     for name in ("dsd", "batches", "one matrix for heads")
 }
 

@@ -77,7 +77,7 @@ TYPE_ERRORS = {
     ),
     "transpose_a 1": (of_dsd(transpose_a=1), "transpose_a must be a bool, got 1"),
     "epilogue text": (of_dsd(epilogue="relu"), "epilogue must be made of epilogues .*'relu'"),
-    "debug 1": (of_dsd(debug=1), "debug must be True or False, got 1"),
+    "debug 1": (of_dsd(debug=1), "debug must be a bool, got 1"),
     "unknown": (of_dsd(gain=1), r"gain is no argument of BlockSparseMatmul\(dsd\); it takes none"),
     "by position": (by(dsd, V, B, LAYOUT, True), "positional"),
     "no layout": (by(dsd, V, B), "layout"),

@@ -74,7 +74,7 @@ TYPE_ERRORS = {
     "alpha bool": (matmul(alpha=True), "alpha must be .*got True"),
     "y double": (added(y=Y.double()), ONE_DTYPE.format("y")),
     "y unread": (matmul(beta=0, y=Y.int()), "y must be .*got torch.int32"),
-    "debug 1": (matmul(debug=1), "debug must be True or False, got 1"),
+    "debug 1": (matmul(debug=1), "debug must be a bool, got 1"),
     "unknown": (matmul(gain=1), "gain"),
     "by position": (lambda: kl.kron_matmul(X, F, 2.0), "positional"),
     "no factors": (lambda: kl.kron_matmul(X), "factors"),

@@ -232,11 +232,8 @@ GRAPHS = {
 }  # fmt: skip
 
 TRANSFORMS = {
-    "epilogue": Transform(
-        CALLS["epilogue"], SIDES, None, r"(?i)batching rule not implemented for kernlib",
-        None, "functorch transforms",
-    )
-}  # fmt: skip
+    "epilogue": Transform(CALLS["epilogue"], SIDES, None, None, None, None),
+}
 
 
 def whole(x, weight, descriptor, names="", numbers=(), tensors=()) -> Check:

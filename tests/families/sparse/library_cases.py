@@ -214,7 +214,7 @@ WRONG_FAKES = {"features": (Call(of_layout, (torch.ones(2, 39), B, *W.operands))
 PRODUCT = ("sparse_matmul_product",)
 GRAPHS = {"a layout": Graph(CALLS["a layout"], ("sparse_matmul",), PRODUCT, PRODUCT)}
 TRANSFORMS = {
-    "matmul": Transform(CALLS["matmul"], SIDES, None, None, None, "functorch transforms"),
+    "matmul": Transform(CALLS["matmul"], SIDES, None, None, None, None),
 }
 
 

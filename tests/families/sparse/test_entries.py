@@ -6,6 +6,7 @@ import sys
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernlib import sparse
 from kernlib.families.sparse import matrix
@@ -68,6 +69,46 @@ def test_torchs_sparse_layouts_give_the_bytes_of_the_dense_matrix(format, seed):
         torch.sparse_coo_tensor(twice[0], halves, dense.shape),
     ):
         assert_same(compress(given, format), compress(dense, format))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("format", FORMATS)
+def test_fewer_entries_than_panels_give_the_bytes_of_the_dense_matrix(format, seed):
+    for rows in (0, 3, 33, 70):
+        dense = torch.zeros(rows, 70035)
+        places = [(0, 0), (0, 65000), (2, 65001), (2, 65009), (rows - 1, 70034)][: 5 if rows else 0]
+        for number, place in enumerate(places):
+            dense[place] = number + 1.0
+        stored = dense != 0
+        stored[:1, 40000] = True  # a zero in a panel without others
+        w = sparse.from_csr(*csr_of(dense, stored), tuple(dense.shape), format)
+        assert_same(w, compressed(dense, format))
+    for width in (3, 5, 7):  # no panel is a number of such blocks
+        assert_same(compress(dense.to_sparse_bsr((1, width)), format), w)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operator makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for t in results if isinstance(results, (tuple, list)) else [results]:
+            if isinstance(t, torch.Tensor):
+                self.bytes = max(self.bytes, t.numel() * t.element_size())
+        return results
+
+
+@pytest.mark.parametrize("format", ["u8", "u2"])
+def test_columns_without_entries_cost_what_they_take_in_the_result(format):
+    columns = 1 << 24
+    given = torch.tensor([0, 2, 3]), torch.tensor([5, columns - 1, 7]), torch.ones(3)
+    with Largest() as largest:
+        w = sparse.from_csr(*given, (2, columns), format)
+    assert largest.bytes <= max(t.numel() for t in w.tensors.values())
 
 
 MEMORY = """

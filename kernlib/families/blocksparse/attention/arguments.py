@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from kernlib import events
-from kernlib.descriptors.base import shown, whole
+from kernlib.descriptors.base import check_flag, shown, whole
 from kernlib.families.blocksparse.attention.descriptor import (
     AXES,
     BY_DIMENSIONS,
@@ -24,7 +24,6 @@ from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value
 from kernlib.runtime.tensors import (
     check_dense,
-    check_flag,
     check_memory,
     is_wrapped,
     refuse_gradients,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.descriptors.base import shown
+from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse.attention.arguments import CAPTURED_TYPES, TYPES
 from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.checks import check_layout
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.arguments import check_broadcast
-from kernlib.runtime.tensors import check_dense, check_flag, is_of
+from kernlib.runtime.tensors import check_dense, is_of
 
 NAMES = ("query", "key", "value")
 

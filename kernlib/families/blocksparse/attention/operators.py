@@ -19,6 +19,7 @@ from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttenti
 from kernlib.families.blocksparse.attention.primitive import (
     ATTENTION,
     GRADIENT,
+    by_reference,
     calls,
     gradient_calls,
 )
@@ -27,6 +28,7 @@ from kernlib.runtime.arguments import refuse_recorded_out, written
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.operators import register
+from kernlib.runtime.tensors import is_differentiated
 
 _REQUEST = (
     "Tensor q, Tensor k, Tensor v, Tensor[] layout, str layout_text, str descriptor, "
@@ -278,6 +280,8 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, *given):
     arguments.check_operands(descriptor, operands, options, captured)
     arguments.check_scale(options.scale, q, False)
     captured = {name: captured[name] for name in descriptor.names}
+    if is_differentiated():
+        return by_reference(descriptor, operands, None, options, captured)
     return _run(descriptor, operands, options, captured, debug)
 
 

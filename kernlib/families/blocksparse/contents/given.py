@@ -8,8 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.descriptors.base import shown
-from kernlib.runtime.tensors import check_layout, refuse_transforms, stand_ins
+from kernlib.runtime.tensors import as_backend_device, check_layout, refuse_transforms, stand_ins
 
 ADVICE = "no layout can be made of; make it outside and pass it in"
 NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)  # what int32 holds
@@ -85,14 +84,7 @@ def as_tensor(name: str, value: object, shape: str) -> torch.Tensor:
 def checked_device(device: object) -> torch.device:
     """Raises TypeError for what is no device, such as a dtype, ValueError for a text that names
     none. A CUDA device without a number is the current one."""
-    if type(device) not in (torch.device, str, int):
-        raise TypeError(f"device must be a torch.device, str or int, got {shown(device)}")
-    try:
-        found = torch.device(device)
-    except (RuntimeError, ValueError, OverflowError) as error:
-        raise ValueError(f"device must be one of torch's, got {shown(device)}") from error
-    if found.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"device must be a CPU, a CUDA device or meta, got {found}")
+    found = as_backend_device(device)
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.debug import takes_debug
-from kernlib.descriptors.base import refuse_descriptor
+from kernlib.debug import eager_only
+from kernlib.descriptors.base import check_flag, refuse_descriptor
 from kernlib.families.pairwise import checks, per_point
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import eager, norms, routes
@@ -17,7 +17,6 @@ from kernlib.runtime.numbers import check_kind, plain
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import (
     check_dense,
-    check_flag,
     check_memory,
     check_out_shape,
     is_lazy,
@@ -85,7 +84,7 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
     )
 
 
-@takes_debug
+@eager_only
 def agop(
     descriptor: Pairwise,
     x: torch.Tensor,

@@ -6,13 +6,12 @@ Semantics of the kermac project's ``cdist_expadd`` and ``cdist_grad_expadd``.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernlib import events
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import shown
 from kernlib.errors import KernlibError
 from kernlib.families.pairwise import checks, per_point
@@ -23,7 +22,6 @@ from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import check_kind, host_value, on_device, plain
 from kernlib.runtime.tensors import (
     check_dense,
-    check_flag,
     check_memory,
     check_out_shape,
     refuse_any_overlap,
@@ -100,6 +98,7 @@ def _check_scale(lengthscale, scale, a, b, p, out) -> None:
     checks.refuse_out(out, a=a, b=b, p=p, **given)
 
 
+@eager_only
 def cdist_grad_expadd(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -140,7 +139,6 @@ def cdist_grad_expadd(
     numbers = {"p": p, "q": q, "c0": c0, "lengthscale": lengthscale, "scale": scale}
     shape = _check_gradient(tensors, numbers, out)
     eps = _least(eps)
-    check_flag("debug", debug)
     scale = scale_of(p, lengthscale, scale, d, "d")
     if d.is_meta:
         return d.new_empty(shape) if out is None else out
@@ -149,29 +147,28 @@ def cdist_grad_expadd(
         pair_gradient,  # which cdist_expadd does without
     )
 
-    with events.on_stderr() if debug else nullcontext():
-        wide = {name: t if t is None or t.dim() == 3 else t[None] for name, t in tensors.items()}
-        queries, points, first = wide["d"].mT, wide["b"].mT, wide["a"]
-        clamped = isinstance(p, torch.Tensor) or p < 1  # else no slope grows towards 0
-        unit, sets = None, wide["c"]
-        if lengthscale is not None:
-            unit = _unit(p, lengthscale, d, (queries, points))
-        if unit is not None and not (clamped and isinstance(unit, torch.Tensor)):
-            scale = scale_of(p, _length(lengthscale, d) * unit, None, d)
-            queries, points = _times(queries, unit), _times(points, unit)
-            # Which the result is multiplied by: in two steps, neither of which is near the ends.
-            halves = _halves(unit)
-            first, sets = _times(first, halves[0]), _times(sets, halves[1])
-            eps = eps * unit if clamped else eps
-        weights = _weights(first, queries, points, wide["s_km"], p, q, c0, scale)
-        out = d.new_empty(shape) if out is None else out
-        # Kernels write (queries, features); kermac has the features first.
-        turned = (out if out.dim() == 4 else out[None]).mT
-        values = {"p": p, "inner_scale": scale, "out": turned}
-        if clamped:
-            values["eps"] = eps
-        stages = (_SUMS.operator, _SUMS.inner)
-        pair_gradient(*stages, queries, points, weights.mT, sets, **values)
+    wide = {name: t if t is None or t.dim() == 3 else t[None] for name, t in tensors.items()}
+    queries, points, first = wide["d"].mT, wide["b"].mT, wide["a"]
+    clamped = isinstance(p, torch.Tensor) or p < 1  # else no slope grows towards 0
+    unit, sets = None, wide["c"]
+    if lengthscale is not None:
+        unit = _unit(p, lengthscale, d, (queries, points))
+    if unit is not None and not (clamped and isinstance(unit, torch.Tensor)):
+        scale = scale_of(p, _length(lengthscale, d) * unit, None, d)
+        queries, points = _times(queries, unit), _times(points, unit)
+        # Which the result is multiplied by: in two steps, neither of which is near the ends.
+        halves = _halves(unit)
+        first, sets = _times(first, halves[0]), _times(sets, halves[1])
+        eps = eps * unit if clamped else eps
+    weights = _weights(first, queries, points, wide["s_km"], p, q, c0, scale)
+    out = d.new_empty(shape) if out is None else out
+    # Kernels write (queries, features); kermac has the features first.
+    turned = (out if out.dim() == 4 else out[None]).mT
+    values = {"p": p, "inner_scale": scale, "out": turned}
+    if clamped:
+        values["eps"] = eps
+    stages = (_SUMS.operator, _SUMS.inner)
+    pair_gradient(*stages, queries, points, weights.mT, sets, **values)
     return out
 
 

@@ -7,19 +7,21 @@ Gradients take half a gigabyte more at most; those that are differentiated thems
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from math import inf
 from typing import NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import heard
-from kernlib.descriptors.base import as_int, real
+from kernlib.descriptors.base import as_int, check_flag, real
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import (
-    check_flag,
     check_layout,
     check_memory,
     refuse_any_overlap,
@@ -169,8 +171,11 @@ def kernel_argmin(
     """The column of the smallest entry of each row of K, int64, (M,) or (L, M): the nearest point,
     for a distance. As the indices of :func:`kernel_min`, with its arguments and errors."""
     maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
-    with torch.no_grad():
-        return kernel_min(descriptor, a, b, debug=debug, **maps, **hyperparameters)[1]
+    if debug is not False:
+        return heard(debug, kernel_argmin, descriptor, a, b, **maps, **hyperparameters)
+    # What Dynamo records within torch.no_grad() leaves gradients off where it raises (torch 2.13).
+    with nullcontext() if is_dynamo_compiling() else torch.no_grad():
+        return kernel_min(descriptor, a, b, **maps, **hyperparameters)[1]
 
 
 def kernel_topk(
@@ -224,7 +229,9 @@ def _run(
     """A reduction that has one tensor for its result."""
     if debug is not False:
         request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values)
-        return heard(debug, _run, *request)
+        call = partial(_run, *request)
+        call.__name__ = f"kernel_{reduction}"  # in the line that is written
+        return heard(debug, call)
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     made = _respelled(a, b, v, (row_offset, col_offset), values)
     if made is not None:

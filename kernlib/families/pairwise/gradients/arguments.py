@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernlib.descriptors.base import shown
+from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import OPERATORS
 from kernlib.runtime import numbers
@@ -97,8 +97,7 @@ def check_call(kind: Kind, operands: Operands, out, accumulate: bool, values: di
     for name in kind.exponents:
         check_number(kind, name, values.get(name), operands.x.device)
     batch, shape = _output(kind, operands, out, values, sizes)
-    if type(accumulate) is not bool:
-        raise TypeError(f"accumulate must be a bool, got {shown(accumulate)}")
+    check_flag("accumulate", accumulate)
     if accumulate and out is None:
         raise ValueError("accumulate=True adds to out, and no out is given")
     dtype = operands.x.dtype

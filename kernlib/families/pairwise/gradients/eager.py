@@ -20,6 +20,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 
+from kernlib.descriptors.base import check_flag
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import formula, norms, products, routes, weights
@@ -34,7 +35,6 @@ from kernlib.runtime import rehearsal
 from kernlib.runtime.numbers import host_value, on_device
 from kernlib.runtime.operation import by_operator, operators_of
 from kernlib.runtime.tensors import (
-    check_flag,
     is_lazy,
     is_mapped,
     materialised,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernlib import events
+from kernlib.descriptors.base import check_flag
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.gradients import arguments, plans, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
@@ -21,7 +23,6 @@ from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
     UNREADABLE,
-    check_flag,
     is_lazy,
     materialised,
     ranges_meet,
@@ -67,6 +68,10 @@ def cdist_grad(
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
     gradient while gradients are recorded.
     """
+    if is_dynamo_compiling():
+        from kernlib.eager import eagerly
+
+        return eagerly(cdist_grad, a, b, c, d, out, p, eps, debug)
     if debug is not False:
         check_flag("debug", debug)
         with events.on_stderr():

@@ -13,6 +13,7 @@ from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import mapped
+from kernlib.families.pairwise.checks import check_names, check_recorded_offsets
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.operators import separate
 from kernlib.families.pairwise.reductions import arguments as checks
@@ -43,6 +44,7 @@ def run(
     does not fit the descriptor, when the operator runs.
     """
     checks.check_tensors(descriptor, a, b, v)
+    check_recorded_offsets(row_offset, col_offset)
     made, b = checks.sides(descriptor, a, b, row_offset, col_offset)
     given = separate(values, a.device)
     if out is not None and torch.is_grad_enabled() and _any_requires(a, b, v, out, *given[2]):
@@ -60,11 +62,13 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`kernlib.families.pairwise.reductions.pairs.run` by way of the operators."""
     checks.check_tensors(descriptor, a, b, None)
+    check_recorded_offsets(rows, columns)
     made, b = checks.sides(descriptor, a, b, rows, columns)
     names, numbers, tensors = separate(values, a.device)
-    options = reduction, made.text, names, numbers, tensors, rows, columns
-    with torch.no_grad():
-        found, places = _choose(a, b, k, largest, *options)
+    # A compiled call that raises within torch.no_grad() leaves gradients off (torch 2.13).
+    x, y, *constants = (t.detach() for t in (a, b, *tensors))
+    options = reduction, made.text, names, numbers, constants, rows, columns
+    found, places = _choose(x, y, k, largest, *options)
     # Within vmap, and a compiled torch.func.grad, tensors do not say what is differentiated.
     recorded = _any_requires(a, b, *tensors) or _are_functorch_transforms_active()
     if torch.is_grad_enabled() and recorded:
@@ -153,6 +157,7 @@ def _compute_choice(
 
 
 def _fake(a, b, v, reduction, descriptor, names, numbers, tensors, *offsets):
+    check_names(from_text(descriptor), names.split()[len(numbers) :])
     shape = checks.result_shape(a, b, v, _tensors(names, tensors))
     return a.new_empty(shape, dtype=accumulator(a.dtype))
 
@@ -165,6 +170,7 @@ def _fake_gradient(
 
 
 def _fake_choice(a, b, k, largest, reduction, descriptor, names, numbers, tensors, *offsets):
+    check_names(from_text(descriptor), names.split()[len(numbers) :])
     shape = (*checks.result_shape(a, b, None, _tensors(names, tensors)), k)
     places = a.new_empty(shape, dtype=torch.int64)
     return a.new_empty(shape, dtype=accumulator(a.dtype)), places

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.debug import takes_debug
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import shown, whole
 from kernlib.families.sparse.entries.torch_layouts import of_rows
 from kernlib.families.sparse.matrix import SparseMatrix, of_entries
 from kernlib.runtime.tensors import check_dense, refuse_distributed
 
 
-@takes_debug
+@eager_only
 def from_csr(
     crow: torch.Tensor,
     col: torch.Tensor,

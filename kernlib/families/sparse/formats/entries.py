@@ -91,6 +91,22 @@ class Entries:
         entries.check("columns")
         return entries
 
+    def is_wide(self, panels: int, width: int) -> bool:
+        """Whether there are more panels of ``width`` columns than entries, and no block lies in
+        two."""
+        return self._bits.numel() < panels and width % self._block[1] == 0
+
+    def in_panels(self, width: int) -> tuple[Entries, torch.Tensor]:
+        """The matrix of those panels of ``width`` columns that hold entries, side by side, and
+        their numbers in order, where :meth:`is_wide`."""
+        width_of_blocks = width // self._block[1]
+        numbers, place = torch.unique(self._col.long() // width_of_blocks, return_inverse=True)
+        columns = place * width_of_blocks + self._col % width_of_blocks
+        values, shape = self._bits.view(self.dtype), (self.shape[0], len(numbers) * width)
+        entries = Entries(self._crow, columns, values, shape)
+        entries.check("columns")
+        return entries, numbers
+
     def as_coo(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix in torch's layout COO, its values in a dtype."""
         rows = torch.repeat_interleave(self._crow.long().diff())

@@ -111,18 +111,39 @@ class SlicesFormat(NamedTuple):
         if max(entries.shape) > MOST_SIZE:
             return None
         width = panel_width(*entries.shape, entries.dtype.itemsize)
+        panels, slices = grid(entries.shape, width)
+        if entries.is_wide(panels, width):
+            entries = entries.in_panels(width)[0]
         total = sum(int(starts[-1]) for _, starts, _ in self._arranged(entries, width))
         if total > MOST_CODES:
             return None
-        panels, slices = grid(entries.shape, width)
         kind, number = _row_type(entries.shape[0])
         held = panels * slices * number * kind.itemsize + 4 * (panels * slices + 1)
         return total * self.code.size(entries.dtype.itemsize) + held
 
     def encode_entries(self, entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """:meth:`encode` of a matrix by its entries."""
+        """:meth:`encode` of a matrix by its entries. Of one with fewer of these than panels, those
+        panels are looked at that hold some."""
         self._refuse_larger(entries.shape)
-        width, place = panel_width(*entries.shape, entries.dtype.itemsize), entries.device
+        width = panel_width(*entries.shape, entries.dtype.itemsize)
+        panels = grid(entries.shape, width)[0]
+        if not entries.is_wide(panels, width):
+            return self._encoded(entries, width), {"width": width}
+        some, numbers = entries.in_panels(width)
+        tensors = self._encoded(some, width)
+        rows, slices = tensors["rows"], tensors["rows"].shape[1]
+        empty = torch.zeros(1, entries.shape[0], dtype=torch.int32, device=entries.device)
+        every = arrange(empty)[1].expand(panels, *rows.shape[1:]).clone()
+        every[numbers] = rows
+        lengths = torch.zeros(panels, slices, dtype=torch.int32, device=entries.device)
+        lengths[numbers] = tensors["offsets"].diff().view(len(numbers), slices)
+        offsets = lengths.view(-1).cumsum(0, dtype=torch.int32)
+        offsets = torch.nn.functional.pad(offsets, (1, 0))
+        return {"data": tensors["data"], "offsets": offsets, "rows": every}, {"width": width}
+
+    def _encoded(self, entries: Entries, width: int) -> dict[str, torch.Tensor]:
+        """The tensors of a matrix whose panels are all looked at."""
+        place = entries.device
         panels, slices = grid(entries.shape, width)
         kind, number = _row_type(entries.shape[0])
         rows = torch.empty((panels, slices, number), dtype=kind, device=place)
@@ -136,7 +157,7 @@ class SlicesFormat(NamedTuple):
         data = torch.zeros(size, dtype=torch.uint8, device=place)
         for some in _some_panels(panels, entries.shape[0]) if size else ():
             cpu.write_entries(self.code, entries, width, some, offsets, rows, data)
-        return {"data": data, "offsets": offsets, "rows": rows}, {"width": width}
+        return {"data": data, "offsets": offsets, "rows": rows}
 
     def _arranged(self, entries: Entries, width: int) -> Iterator[tuple]:
         """Which panels, and what :func:`arrange` says of them, some at a time."""
@@ -281,7 +302,10 @@ def panel_width(rows: int, cols: int, itemsize: int) -> int:
     WAVE at a time, should be done first."""
     slices, cols, most = ceil_div(rows, LANES), max(cols, 1), MOST_WIDTH * 2 // itemsize
     fewest = ceil_div(cols, most)
-    panels = range(fewest, max(fewest, cols // LEAST_WIDTH) + 1)
+    largest = max(fewest, cols // LEAST_WIDTH)
+    # By their widths, of which there are few: the fewest panels of each.
+    widths = range(ceil_div(cols, 16 * largest), ceil_div(cols, 16 * fewest) + 1)
+    panels = {ceil_div(cols, 16 * width) for width in widths}
 
     def cost(width: int) -> tuple[int, int]:
         waves = ceil_div(slices * ceil_div(cols, width), WAVE)
@@ -310,7 +334,7 @@ def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.T
 
 def _some_panels(panels: int, rows: int) -> Iterator[slice]:
     """All panels, as many at a time as are counted together."""
-    step = max(1, CELLS // max(1, rows))
+    step = max(1, CELLS // max(LANES, rows))  # lanes of a slice are counted, be they of rows or not
     for first in range(0, panels, step):
         yield slice(first, min(panels, first + step))
 
