@@ -178,11 +178,19 @@ def is_wrapped(value) -> bool:
 
 def is_differentiated() -> bool:
     """Whether a transform of torch.func other than vmap is active."""
-    functorch = torch._C._functorch
+    return any(kind != torch._C._functorch.TransformType.Vmap for kind in _transforms())
+
+
+def takes_derivatives() -> bool:
+    """Whether a transform of torch.func is active that computes derivatives."""
+    kinds = torch._C._functorch.TransformType
+    return any(kind in (kinds.Grad, kinds.Jvp) for kind in _transforms())
+
+
+def _transforms() -> list:
     if not torch._C._are_functorch_transforms_active():
-        return False
-    found = [interpreter.key() for interpreter in functorch.get_interpreter_stack() or ()]
-    return any(kind != functorch.TransformType.Vmap for kind in found)
+        return []
+    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def is_mapped(*values) -> bool:

@@ -38,7 +38,7 @@ from kernlib.runtime.arguments import (
 )
 from kernlib.runtime.operators import in_front, register
 from kernlib.runtime.products import requires_gradient
-from kernlib.runtime.tensors import is_differentiated
+from kernlib.runtime.tensors import takes_derivatives
 
 _OPERANDS = "(Tensor a, Tensor b, Tensor[] layout, str layout_text, str descriptor, "
 
@@ -247,7 +247,7 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, a, b, *tensors
     shape = checks.check_operands(descriptor, (layout, a, b))
     features = checks.features_of(descriptor, shape)
     check_parameters(descriptor, features, parameters, a, False, checks.TYPES, shape)
-    if is_differentiated():  # where operators that take lists of tensors have no gradients
+    if takes_derivatives():  # where operators that take lists of tensors have no gradients
         return products.by_reference(PRODUCT, descriptor, (layout, a, b), None, parameters)
     given = for_operator(parameters, a.device)
     return whole(a, b, [*tensors[:count]], layout_text, descriptor.text, *given, debug)

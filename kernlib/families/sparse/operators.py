@@ -36,7 +36,7 @@ from kernlib.runtime.arguments import (
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
-from kernlib.runtime.tensors import check_dense, is_differentiated, stand_ins
+from kernlib.runtime.tensors import check_dense, stand_ins, takes_derivatives
 
 _MATRIX = "Tensor[] matrix, Tensor[] transposed, str layout, str transposed_layout"
 
@@ -280,7 +280,7 @@ def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool,
     (x,), parameters = autocast((x,), parameters, dtype)
     checks.check_x(shape, dtype, matrix[0].device, x)
     check_parameters(descriptor, shape[0], parameters, x, look=False)
-    if is_differentiated():  # where operators that take lists of tensors have no gradients
+    if takes_derivatives():  # where operators that take lists of tensors have no gradients
         with no_autocast(x):
             return reference.sparse_matmul(descriptor, dense(matrix, layout), x, parameters)
     given = for_operator(parameters, x.device)

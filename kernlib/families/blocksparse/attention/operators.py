@@ -28,7 +28,7 @@ from kernlib.runtime.arguments import refuse_recorded_out, written
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.operators import register
-from kernlib.runtime.tensors import is_differentiated
+from kernlib.runtime.tensors import takes_derivatives
 
 _REQUEST = (
     "Tensor q, Tensor k, Tensor v, Tensor[] layout, str layout_text, str descriptor, "
@@ -280,7 +280,7 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, *given):
     arguments.check_operands(descriptor, operands, options, captured)
     arguments.check_scale(options.scale, q, False)
     captured = {name: captured[name] for name in descriptor.names}
-    if is_differentiated():
+    if takes_derivatives():
         return by_reference(descriptor, operands, None, options, captured)
     return _run(descriptor, operands, options, captured, debug)
 

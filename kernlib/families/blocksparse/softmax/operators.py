@@ -28,7 +28,7 @@ from kernlib.families.blocksparse.softmax.primitive import (
 from kernlib.runtime.arguments import refuse_recorded_out, written
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.operators import exported_by, in_front, register
-from kernlib.runtime.tensors import is_differentiated
+from kernlib.runtime.tensors import takes_derivatives
 
 _LAYOUT = "Tensor[] layout, str layout_text, Tensor? scale, float factor"
 
@@ -239,7 +239,7 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, x, scale, *ten
     parameters = arguments.autocast(operands, parameters)
     arguments.check_operands(descriptor, operands, parameters)
     arguments.check_scale(scale, x, False)
-    if is_differentiated():  # where operators that take lists of tensors have no gradients
+    if takes_derivatives():  # where operators that take lists of tensors have no gradients
         return by_reference(descriptor, operands, None, scale, parameters)
     dense = [parameters.get(name) for name in arguments.NAMES]
     given = [*tensors[:count]], layout_text, *_scale(scale, x.device)

@@ -165,3 +165,22 @@ def test_a_layer_under_autocast_and_compiled(seed):
         check(found.detach(), wanted, 1.2e-2)
         made = torch.compile(layer, fullgraph=True)
         check(made(x).detach(), wanted, 1.2e-2)
+
+
+def test_compiled_transforms_of_a_layer_and_of_attention(seed):
+    torch._dynamo.reset()
+    layer = BlockSparseLinear(512, 256, layout_of((64, 64), (4, 8)), device="cuda")
+    x = torch.randn(40, 512, device="cuda")
+    slope = torch.func.grad(lambda v: layer(v).square().sum())
+    torch.testing.assert_close(
+        torch.compile(slope, fullgraph=True)(x), slope(x), rtol=1e-3, atol=1e-3
+    )
+    layout = blocksparse.causal(128, 32, device="cuda")
+    q = torch.randn(1, 2, 128, 64, device="cuda", dtype=F16)
+    slope = torch.func.grad(
+        lambda v: blocksparse.attention(v, q, q, layout, causal=True).float().square().sum()
+    )
+    torch.testing.assert_close(
+        torch.compile(slope, fullgraph=True)(q), slope(q), rtol=2e-2, atol=2e-2
+    )
+    torch._dynamo.reset()

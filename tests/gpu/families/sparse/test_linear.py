@@ -85,6 +85,15 @@ def test_a_compiled_layer_trains_what_lies_before_it(seed):
         close(ours, eager, 1e-5)
 
 
+@pytest.mark.parametrize("format", ["bitmap", "u8"])
+def test_compiled_transforms_and_the_dense_matrix(format, seed):
+    layer = SparseLinear.from_linear(linear(torch.float32), format=format)
+    x = torch.randn(4, 1032, device=DEVICE)
+    slope = torch.func.grad(lambda v: layer(v).square().sum())
+    for run in (slope, torch.vmap(layer), lambda v: v @ layer.to_dense().mT):
+        close(torch.compile(run, fullgraph=True)(x), run(x), 1e-5)
+
+
 def test_a_swapped_model(seed):
     mlp = nn.Sequential(nn.Linear(512, 2048), nn.SiLU(), nn.Linear(2048, 512), nn.Linear(512, 16))
     mlp = mlp.to(DEVICE).bfloat16().eval()
