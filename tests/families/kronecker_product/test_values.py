@@ -40,7 +40,8 @@ def test_a_product_is_its_formula(name, side, dtype, seed):
     assert found.dtype == dtype and found.is_contiguous()
     assert_near(found, product(x, factors, side))
     assert torch.equal(found, by_descriptor(x, factors, side))
-    for again in (tuple(factors), torch.nn.ParameterList(factors)):
+    # Of tensors that require a gradient torch.matmul folds others, whose bits differ.
+    for again in (tuple(factors), torch.nn.ParameterList(factors).requires_grad_(False)):
         assert torch.equal(found, kl.kron_matmul(x, again, side=side))
 
 
