@@ -99,7 +99,8 @@ class Matern(_Bandwidth):
 
     def __post_init__(self):
         nu = as_number("nu", self.nu)
-        require(nu in (1.5, 2.5), f"nu must be 1.5 or 2.5 (0.5 is Laplace), got {shown(nu)}")
+        if nu not in (1.5, 2.5):  # whose text Dynamo of torch 2.8 cannot trace
+            raise ValueError(f"nu must be 1.5 or 2.5 (0.5 is Laplace), got {shown(nu)}")
         object.__setattr__(self, "nu", nu)
 
     @property
@@ -265,7 +266,8 @@ class LeakyRelu(Epilogue):
 
     def __post_init__(self):
         slope = as_number("negative_slope", self.negative_slope)
-        require(math.isfinite(slope), f"negative_slope must be finite, got {shown(slope)}")
+        if not math.isfinite(slope):
+            raise ValueError(f"negative_slope must be finite, got {shown(slope)}")
         object.__setattr__(self, "negative_slope", slope)
 
     @property

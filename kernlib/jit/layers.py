@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,23 +39,27 @@ class Request(NamedTuple):
 
 
 def request_of(spec: KernelSpec, arch: str) -> Request:
-    """The kernel with its keys, which are sha256 over all that decides its cubin."""
-    parts = (
-        entry.SCHEMA,
-        spec.family,
-        spec.canonical(),
+    """The kernel with its keys, which are sha256 over all that decides its cubin. They are kept for
+    as long as that stays as it is, since each step of a first call asks for them."""
+    headers = sources.system_includes(spec.source)
+    portable = (
         arch,
+        entry.SCHEMA,
         sources.digest(spec.source),
         toolchain.OPTIONS,
         toolchain.cuda_major(),
-        *toolchain.environment(),
+        toolchain.environment(),
     )
-    portable = hashlib.sha256(encode(parts)).digest()
-    compiler = (portable, toolchain.nvrtc_version())
-    headers = sources.system_includes(spec.source)
-    if headers:
-        compiler += (toolchain.header_digest(headers),)
-    return Request(spec, arch, hashlib.sha256(encode(compiler)).digest(), portable)
+    exact = (toolchain.nvrtc_version(), *((toolchain.header_digest(headers),) if headers else ()))
+    return _request(spec, id(spec), portable, exact)
+
+
+@lru_cache(maxsize=64)  # by the spec's id too: Python takes specs for equal that share no key
+def _request(spec: KernelSpec, _: int, portable: tuple, exact: tuple) -> Request:
+    arch, schema, texts, options, major, environment = portable
+    parts = (schema, spec.family, spec.canonical(), arch, texts, options, major, *environment)
+    key = hashlib.sha256(encode(parts)).digest()
+    return Request(spec, arch, hashlib.sha256(encode((key, *exact))).digest(), key)
 
 
 class Layers(NamedTuple):

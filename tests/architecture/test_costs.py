@@ -29,7 +29,7 @@ WALKS = {
     "gaussian, backward": (51, 13, 28),
     "gaussian, backward by a": (37, 13, 21),
     "p, backward": (54, 14, 33),
-    "kernel_matmul": (67, 13, 26),
+    "kernel_matmul": (27, 11, 17),
     "kernel_matmul, backward": (82, 13, 28),
     "kernel_matmul, backward by blocks": (172, 24, 94),
 }

@@ -8,8 +8,10 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
 
 import kernlib as kl
 from kernlib.canonical import encode
@@ -171,6 +173,51 @@ def test_a_descriptor_is_called_as_the_function_that_makes_it(name):
     assert made().describe() == wanted + ")" * ("(" in wanted)
     flags = made(symmetric=True, direct=True).describe()
     assert flags == wanted + (", " if "(" in wanted else "(") + "symmetric, direct)"
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_equal_calls_get_the_same_descriptor(name):
+    made = getattr(kl, name)
+    other = {"symmetric": True, "direct": True}
+    assert made() is made() and made(**other) is made(**other) != made()
+    assert made() == made().replace() is not made()
+
+
+def test_values_that_python_takes_for_equal_are_told_apart():
+    kl.gaussian(symmetric=True), kl.gaussian(categories=1), kl.polynomial(1), kl.polynomial(2)
+    for call, message in {
+        lambda: kl.gaussian(symmetric=1): "symmetric must be a bool, got 1",
+        lambda: kl.gaussian(categories=True): "categories must be an int, got True",
+        lambda: kl.gaussian(categories=1.0): "categories must be an int, got 1.0",
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            call()
+    for degree in (True, 2.0):
+        with pytest.raises(ValueError, match=f"from 1 to 16, got {degree}"):
+            kl.polynomial(degree)
+
+
+def test_what_cannot_be_hashed_is_taken_or_refused_as_ever():
+    parts = kl.Relu(), kl.Scale()
+    assert kl.l1_distance(epilogue=[*parts]) == kl.l1_distance(epilogue=parts)
+    with pytest.raises(ValueError, match=r"precision must be None or .*, got \[\]") as raised:
+        kl.gaussian(precision=[])
+    assert raised.value.__context__ is None  # nothing of a cache
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_compiled_function_may_name_a_descriptor(name):
+    def call(a, b):
+        made = getattr(kl, name)()
+        numbers = {each: 1.5 for each in made.required}
+        return kl.run_kernel(made, a, b, **numbers)
+
+    torch.compiler.reset()  # of the other names, whose program is this one
+    run = torch.compile(call, backend="eager", fullgraph=True)
+    tensors = torch.rand(5, 3), torch.rand(4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(run(*tensors), call(*tensors))
 
 
 def test_names_of_what_has_more_than_a_name():

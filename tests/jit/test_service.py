@@ -15,6 +15,7 @@ from kernlib.jit.entry import Entry
 from kernlib.jit.layers import Layers
 from kernlib.jit.locks import MemoryLocks
 from kernlib.jit.memory import MemoryStore
+from kernlib.jit.spec import KernelSpec
 from tests.jit.service_cases import ARCH, SPEC, in_threads, loading, made_of, spec
 from tests.jit.store_cases import MIB
 from tests.support.limits import LIMIT_S
@@ -164,6 +165,19 @@ def test_events_of_a_miss_and_of_a_hit(fake, seen):
     service.build(SPEC, ARCH)
     assert [event.name for event in seen] == ["lookup", "hit"]
     assert seen[1].fields["where"] == "store"
+
+
+def test_a_first_call_makes_the_keys_of_a_kernel_once(fake, monkeypatch):
+    encoded, canonical = [], KernelSpec.canonical
+    monkeypatch.setattr(KernelSpec, "canonical", lambda s: encoded.append(s) or canonical(s))
+    loading(monkeypatch)
+    kernels = spec(1), spec(2)
+    assert not any(service.loaded(each, 0, ARCH) for each in kernels)
+    for each in kernels:
+        service.build_ahead(each, ARCH)
+    found = [service.kernel(each, 0, ARCH) for each in kernels]
+    assert [service.loaded(each, 0, ARCH) for each in kernels] == found
+    assert encoded == [*kernels]
 
 
 @pytest.mark.few(2)
