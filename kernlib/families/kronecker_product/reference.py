@@ -41,7 +41,7 @@ def kronecker_product(
 
 
 def multiply(
-    x: torch.Tensor, factors: list[torch.Tensor], axis: int, symbols: bool
+    x: torch.Tensor, factors: list[torch.Tensor], axis: int, symbols: bool = False
 ) -> torch.Tensor:
     """``x (F1 ⊗ ... ⊗ FN)`` along the dimension ``axis`` of x, -1 or -2. The factor that shortens
     rows most, or lengthens them least, is applied first, unless sizes are ``symbols``."""
