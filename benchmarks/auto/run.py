@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from kernlib.runtime.candidates import Candidate
 
 from benchmarks.auto.problems import Call, Problem, Way, problems
 from benchmarks.common import harness
@@ -20,6 +19,7 @@ from benchmarks.common.harness import Case, Row, Session, attempt
 from benchmarks.common.summary import TIE
 from kernlib import ahead
 from kernlib.jit import service, tuning
+from kernlib.runtime.ahead import Candidate
 from kernlib.runtime.devices import arch_of
 from kernlib.runtime.plan import forget_plans
 

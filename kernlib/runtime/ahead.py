@@ -210,8 +210,9 @@ def candidates(planned: Planned) -> Candidates:
             yield operation.plan(on_meta, *fused), noted.specs
 
     listing = Trial(None)
-    with rehearsed(listing) as (_, specs):
-        kinds = listing.candidates or [{"kind": operation.name}] * bool(specs)
+    with rehearsed(listing) as (plan, specs):
+        by_kernels = bool(specs) and getattr(plan, "compute", None) is None
+        kinds = listing.candidates or [{"kind": operation.name}] * by_kernels
     mains, workspace = [], 0
     for choice in kinds:
         with rehearsed(Trial(choice)) as (plan, specs):
@@ -258,9 +259,12 @@ def repeated_product(
 def repeated_launch(
     launch: Callable, plan, call, request: tuple, shared: Shared
 ) -> Callable[[], object]:
-    """The same of an operation by its own ``launch``, into a new output."""
-    descriptor, operands, _, *rest = request
-    out = shared.out(allocator(call.shape, call.dtype, call.device))
-    again = partial(launch, plan, descriptor, operands, out, *rest)
+    """The same of an operation by its own ``launch``, into an output that lies as the caller's."""
+    descriptor, operands, out, *rest = request
+    if out is None:
+        target = shared.out(allocator(call.shape, call.dtype, call.device))
+    else:
+        target = shared.out(partial(out.new_empty_strided, out.shape, out.stride()))
+    again = partial(launch, plan, descriptor, operands, target, *rest)
     again()
     return again

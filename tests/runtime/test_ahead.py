@@ -123,6 +123,11 @@ def test_nothing_to_compile_is_fine(built):
         ),
         ({"specs": (X, X, X)}, TypeError, "specs must be the tensors of one call, got 3"),
         ({"specs": (X, 3)}, TypeError, "specs must be the tensors of one call, got Tensor, int"),
+        (
+            {"specs": (X, torch.zeros(3, 64))},
+            ValueError,
+            "specs must be on one device, got meta and cpu",
+        ),
         ({"dtypes": torch.int8}, TypeError, "dtypes: pairwise has no kernels for torch.int8"),
         ({"workers": 0}, ValueError, "workers must be a positive int, got 0"),
         ({"workers": -2}, ValueError, "workers must be a positive int, got -2"),

@@ -36,6 +36,7 @@ from kernlib.families.sparse.tensors import (
     thaw,
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
+from kernlib.runtime.rehearsal import on_gpu
 from kernlib.runtime.tensors import check_flag, stand_ins
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class SparseMatrix:
         """W (R, C), contiguous, with the bits that were compressed. There are two exceptions: the
         sign of zeros, which only the format "dense" keeps, and NaNs in "macko", which has a single
         one. Does not wait for the device."""
-        if self._device.type == "meta":
+        if self._device.type == "meta" and not on_gpu(self._device):
             return torch.empty(self._shape, dtype=self._dtype, device="meta")
         if self._device.type == "cuda" and not stand_ins(*self._operands):
             check_place(self, [t.data_ptr() for t in self._operands])
