@@ -147,14 +147,13 @@ def specs(
     """The kernels that a call with these tensors uses on the GPUs of an arch, untuned, or on
     ``device`` alone, as it is tuned, with those of the gradients that would be recorded: see
     :func:`compile`. The call is made on ``meta`` tensors in their place. Raises what it raises."""
-    stand_ins = ahead.StandIns()
-    tensors, arguments = stand_ins.of(tuple(tensors)), stand_ins.of(arguments)
-    call_of = getattr(operation_of(descriptor), "call_of", None)
-    if call_of is None:
-        call = partial(run_of(descriptor), descriptor, *tensors, **arguments)
-    else:
-        call = call_of(descriptor, tensors, arguments)
-    with devices.rehearse(arch, device) as rehearsal:
+    stand_ins, call_of = ahead.StandIns(), getattr(operation_of(descriptor), "call_of", None)
+    with ahead.unseen(), devices.rehearse(arch, device) as rehearsal:
+        tensors, arguments = stand_ins.of(tuple(tensors)), stand_ins.of(arguments)
+        if call_of is None:
+            call = partial(run_of(descriptor), descriptor, *tensors, **arguments)
+        else:
+            call = call_of(descriptor, tensors, arguments)
         _planned(descriptor, tensors, arguments)  # which raises what is wrong with names and kinds
         results = call()
         for result in results if isinstance(results, tuple) else (results,):
