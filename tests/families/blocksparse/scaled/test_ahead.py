@@ -105,5 +105,5 @@ def test_candidates(gpus):
     assert [each.choice for each in found.kernels] == [{"kind": "blocksparse_scaled"}]
     assert ahead.candidates(LAYER, *given(block=64)).kernels == []
     *operands, scale = given()
-    with pytest.raises(UnsupportedError, match="no kernels to time: call under torch.no_grad"):
+    with pytest.raises(UnsupportedError, match="no kernels to time: call under"):
         ahead.candidates(LAYER, *operands, scale.clone().requires_grad_())
