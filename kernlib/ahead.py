@@ -132,9 +132,12 @@ def prepared(
 ) -> bool:
     """Whether nothing of a call is left to :func:`prepare`: its plans are there, or torch computes
     it. A reduction, and a call whose gradient would be recorded, never is: their kernels are looked
-    for each time. Raises what a call raises."""
-    planned = _planned(descriptor, tensors, arguments)
-    return bool(planned) and all([ahead.is_prepared(each) for each in planned])
+    for each time, and a call of ``meta`` tensors. Raises what a call raises."""
+    on_meta = bool(tensors) and getattr(tensors[0], "device", None) == torch.device("meta")
+    # Autocast casts meta tensors as it would those of a GPU.
+    with devices.rehearse("sm_80") if on_meta else nullcontext():
+        planned = _planned(descriptor, tensors, arguments)
+        return bool(planned) and all([ahead.is_prepared(each) for each in planned])
 
 
 def specs(
@@ -143,15 +146,14 @@ def specs(
     """The kernels that a call with these tensors uses on the GPUs of an arch, untuned, or on
     ``device`` alone, as it is tuned, with those of the gradients that would be recorded: see
     :func:`compile`. The call is made on ``meta`` tensors in their place. Raises what it raises."""
-    stand_ins = ahead.StandIns()
-    tensors, arguments = stand_ins.of(tuple(tensors)), stand_ins.of(arguments)
-    _planned(descriptor, tensors, arguments)  # which raises what is wrong with names and kinds
-    call_of = getattr(operation_of(descriptor), "call_of", None)
-    if call_of is None:
-        call = partial(run_of(descriptor), descriptor, *tensors, **arguments)
-    else:
-        call = call_of(descriptor, tensors, arguments)
-    with devices.rehearse(arch, device) as rehearsal:
+    stand_ins, call_of = ahead.StandIns(), getattr(operation_of(descriptor), "call_of", None)
+    with ahead.unseen(), devices.rehearse(arch, device) as rehearsal:
+        tensors, arguments = stand_ins.of(tuple(tensors)), stand_ins.of(arguments)
+        if call_of is None:
+            call = partial(run_of(descriptor), descriptor, *tensors, **arguments)
+        else:
+            call = call_of(descriptor, tensors, arguments)
+        _planned(descriptor, tensors, arguments)  # which raises what is wrong with names and kinds
         results = call()
         for result in results if isinstance(results, tuple) else (results,):
             _rehearse_backward(result, stand_ins.leaves)
@@ -183,6 +185,13 @@ def candidates(
     :func:`kernlib.tune`. Raises what a call raises, UnsupportedError for what torch computes, and
     TypeError for a chain, of which one factor is tuned at a time."""
     planned = _planned(descriptor, tensors, arguments)
+    if not planned and "reduction" in arguments:
+        raise TypeError("reduction is no argument of tune, which times calls of run_kernel alone")
+    if not planned:
+        raise UnsupportedError(
+            f"torch computes {descriptor.describe()} where a gradient is recorded, and there are "
+            "no kernels to time: call under torch.no_grad()"
+        )
     if type(planned[0].request[0]) is not type(descriptor):  # a chain, of which it is one factor
         raise TypeError(
             f"{descriptor.describe()} is several kernels: tune its factors one at a time"
@@ -311,4 +320,7 @@ def _wanted(descriptor: Descriptor, arch: str, wanted, dtypes: tuple, arguments:
     if not tensors or not all(known):
         given = ", ".join(type(t).__name__ for t in tensors) or "none"
         raise TypeError(f"specs must be the tensors of one call, got {given}")
+    places = dict.fromkeys(str(t.device) for t in tensors)
+    if len(places) > 1:
+        raise ValueError(f"specs must be on one device, got {' and '.join(places)}")
     return specs(descriptor, arch, tensors, arguments)

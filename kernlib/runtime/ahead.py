@@ -5,11 +5,12 @@ tuning chooses. The module ``operation`` of each family says what of a call has 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from kernlib.descriptors.epilogues import Product as Descriptor
 from kernlib.errors import UnsupportedError
@@ -97,6 +98,23 @@ def prepare(planned: Planned) -> None:
 
 
 # Stand-ins.
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Calls of stand-ins in this block are hidden from what a program has switched on to see or
+    change calls: dispatch modes, hooks of saved tensors and the detection of anomalies."""
+    with ExitStack() as stack:
+        if is_in_torch_dispatch_mode():  # else it would import half a second of torch for nothing
+            stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+        yield
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 class StandIns:
@@ -210,8 +228,9 @@ def candidates(planned: Planned) -> Candidates:
             yield operation.plan(on_meta, *fused), noted.specs
 
     listing = Trial(None)
-    with rehearsed(listing) as (_, specs):
-        kinds = listing.candidates or [{"kind": operation.name}] * bool(specs)
+    with rehearsed(listing) as (plan, specs):
+        by_kernels = bool(specs) and getattr(plan, "compute", None) is None
+        kinds = listing.candidates or [{"kind": operation.name}] * by_kernels
     mains, workspace = [], 0
     for choice in kinds:
         with rehearsed(Trial(choice)) as (plan, specs):
@@ -258,9 +277,12 @@ def repeated_product(
 def repeated_launch(
     launch: Callable, plan, call, request: tuple, shared: Shared
 ) -> Callable[[], object]:
-    """The same of an operation by its own ``launch``, into a new output."""
-    descriptor, operands, _, *rest = request
-    out = shared.out(allocator(call.shape, call.dtype, call.device))
-    again = partial(launch, plan, descriptor, operands, out, *rest)
+    """The same of an operation by its own ``launch``, into an output that lies as the caller's."""
+    descriptor, operands, out, *rest = request
+    if out is None:
+        target = shared.out(allocator(call.shape, call.dtype, call.device))
+    else:
+        target = shared.out(partial(out.new_empty_strided, out.shape, out.stride()))
+    again = partial(launch, plan, descriptor, operands, target, *rest)
     again()
     return again

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors.epilogues import Bias, Epilogue, Product
-from kernlib.runtime import expressions, products
+from kernlib.runtime import expressions, products, rehearsal
 from kernlib.runtime.arguments import refuse_out_of_recorded
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operation import REFERENCE, Bound, by_operator, operators_of
@@ -67,7 +67,7 @@ def is_watched(grad: torch.Tensor) -> bool:
     transforms or intercepts it."""
     return (
         is_dynamo_compiling()
-        or is_in_torch_dispatch_mode()
+        or (is_in_torch_dispatch_mode() and rehearsal.current() is None)  # which no mode sees
         or _is_tracing()
         or _are_functorch_transforms_active()
         or is_legacy_batchedtensor(grad)  # as is_grads_batched makes them

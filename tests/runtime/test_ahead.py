@@ -4,9 +4,12 @@ import importlib.machinery
 import sys
 import threading
 import types
+from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import kernlib as kl
 from kernlib import ahead as pairwise_ahead
@@ -123,6 +126,11 @@ def test_nothing_to_compile_is_fine(built):
         ),
         ({"specs": (X, X, X)}, TypeError, "specs must be the tensors of one call, got 3"),
         ({"specs": (X, 3)}, TypeError, "specs must be the tensors of one call, got Tensor, int"),
+        (
+            {"specs": (X, torch.zeros(3, 64))},
+            ValueError,
+            "specs must be on one device, got meta and cpu",
+        ),
         ({"dtypes": torch.int8}, TypeError, "dtypes: pairwise has no kernels for torch.int8"),
         ({"workers": 0}, ValueError, "workers must be a positive int, got 0"),
         ({"workers": -2}, ValueError, "workers must be a positive int, got -2"),
@@ -346,6 +354,36 @@ def test_tensors_of_two_devices_are_refused(gpus):
         kl.prepare(L1, on_gpu(30, 64), X)
     with pytest.raises(ValueError, match="one device, got meta and cuda:0"):
         kl.prepare(L1, X, on_gpu(30, 64))
+
+
+ON_META = {  # calls whose gradient is recorded
+    "factor": (
+        kl.KroneckerSparse(2, 48, 192, 1),
+        (X.new_empty(256, 384), X.new_empty(2, 48, 192, 1)),
+    ),
+    "sum": (kl.gaussian(), (X, SMALL)),
+}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        FakeTensorMode,
+        partial(FlopCounterMode, display=False),
+        torch.autograd.graph.save_on_cpu,
+        partial(torch.autograd.graph.disable_saved_tensors_hooks, "none here"),
+        partial(torch.autograd.set_detect_anomaly, True),
+    ],
+)
+@pytest.mark.parametrize("call", ON_META)
+def test_what_a_program_has_switched_on_changes_no_kernel(call, mode):
+    descriptor, tensors = ON_META[call]
+    recorded = tuple(t.detach().requires_grad_() for t in tensors)
+    arguments = {"bandwidth": 1.0, "reduction": "kernel_sum"} if call == "sum" else {}
+    specs = pairwise_ahead.specs(descriptor, "sm_90a", recorded, arguments)
+    with mode() as entered:
+        assert pairwise_ahead.specs(descriptor, "sm_90a", recorded, arguments) == specs
+    assert len(specs) > 2 and not getattr(entered, "get_total_flops", int)()
 
 
 def test_a_negated_view_is_prepared_as_the_call_will_read_it(gpus):

@@ -378,6 +378,7 @@ def test_tensors_on_no_gpu_are_refused(device):
         ({"bandwidth": 1.0, "out": on_gpu(2, 2)}, ValueError, "out must have shape"),
         ({"bandwidth": 1.0, "tile": 64}, TypeError, "tile is no argument"),
         ({"bandwidth": 1.0, "accumulate": True}, ValueError, "adds to out, and no out"),
+        ({"bandwidth": 1.0, "reduction": "kernel_sum"}, TypeError, "reduction is no argument of"),
     ],
 )
 def test_tune_refuses_what_run_kernel_refuses(gpus, arguments, error, message):

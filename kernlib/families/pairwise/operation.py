@@ -280,8 +280,11 @@ def planned(descriptor: Pairwise, tensors: tuple, arguments: dict) -> list[Plann
     from kernlib.families.pairwise.request import Request
     from kernlib.runtime.ahead import Planned, is_recorded
 
+    if not tensors:
+        checks.refuse_missing(descriptor)
     a, b, *more = (*tensors, None) if len(tensors) == 1 else tensors
-    recorded = is_recorded(arguments.get("out"), *tensors, *arguments.values())
+    checks.refuse_out(arguments.get("out"), **{"a": a, "b": b, **arguments})
+    recorded = is_recorded(None, *tensors, *arguments.values())
     request = tuple(readable(Request.of(descriptor, a, b, arguments, tuple(more))))
     return [Planned(MATRIX, calls, request, request, recorded, repeated)]
 

@@ -36,6 +36,7 @@ from kernlib.families.sparse.tensors import (
     thaw,
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
+from kernlib.runtime.rehearsal import on_gpu
 from kernlib.runtime.tensors import as_backend_device, stand_ins
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class SparseMatrix:
             from kernlib import run
 
             return run.sparse_operators.dense([*self.listed], self.form)
-        if self._device.type == "meta":
+        if self._device.type == "meta" and not on_gpu(self._device):
             return torch.empty(self._shape, dtype=self._dtype, device="meta")
         if self._device.type == "cuda" and not stand_ins(*self._operands):
             check_place(self, [t.data_ptr() for t in self._operands])

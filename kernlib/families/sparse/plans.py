@@ -19,6 +19,7 @@ from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.moved import check_place
 from kernlib.families.sparse.tensors import check_frozen
 from kernlib.lowering.arithmetic import round_up
+from kernlib.runtime import rehearsal
 from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
@@ -118,6 +119,8 @@ def plan(call: Call, descriptor: SparseMatmul, operands: tuple, out, parameters)
     copy = compute = None
     if lowered is None:
         compute = by_cublas if call.batch else partial(_nothing, call.out_shape)
+        if call.batch and rehearsal.of(device) is not None:
+            laid_out(w)  # whose kernel is noted
     else:
         if problem.x_padded:
             copy = partial(padded, (call.batch, w.shape[1], round_up(w.shape[1], WIDTH)))
@@ -175,7 +178,7 @@ def laid_out(w: SparseMatrix) -> torch.Tensor:
     """The matrix laid out densely. In the dense format it is there already."""
     if w.format == "dense":
         return w.operands[0]
-    if 0 in w.shape or w.device.type == "meta":
+    if 0 in w.shape:
         return torch.empty(w.shape, dtype=w.dtype, device=w.device)
     return w.to_dense()
 

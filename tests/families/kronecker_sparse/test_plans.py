@@ -51,6 +51,19 @@ def expected(descriptor, x, weight, parameters):
     return reference.kronecker_sparse(descriptor, host(x), host(weight), plain)
 
 
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_chain_under_autocast_is_prepared_as_it_is_cast(gpus, meta):
+    chain = kl.KroneckerSparseChain([kl.KroneckerSparse(*PATTERN)])
+    dtypes = torch.float32, torch.bfloat16
+    x, weight = gpu(9, A * C * D, dtype=dtypes[0]), gpu(*PATTERN, dtype=dtypes[1])
+    listed = (torch.empty_like(t, device="meta") for t in (x, weight)) if meta else (x, weight)
+    with torch.autocast("cuda", torch.float16):
+        kl.prepare(chain, *listed)
+        loaded = len(gpus.loads)
+        kl.run_kernel(chain, x, weight)
+    assert loaded == len(gpus.loads) and "float16" in gpus.loads[0].what
+
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 

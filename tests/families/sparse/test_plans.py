@@ -231,8 +231,13 @@ def test_nothing_is_loaded_inside_a_capture(gpus, seed):
 
 def test_prepare_loads_what_lays_a_matrix_out(gpus, seed):
     _, w = matrix(gpus)
+    gpus.capturing = True
+    with pytest.raises(CaptureError, match=r"decode .* is not loaded"):
+        kl.prepare(PLAIN, w, gpu(40, 40))
+    gpus.capturing = False
     kl.prepare(PLAIN, w, gpu(40, 40))
     assert gpus.lowering.laid_out == 1 and not gpus.launches
+    assert ["decode" in each.what for each in gpus.loads] == [True]
     assert ahead.prepared(PLAIN, w, gpu(40, 40))
 
 

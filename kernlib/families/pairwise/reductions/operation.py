@@ -16,6 +16,7 @@ from kernlib.families.pairwise.plans import numbers_of, precision
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks, kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
+from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation, bind
 from kernlib.runtime.precision import without_autocast
@@ -52,7 +53,8 @@ class CallPlan(NamedTuple):
 
 def is_recorded() -> bool:
     """Whether somebody records calls and runs them later, as in :func:`kernlib.run_kernel`."""
-    return is_dynamo_compiling() or is_in_torch_dispatch_mode() or _is_tracing()
+    in_mode = is_in_torch_dispatch_mode() and rehearsal.current() is None  # which no mode sees
+    return is_dynamo_compiling() or in_mode or _is_tracing()
 
 
 def run(

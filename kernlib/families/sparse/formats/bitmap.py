@@ -35,6 +35,7 @@ from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, HEADER, POSITION
 from kernlib.families.sparse.formats.encoding import readable
 from kernlib.families.sparse.formats.entries import CELLS, Entries, Slab, Triplets
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.runtime.rehearsal import on_gpu
 
 FORMAT = "bitmap"
 TENSORS = ("data", "offsets")
@@ -162,7 +163,7 @@ def decode(
     """The dense matrix, contiguous, every bit as it was but the sign of -0.0; without a
     synchronisation."""
     data, offsets = (tensors[name] for name in TENSORS)
-    if data.device.type == "cuda":
+    if on_gpu(data.device):
         return _gpu().decode(data, offsets, tuple(shape), dtype)
     if data.storage_offset() % UNIT:
         data = data.clone()

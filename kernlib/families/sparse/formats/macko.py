@@ -26,6 +26,7 @@ from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, readable
 from kernlib.families.sparse.formats.entries import SLAB, Entries, Slab, Triplets
 from kernlib.lowering.arithmetic import round_up
+from kernlib.runtime.rehearsal import on_gpu
 
 FORMAT = "macko"
 TENSORS = ("values", "deltas", "row_ptr")
@@ -132,7 +133,7 @@ def decode(
     """The dense matrix, contiguous: all bits but those of -0.0 and of NaNs as they were. Without a
     synchronisation on a GPU."""
     values, deltas, row_ptr = (tensors[name] for name in TENSORS)
-    if values.device.type == "cuda":
+    if on_gpu(values.device):
         return _gpu().decode(values, deltas, row_ptr, tuple(shape))
     out = torch.zeros(shape, dtype=dtype, device=values.device)
     counts = row_ptr.diff().to(torch.int64)

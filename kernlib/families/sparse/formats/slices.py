@@ -63,6 +63,7 @@ from kernlib.families.sparse.lowering.codes import (
     grid,
 )
 from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.runtime.rehearsal import on_gpu
 
 # Default widths, of 2-byte values: 8 copies of 8 vectors' x fill Hopper's shared memory at 1792.
 LEAST_WIDTH, MOST_WIDTH = 512, 1792
@@ -357,7 +358,7 @@ def _row_type(rows: int) -> tuple[torch.dtype, int]:
 
 def _codec(dense: torch.Tensor) -> ModuleType:
     """The module that counts, writes and reads codes where a matrix lies."""
-    if not dense.is_cuda:
+    if not dense.is_cuda and not (dense.is_meta and on_gpu(dense.device)):
         return cpu
     from kernlib.families.sparse.formats import slices_gpu as gpu
 

@@ -104,3 +104,6 @@ def test_candidates(gpus):
     found = ahead.candidates(LAYER, *given())
     assert [each.choice for each in found.kernels] == [{"kind": "blocksparse_scaled"}]
     assert ahead.candidates(LAYER, *given(block=64)).kernels == []
+    *operands, scale = given()
+    with pytest.raises(UnsupportedError, match="no kernels to time: call under"):
+        ahead.candidates(LAYER, *operands, scale.clone().requires_grad_())

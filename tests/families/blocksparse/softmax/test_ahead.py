@@ -44,6 +44,18 @@ def test_a_prepared_call_is_nothing_but_its_launch(gpus):
     assert len(gpus.loads) == len(gpus.launches) == 1
 
 
+def test_a_trial_writes_where_its_plan_would(gpus, monkeypatch):
+    """An output as far apart in memory as the caller's."""
+    made, x = given()
+    wide = torch.zeros(4, *x.shape[1:], dtype=x.dtype).as_subclass(OnGpu)
+    out, layouts, new = wide[::2], [], OnGpu.new_empty_strided
+    noted = lambda t, *layout: (layouts.append(layout), new(t, *layout))[1]  # noqa: E731
+    monkeypatch.setattr(OnGpu, "new_empty_strided", noted)
+    (candidate,) = ahead.candidates(PLAIN, made, x, out=out).kernels
+    candidate.ready()()
+    assert layouts == [(out.shape, out.stride())] and len(gpus.launches) == 2
+
+
 def test_kernels_of_gradients_are_prepared(gpus):
     made, x = given()
     ahead.prepare(PLAIN, made, x.requires_grad_())
