@@ -122,7 +122,8 @@ class StandIns:
     on meta in the place of another. ``leaves`` are those of which gradients are wanted."""
 
     def __init__(self) -> None:
-        self._made: dict[int, object] = {}
+        # By the value's id, with the value, lest another one gets that id.
+        self._pairs: dict[int, tuple[object, object]] = {}
         self.leaves: list[torch.Tensor] = []
 
     def of(self, value):
@@ -133,9 +134,9 @@ class StandIns:
         if isinstance(value, tuple):
             parts = map(self.of, value)
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if id(value) not in self._made:
-            self._made[id(value)] = self._stand_in(value)
-        return self._made[id(value)]
+        if id(value) not in self._pairs:
+            self._pairs[id(value)] = value, self._stand_in(value)
+        return self._pairs[id(value)][1]
 
     def _stand_in(self, value):
         if not isinstance(value, torch.Tensor):
@@ -144,24 +145,22 @@ class StandIns:
             check_layout("", value)
         except TypeError:
             return value
-        made = stand_in(value)
-        if made.requires_grad:
-            self.leaves.append(made)
-        return made
+        tensor = stand_in(value)
+        if tensor.requires_grad:
+            self.leaves.append(tensor)
+        return tensor
 
 
 def stand_in(t: torch.Tensor) -> torch.Tensor:
     """A meta tensor of a tensor's sizes, strides and alignment, or of those of what is made of a
     lazy one for a kernel to read."""
     if is_lazy(t):
-        made = torch.empty_like(t, device="meta")
-    else:
-        without = t.is_meta or stand_ins(t)  # memory
-        address = t.storage_offset() * t.element_size() if without else t.data_ptr()
-        offset = (address & 15) // t.element_size()
-        memory = torch.empty(offset + span(t) // t.element_size(), dtype=t.dtype, device="meta")
-        made = memory.as_strided(t.shape, t.stride(), offset)
-    return made.requires_grad_(t.requires_grad)
+        return torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
+    without = t.is_meta or stand_ins(t)  # memory
+    address = t.storage_offset() * t.element_size() if without else t.data_ptr()
+    offset = (address & 15) // t.element_size()
+    memory = torch.empty(offset + span(t) // t.element_size(), dtype=t.dtype, device="meta")
+    return memory.as_strided(t.shape, t.stride(), offset).requires_grad_(t.requires_grad)
 
 
 # Tuning.
