@@ -203,8 +203,7 @@ def shown(value: object) -> str:
         return f"a {type(x).__name__} of shape {tuple(x.shape)}"
 
     def by_kind(x, level: int) -> str:  # in steps that Dynamo follows, unlike those of Repr
-        name = str(type(x).__name__).replace(" ", "_")
-        return getattr(short, f"repr_{name}", short.repr_instance)(x, level)
+        return getattr(short, f"repr_{type(x).__name__}", short.repr_instance)(x, level)
 
     if isinstance(value, Descriptor):
         return value.describe()

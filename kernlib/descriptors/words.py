@@ -144,8 +144,8 @@ def instead_of_tensor(name: str, value: object) -> str:
 
 
 def _line_of_tensor(value: object, name: str) -> str:
-    package = str(type(value).__module__).split(".")[0]  # str() for Dynamo
-    if package == "numpy" and hasattr(value, "strides"):
+    # Dynamo splits no such text: of what has strides alone.
+    if hasattr(value, "strides") and str(type(value).__module__).split(".")[0] == "numpy":
         if getattr(value, "ndim", 0) == 0:
             return f"torch.tensor({name})"
         turned = any(step < 0 for step in value.strides)  # which torch.from_numpy refuses

@@ -348,9 +348,7 @@ def _far_bandwidth(bandwidth: object) -> float | None:
 
 def _requires_gradient(a, b, v, out, values: dict) -> bool:
     """Whether one of a call's tensors requires a gradient; others than tensors do not."""
-    try:  # any() over a generator would double the time
-        return True in [
-            getattr(t, "requires_grad", False) for t in (a, b, v, out, *values.values())
-        ]
-    except ValueError:  # of a Proxy of torch.fx, which checks refuse
-        return False
+    for t in (a, b, v, out, *values.values()):  # any() over a generator would double the time
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            return True
+    return False
