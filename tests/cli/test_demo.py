@@ -260,6 +260,7 @@ def test_milliseconds_have_three_digits(amount, text):
 
 @pytest.mark.slow
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ["demo", "bench"])
 def test_on_the_gpu(name, tmp_path):
     found = command(name, KERNLIB_CACHE_DIR=str(tmp_path), CUDA_VISIBLE_DEVICES="0")
