@@ -80,7 +80,7 @@ def compile(
         (spec, arch)
         for descriptor in _several(descriptors)
         for arch in targeted
-        for spec in _wanted(descriptor, arch, specs, _several(dtypes), arguments)
+        for spec in _listed(descriptor, arch, specs, _several(dtypes), arguments)
     ]
     with events.on_stderr() if debug else nullcontext():
         return build_all(jobs, workers, progress)
@@ -113,8 +113,8 @@ def prepare(
         device = _device_of(tensors) if waiting else None
         if device is not None:
             arch = devices.arch_of(device)
-            wanted = (specs(d, arch, tensors, arguments, device) for d in waiting)
-            missing = devices.unloaded([spec for each in wanted for spec in each], device)
+            lists = [specs(d, arch, tensors, arguments, device) for d in waiting]
+            missing = devices.unloaded([spec for each in lists for spec in each], device)
             build_all([(spec, arch) for spec in missing], workers, progress)
             for spec in missing:
                 devices.load(spec, device)
@@ -305,8 +305,8 @@ def _several(value) -> tuple:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _wanted(descriptor: Descriptor, arch: str, wanted, dtypes: tuple, arguments: dict) -> list:
-    if wanted is None:
+def _listed(descriptor: Descriptor, arch: str, operands, dtypes: tuple, arguments: dict) -> list:
+    if operands is None:
         for dtype in dtypes:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"dtypes must be torch dtypes, got {in_words(dtype)}")
@@ -314,7 +314,7 @@ def _wanted(descriptor: Descriptor, arch: str, wanted, dtypes: tuple, arguments:
             return variants(descriptor, arch, dtypes)
         except KeyError as error:
             raise TypeError(f"dtypes: {descriptor.family} has no kernels for {error}") from None
-    tensors = _several(wanted)
+    tensors = _several(operands)
     # Compressed matrices and layouts hold tensors.
     known = [isinstance(t, torch.Tensor) or hasattr(t, "tensors") for t in tensors]
     if not tensors or not all(known):

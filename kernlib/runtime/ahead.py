@@ -257,7 +257,7 @@ def repeated_product(
     descriptor, operands, out, parameters = request
     vectors, numbers, converted = parameters_of(plan, descriptor, parameters)
     beside = summands_of(plan, parameters)
-    addresses, kept = plan.place(operands)
+    addresses, copies = plan.place(operands)
     if out is None or plan.apart:
         target = shared.out(plan.result)
     else:
@@ -266,7 +266,7 @@ def repeated_product(
     pointers = [t.data_ptr() for t in (target, *vectors, *beside)]
     plan.launch([*addresses, *pointers], numbers, room)
 
-    def again(_held=(operands, target, vectors, beside, converted, kept, room)) -> None:
+    def again(_held=(operands, target, vectors, beside, converted, copies, room)) -> None:
         for step, *_ in plan.steps:
             step.repeat()
 

@@ -75,12 +75,12 @@ def lower(
 
 def _candidates(epilogue: tuple, problem: Problem, arch: str, device: int) -> list[Choice]:
     """What tuning may choose from, without those whose workspace is out of proportion."""
-    known = choose.candidates(epilogue, problem, arch, model(device).multiprocessors)
+    pairs = choose.candidates(epilogue, problem, arch, model(device).multiprocessors)
     features = problem.in_features + problem.out_features
     both = problem.batch * problem.columns * features * DTYPES[problem.dtype].bytes
     most = max(LEAST_WORKSPACE, both)
-    fitting = [choice for choice, lowered in known if lowered.workspace <= most]
-    return fitting or [choice for choice, _ in known]
+    fitting = [choice for choice, lowered in pairs if lowered.workspace <= most]
+    return fitting or [choice for choice, _ in pairs]
 
 
 def is_copied(descriptor: KroneckerProduct, out: torch.Tensor | None) -> bool:

@@ -279,20 +279,20 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
         # Other stages may be given where the function leaves them open.
         taken = {*listed, "operator", "inner", "outer"}
 
-        def new(*values, **given):
-            if len(values) > len(own) or not taken.issuperset(given):
-                _refuse(function, values[len(own) :], given, listed, taken)
-            return function(*values, **given)
+        def new(*values, **fields):
+            if len(values) > len(own) or not taken.issuperset(fields):
+                _refuse(function, values[len(own) :], fields, listed, taken)
+            return function(*values, **fields)
 
-        kept = functools.lru_cache(maxsize=64, typed=True)(new)  # 1 must not get what True made
+        cached = functools.lru_cache(maxsize=64, typed=True)(new)  # 1 is not True
 
         @functools.wraps(function)
-        def make(*values, **given):
+        def make(*values, **fields):
             try:
-                return kept(*values, **given)
+                return cached(*values, **fields)
             except TypeError:  # of what cannot be hashed the cache says less
                 pass
-            return new(*values, **given)
+            return new(*values, **fields)
 
         # What Dynamo traces instead: of a cache it warns. To ask whether it traces takes torch,
         # which this module does not load.

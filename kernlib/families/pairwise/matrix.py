@@ -207,9 +207,9 @@ def repeated(plan: PairwisePlan, call: checks.Call, request: tuple, shared) -> C
     """Launch the kernels of a call into what its candidates share, and return a function that
     launches them again: for tuning alone."""
     request = Request(*request)
-    numbers = kept = None
+    numbers = converted = None
     if request.hyperparameters:
-        numbers, kept = plans.numbers_of(plan, request.a, request.hyperparameters)
+        numbers, converted = plans.numbers_of(plan, request.a, request.hyperparameters)
     like = request.target(call)
     shape = like.shape, like.stride()
     out = shared.out(partial(request.a.new_empty_strided, *shape, dtype=like.dtype))
@@ -219,7 +219,7 @@ def repeated(plan: PairwisePlan, call: checks.Call, request: tuple, shared) -> C
 
     plan.launch.launch(tuple(t.data_ptr() for t in tensors), numbers)
 
-    def again(_held=(tensors, kept)) -> None:
+    def again(_held=(tensors, converted)) -> None:
         plan.launch.repeat()
 
     return again

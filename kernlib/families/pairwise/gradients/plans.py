@@ -125,16 +125,16 @@ def _tensor(
         extremes=2 * call.features if z.dim() == 3 and z.shape[0] > 1 else 0,
     )
     arch = arch_of(device)
-    made = lower_on(lambda count: gradient_tensor.lower(problem, arch, count), device)
-    if made is None:
+    lowered = lower_on(lambda count: gradient_tensor.lower(problem, arch, count), device)
+    if lowered is None:
         return None
-    plan = load_lowered(made, lowering.OPERANDS, call.device)
-    shape = (made.parts, call.batch, max(1, call.sets), call.queries, call.features)
+    plan = load_lowered(lowered, lowering.OPERANDS, call.device)
+    shape = (lowered.parts, call.batch, max(1, call.sets), call.queries, call.features)
 
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:
         given = arranged(kind, operands)
         extremes = torch.stack(torch.aminmax(given.z, dim=-2), -2) if sign else None
-        whole = made.parts == 1
+        whole = lowered.parts == 1
         sums = out if whole else torch.empty(shape, dtype=torch.float32, device=call.device)
         plan.launch(_pointers(given, sums, extremes), numbers)
         if not whole:
@@ -163,11 +163,11 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
 def _direct(kind: Kind, call: Call, problem: lowering.Problem, device: int) -> Callable:
     """By the kernel of the FP32 or FP64 lanes."""
     arch = arch_of(device)
-    made = lower_on(lambda count: lowering.lower(problem, arch, count), device)
-    plan = load_lowered(made, lowering.OPERANDS, call.device)
-    if made.parts == 1:
+    lowered = lower_on(lambda count: lowering.lower(problem, arch, count), device)
+    plan = load_lowered(lowered, lowering.OPERANDS, call.device)
+    if lowered.parts == 1:
         return lambda operands, out, numbers: plan.launch(_pointers(operands, out), numbers)
-    shape = (made.parts, call.batch, max(1, call.sets), call.queries, call.features)
+    shape = (lowered.parts, call.batch, max(1, call.sets), call.queries, call.features)
     wide = accumulator(call.dtype)
 
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:

@@ -41,14 +41,14 @@ def plan(
     problem = _problem_of(reduction, request, shape)
     given = descriptor, problem, reduction.largest, arch_of(device)
     rest = scalar_strides(descriptor, numbers, call), precision(descriptor), rows
-    made = lower_on(lambda count: lowering.lower(*given, count, *rest), device)
-    build(made.specs, device)
+    lowered = lower_on(lambda count: lowering.lower(*given, count, *rest), device)
+    build(lowered.specs, device)
     return ReductionPlan(
         slots=checks.slots(descriptor),
         count=scalar_count(descriptor),
         root=checks.follows_inner(descriptor, numbers),
         positive=descriptor.positive,
-        launches=((load_lowered(made, OPERANDS, request.a.device), 0, 0),),
+        launches=((load_lowered(lowered, OPERANDS, request.a.device), 0, 0),),
         splits=1,
     )
 
