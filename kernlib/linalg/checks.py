@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from kernlib.descriptors.base import check_flag
-from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import (
+    broadcast_shapes,
     check_dense,
     is_lazy,
     materialised,

@@ -31,8 +31,8 @@ from kernlib.linalg.kronecker_gradients import (
 from kernlib.runtime.arguments import check_same_kind
 from kernlib.runtime.numbers import extremes, host_value, on_device
 from kernlib.runtime.precision import rounds_gradients, without_autocast
-from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import (
+    broadcast_shapes,
     check_dense,
     check_layout,
     refuse_distributed,

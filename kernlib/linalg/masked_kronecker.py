@@ -30,8 +30,13 @@ from kernlib.linalg.kronecker import (
 )
 from kernlib.linalg.kronecker_gradients import ImplicitSolve, product, symmetric
 from kernlib.runtime.arguments import check_same_kind
-from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import check_dense, materialised, refuse_transforms, stand_ins
+from kernlib.runtime.tensors import (
+    broadcast_shapes,
+    check_dense,
+    materialised,
+    refuse_transforms,
+    stand_ins,
+)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 _NO_TRANSFORMS = "masked_kron_solve does not support; give it a batch instead"

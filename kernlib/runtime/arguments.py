@@ -311,31 +311,3 @@ def parameter_ranges(plan, spans: Sequence[int], parameters: dict) -> list[tuple
         if isinstance(value, torch.Tensor):
             found.append((value.data_ptr(), value.element_size()))
     return found
-
-
-# Parameters of an operator: names, those of the numbers first, numbers and tensors.
-
-
-def for_operator(parameters: dict, device: torch.device | None = None) -> tuple[str, list, list]:
-    """The parameters as operators of ``torch.library`` take them: names, numbers and tensors, which
-    are moved to ``device`` if it is given. The names are one text with spaces between them, because
-    torch.jit.trace takes no list of str."""
-    tensors = tensors_of(parameters)
-    numbers = {k: _number(k, v) for k, v in parameters.items() if k not in tensors}
-    names, given = " ".join([*numbers, *tensors]), [*tensors.values()]
-    if device is not None:
-        # So the copy of a host tensor is recorded, and a CUDA graph can leave it out. The operator
-        # itself would have to refuse a host tensor during a capture.
-        given = [v if v.device == device else v.to(device) for v in given]
-    return names, [*numbers.values()], given
-
-
-def _number(name: str, value) -> float:
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return torch.sym_float(value)
-    return host_value(name, value, 0)
-
-
-def by_name(names: str, numbers, tensors) -> dict:
-    """The parameters of :func:`for_operator`. AOTInductor hands over None for an empty list."""
-    return dict(zip(names.split(), (*(numbers or ()), *(tensors or ())), strict=True))

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import zip_longest
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 
 import torch
 from torch._C import _are_functorch_transforms_active, _is_tracing
@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
 )
 
-from kernlib import sharding
+from kernlib import events, sharding
 from kernlib.descriptors.base import Descriptor
+from kernlib.runtime.schema import Saves, Schema
 
 
 class _Library(torch.library.Library):
@@ -38,45 +39,103 @@ _exported: dict[str, Callable] = {}  # further ones that exports take
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
+class Operator:
+    """An operator of torch.library, called with arguments as the functions of its family have
+    them. ``overload`` is torch's own."""
+
+    def __init__(self, overload: torch._ops.OpOverload, schema: Schema):
+        self.overload, self.schema = overload, schema
+
+    def __call__(self, *arguments):
+        return self.overload(*self.schema.flatten(arguments))
+
+
 def register(
     name: str,
-    schema: str,
+    schema: Schema,
+    results: str,
     compute: Callable,
     fake: Callable,
     *,
     recorded: Callable | None = None,
-    save: Callable | None = None,
+    saves: Saves = (),
+    outputs: int = 0,
     backward: Callable | None = None,
+    materialize: bool = True,
     vmap: Callable | None = None,
     forward: Callable | None = None,
-) -> torch._ops.OpOverload:
-    """Register ``kernlib::name`` and return it.
+    exported: Callable | None = None,
+) -> Operator:
+    """Register ``kernlib::name``, whose schema is ``schema`` and ``-> results``, and return it.
 
-    ``compute`` and ``fake`` take its arguments. Its gradient is defined in one of two ways.
-    ``save`` and ``backward`` are ``setup_context`` and ``backward`` of
-    torch.library.register_autograd. Or ``recorded`` runs in the operator's place and returns a
-    result that torch can differentiate, or None where there is nothing to record. ``vmap`` is that
-    of torch.library.register_vmap. ``forward`` answers where an argument has a forward-mode
-    derivative, with a result that torch can differentiate; without it that is refused.
+    All functions take its arguments. ``compute`` is the operator and ``fake`` answers for tensors
+    without memory; an argument ``debug`` of True has events of ``compute`` printed. The gradient is
+    defined in one of two ways. ``recorded`` runs in the operator's place, where gradients are
+    recorded and a tensor requires one, and returns a result that torch can differentiate, or None
+    where there is nothing to record. Or ``backward`` takes what :meth:`Schema.saved` returns and
+    the gradients of the results, and returns those of the operator's fields by their names. Of the
+    call ``saves`` names the arguments that it reads, and ``outputs`` says how many results;
+    ``materialize`` whether torch makes zeros of gradients of results that are not there.
+
+    ``vmap`` takes torch's information and the axes of the fields by their names before the
+    arguments, as that of torch.library.register_vmap does. ``forward`` answers where an argument
+    has a forward-mode derivative, with a result that torch can differentiate; without it that is
+    refused. Exports to ONNX record what ``forward`` or ``exported`` do, by torch's own operators.
     """
-    if forward is not None:
-        _forward[name] = forward
-    _library.define(name + schema, tags=_TAGS)
-    _library.impl(name, compute, "CompositeExplicitAutograd")
-    operator = getattr(torch.ops.kernlib, name).default
-    torch.library.register_fake(f"kernlib::{name}", fake, lib=_library)
+    for registry, function in ((_forward, forward), (_exported, exported)):
+        if function is not None:
+            registry[name] = _over_fields(schema, function)
+    qualified = f"kernlib::{name}"
+    _library.define(f"{name}{schema.text} -> {results}", tags=_TAGS)
+    _library.impl(name, _computing(schema, compute), "CompositeExplicitAutograd")
+    overload = getattr(torch.ops.kernlib, name).default
+    torch.library.register_fake(qualified, _over_fields(schema, fake), lib=_library)
     if recorded is not None:
-        _library.impl(name, _seen_by_autograd(operator, recorded), "Autograd", with_keyset=True)
+        autograd = _seen_by_autograd(overload, schema, recorded)
+        _library.impl(name, autograd, "Autograd", with_keyset=True)
     if backward is not None:
+
+        def setup_context(ctx, inputs, output) -> None:
+            ctx.set_materialize_grads(materialize)
+            results = output if isinstance(output, tuple) else (output,)
+            schema.save(ctx, inputs, results[:outputs], saves)
+
+        def gradients(ctx, *grads):
+            return schema.gradients(ctx, backward(schema.saved(ctx, outputs, saves), *grads))
+
         torch.library.register_autograd(
-            f"kernlib::{name}", backward, setup_context=save, lib=_library
+            qualified, gradients, setup_context=setup_context, lib=_library
         )
     if vmap is not None:
-        torch.library.register_vmap(f"kernlib::{name}", vmap, lib=_library)
+
+        def mapped(info, dims, *flat):
+            schema.refuse_mapped(dims)
+            return vmap(info, schema.named(dims), *schema.restore(flat))
+
+        torch.library.register_vmap(qualified, mapped, lib=_library)
     family = ".".join(fake.__module__.split(".")[:3])
-    _register_flops(operator, family)
-    sharding.follow(operator, family, _library)
-    return operator
+    _register_flops(overload, family)
+    sharding.follow(overload, family, _library)
+    return Operator(overload, schema)
+
+
+def _over_fields(schema: Schema, function: Callable) -> Callable:
+    """A function of an operator's arguments as one of its fields."""
+    return lambda *flat: function(*schema.restore(flat))
+
+
+def _computing(schema: Schema, compute: Callable) -> Callable:
+    if "debug" not in schema.names:
+        return _over_fields(schema, compute)
+    place = schema.names.index("debug")
+
+    def computed(*flat):
+        if not flat[place]:
+            return compute(*schema.restore(flat))
+        with events.on_stderr():
+            return compute(*schema.restore(flat))
+
+    return computed
 
 
 def _register_flops(operator: torch._ops.OpOverload, family: str) -> None:
@@ -100,26 +159,31 @@ def _register_flops(operator: torch._ops.OpOverload, family: str) -> None:
             counter.flop_registry[packet] = count
 
 
-def _seen_by_autograd(operator: torch._ops.OpOverload, recorded: Callable) -> Callable:
+def _seen_by_autograd(
+    operator: torch._ops.OpOverload, schema: Schema, recorded: Callable
+) -> Callable:
     """The function that autograd runs in the place of an operator."""
-    lists = [
-        place
-        for place, argument in enumerate(operator._schema.arguments)
-        if isinstance(argument.type, torch.ListType)
-    ]
 
-    def autograd(keyset, *arguments):
-        if torch.is_grad_enabled():
-            result = recorded(*arguments)
+    def autograd(keyset, *flat):
+        flat = schema.filled(flat)
+        if torch.is_grad_enabled() and _requires_gradient(flat):
+            result = recorded(*schema.restore(flat))
             if result is not None:
                 return result
-        given = [*arguments]
-        for place in lists:  # AOTInductor hands over None for an empty one
-            given[place] = given[place] or []
         with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *given)
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *flat)
 
     return autograd
+
+
+def _requires_gradient(values: Iterable) -> bool:
+    """Whether one of these, or of lists among them, is a tensor that requires a gradient."""
+    return any(
+        _requires_gradient(value)
+        if isinstance(value, (list, tuple))
+        else isinstance(value, torch.Tensor) and value.requires_grad
+        for value in values
+    )
 
 
 def _seen_by_torch(name: str, kernel: Callable) -> Callable:
@@ -149,12 +213,6 @@ def _is_exported_to_onnx() -> bool:
     if not (is_in_torch_dispatch_mode() or _is_tracing()) or "torch.onnx" not in sys.modules:
         return False
     return torch.onnx.is_in_onnx_export()
-
-
-def exported_by(operator: torch._ops.OpOverload, function: Callable) -> None:
-    """Have exports to ONNX record what ``function`` of an operator's arguments does, by torch's own
-    operators; they do so with what answers in forward mode."""
-    _exported[operator._opname] = function
 
 
 def _for_onnx(name: str, arguments: tuple) -> torch.Tensor:
@@ -193,6 +251,24 @@ def in_front(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor
         return t
     t = t.movedim(dim, 0)
     return t.reshape(t.shape[0], *(1,) * (1 + rank - t.dim()), *t.shape[1:])
+
+
+def one_by_one(operator: Operator, info, dims: SimpleNamespace, arguments: Sequence):
+    """For ``vmap`` of an operator: as many calls as there are, their results stacked."""
+    fields = [*zip(operator.schema.flatten(arguments), vars(dims).values(), strict=True)]
+    calls = range(info.batch_size)
+    results = [operator.overload(*(_at(t, dim, index) for t, dim in fields)) for index in calls]
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results), 0
+    stacked = [torch.stack(each) for each in zip(*results, strict=True)]
+    return type(results[0])(stacked), type(results[0])([0] * len(stacked))
+
+
+def _at(value, dim, index: int):
+    """What one of several calls takes of a mapped argument."""
+    if isinstance(value, (list, tuple)) and isinstance(dim, (list, tuple)):
+        return [_at(t, d, index) for t, d in zip(value, dim, strict=True)]
+    return value if dim is None else value.select(dim, index)
 
 
 # Tensors with a dispatcher of their own, which says what an operator makes of them.

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernlib.runtime.shapes import broadcast_shapes
+from kernlib.runtime.tensors import broadcast_shapes
 
 shapes = st.lists(st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4).map(tuple), max_size=4)
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernlib.families.kronecker_product.matmul import kron_matmul
-from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import check_dense, check_out_shape
+from kernlib.runtime.tensors import broadcast_shapes, check_dense, check_out_shape
 
 __all__ = ["KMM", "MKM", "gekmm", "gemkm"]
 

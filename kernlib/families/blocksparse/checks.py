@@ -11,8 +11,7 @@ from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import Call
-from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import check_dense, check_memory
+from kernlib.runtime.tensors import broadcast_shapes, check_dense, check_memory
 
 TYPES = (*KERNEL_TYPES, torch.float64)
 # What errors call a and b: of S they are its values, as functions of one mode call them too.

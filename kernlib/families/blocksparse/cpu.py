@@ -19,8 +19,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import stand_ins
+from kernlib.runtime.tensors import broadcast_shapes, stand_ins
 
 AT_ONCE = 1 << 19  # numbers that are brought together for some blocks: they stay in a cache
 

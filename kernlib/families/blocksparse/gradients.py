@@ -22,7 +22,7 @@ from kernlib.families.blocksparse.reference import is_stored
 from kernlib.runtime import autograd
 from kernlib.runtime.autograd import Parts, is_biased, is_watched, recorder
 from kernlib.runtime.operation import operators_of
-from kernlib.runtime.shapes import as_rows
+from kernlib.runtime.tensors import as_rows
 
 
 @lru_cache(maxsize=1024)

@@ -7,12 +7,10 @@ A layout goes in as its flat tensors and its form.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
 from torch._C._functorch import is_legacy_batchedtensor
 
-from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.blocksparse import checks, gradients
 from kernlib.families.blocksparse.attention import operators as attention
@@ -20,6 +18,7 @@ from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttenti
 from kernlib.families.blocksparse.contents.given import checked_mask
 from kernlib.families.blocksparse.contents.sizes import blocks_of, sizes_shape, tensor_shapes
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
+from kernlib.families.blocksparse.kinds import LAYOUT
 from kernlib.families.blocksparse.layout import Layout, count_of
 from kernlib.families.blocksparse.product import PRODUCT, calls
 from kernlib.families.blocksparse.scaled import operators as scaled
@@ -29,18 +28,14 @@ from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
-    by_name,
     check_parameters,
     check_vector,
-    for_operator,
     refuse_recorded_out,
     written,
 )
-from kernlib.runtime.operators import in_front, register
-from kernlib.runtime.products import requires_gradient
+from kernlib.runtime.operators import Operator, in_front, register
+from kernlib.runtime.schema import DESCRIPTOR, PARAMETERS, Schema, all_placed, is_mapped
 from kernlib.runtime.tensors import takes_derivatives
-
-_OPERANDS = "(Tensor a, Tensor b, Tensor[] layout, str layout_text, str descriptor, "
 
 
 def multiply(descriptor: BlockSparseMatmul, layout: Layout, a, b, bias=None, debug: bool = False):
@@ -50,7 +45,7 @@ def multiply(descriptor: BlockSparseMatmul, layout: Layout, a, b, bias=None, deb
         return calls.execute(
             descriptor, (layout, a, b), None, {} if bias is None else {"bias": bias}
         )
-    return product(a, b, [*layout.flat], layout.form, descriptor.text, bias, debug)
+    return product(a, b, layout, descriptor, bias, debug)
 
 
 def recorded(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict, debug: bool = False):
@@ -63,113 +58,81 @@ def recorded(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict, d
     return gradients.masked(descriptor, layout, y)
 
 
-def _execute(a, b, layout, layout_text: str, descriptor: str, given: dict, debug: bool):
-    with events.on_stderr() if debug else nullcontext():
-        made = Layout.from_layout(layout_text, layout)
-        return calls.execute(from_text(descriptor), (made, a, b), None, given)
+def _compute(a, b, layout, descriptor, parameters: dict, debug: bool) -> torch.Tensor:
+    return calls.execute(descriptor, (layout, a, b), None, parameters)
 
 
-def _whole(a, b, layout, layout_text, descriptor, names, numbers, tensors, debug):
-    given = by_name(names, numbers, tensors)
-    return _execute(a, b, layout, layout_text, descriptor, given, debug)
+def _compute_product(a, b, layout, descriptor, bias, debug: bool) -> torch.Tensor:
+    return _compute(a, b, layout, descriptor, {} if bias is None else {"bias": bias}, debug)
 
 
-def _product(a, b, layout, layout_text, descriptor, bias, debug):
-    given = {} if bias is None else {"bias": bias}
-    return _execute(a, b, layout, layout_text, descriptor, given, debug)
+def _recorded(a, b, layout, descriptor, parameters: dict, debug: bool) -> torch.Tensor:
+    return recorded(descriptor, (layout, a, b), parameters, debug)
 
 
-def _whole_recorded(a, b, layout, layout_text, descriptor, names, numbers, tensors, debug):
-    if not requires_gradient((b, *(tensors or ())), a):
-        return None
-    operands = Layout.from_layout(layout_text, layout), a, b
-    return recorded(from_text(descriptor), operands, by_name(names, numbers, tensors), debug)
+def _by_torch(a, b, layout, descriptor, parameters: dict, debug: bool) -> torch.Tensor:
+    return products.by_reference(PRODUCT, descriptor, (layout, a, b), None, parameters)
 
 
-def _whole_by_torch(a, b, layout, layout_text, descriptor, names, numbers, tensors, debug):
-    operands = Layout.from_layout(layout_text, layout), a, b
-    values = by_name(names, numbers, tensors)
-    return products.by_reference(PRODUCT, from_text(descriptor), operands, None, values)
+def _fake(a, b, layout, descriptor, *rest) -> torch.Tensor:
+    return a.new_empty(checks.check_operands(descriptor, (layout, a, b)))
 
 
-def _fake_whole(a, b, layout, layout_text, descriptor, *rest):
-    operands = Layout.from_layout(layout_text, layout), a, b
-    return a.new_empty(checks.check_operands(from_text(descriptor), operands))
-
-
-def _fake_product(a, b, layout, layout_text, descriptor, bias, debug):
-    y = _fake_whole(a, b, layout, layout_text, descriptor)
+def _fake_product(a, b, layout, descriptor, bias, debug: bool) -> torch.Tensor:
+    y = _fake(a, b, layout, descriptor)
     if bias is not None:
-        features = checks.features_of(from_text(descriptor), tuple(y.shape))
+        features = checks.features_of(descriptor, tuple(y.shape))
         check_vector(features, "bias", bias, a, checks.TYPES)
     return y
 
 
-def _save(ctx, inputs, output) -> None:
-    a, b, layout, ctx.layout_text, ctx.descriptor, _, ctx.debug = inputs
-    ctx.save_for_backward(a, b, *layout)
+def _backward(saved, grad) -> dict:
+    descriptor, needs = saved.descriptor, saved.needs
+    tensors = {"grad": grad, "a": saved.a, "b": saved.b}
+    to_a, to_b = gradients.gradients(
+        descriptor, saved.layout, tensors, (needs.a, needs.b), multiply
+    )
+    to_bias = gradients.bias_gradient(descriptor, grad) if needs.bias else None
+    return {"a": to_a, "b": to_b, "bias": to_bias}
 
 
-def _backward(ctx, grad):
-    a, b, *tensors = ctx.saved_tensors
-    descriptor = from_text(ctx.descriptor)
-    layout = Layout.from_layout(ctx.layout_text, tensors)
-    needs = ctx.needs_input_grad
-    to_bias = gradients.bias_gradient(descriptor, grad) if needs[5] else None
-    given = {"grad": grad, "a": a, "b": b}
-    found = gradients.gradients(descriptor, layout, given, needs[:2], multiply)
-    return *found, [None] * len(tensors), None, None, to_bias, None
-
-
-# vmap: what is mapped over is one more of the dimensions in front.
-
-
-def _mapped(info, dims, a, b, layout, layout_text, descriptor, rest: tuple, run):
-    if any(dim is not None for dim in dims[2] or ()):
-        raise NotImplementedError("torch.vmap over a layout is not known: it is one for all")
-    if any(_is_mapped(dim) for dim in dims[5:]):
+def _mapped(operator: Operator, info, dims, a, b, layout, descriptor, *rest):
+    """What is mapped over is one more of the dimensions in front."""
+    others = {**vars(dims), "a": None, "b": None}
+    if is_mapped([*others.values()]):
         raise NotImplementedError(
-            f"torch.vmap over parameters of {descriptor} is not known; apply them to the product"
+            f"torch.vmap over parameters of {descriptor.text} is not known; apply them to the "
+            "product"
         )
-    made, heads = from_text(descriptor), Layout.from_layout(layout_text, layout).heads
-    ends = [3 if letter == "s" else 2 + (heads is not None) for letter in made.mode[1:]]
-    operands = list(zip((a, b), dims[:2], ends, strict=True))
+    ends = [
+        3 if letter == "s" else 2 + (layout.heads is not None) for letter in descriptor.mode[1:]
+    ]
+    operands = list(zip((a, b), (dims.a, dims.b), ends, strict=True))
     rank = max(t.dim() - (dim is not None) - end for t, dim, end in operands)
     a, b = (in_front(t, dim, rank + end) for t, dim, end in operands)
-    return run(a, b, layout, layout_text, descriptor, *rest), 0
+    return operator(a, b, layout, descriptor, *rest), 0
 
 
-def _is_mapped(dim) -> bool:
-    return any(map(_is_mapped, dim)) if isinstance(dim, (list, tuple)) else dim is not None
-
-
-def _mapped_whole(info, dims, a, b, layout, layout_text, descriptor, *rest):
-    return _mapped(info, dims, a, b, layout, layout_text, descriptor, rest, whole)
-
-
-def _mapped_product(info, dims, a, b, layout, layout_text, descriptor, *rest):
-    return _mapped(info, dims, a, b, layout, layout_text, descriptor, rest, product)
-
-
-# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
-# torch.jit.trace takes no list of str.
+_OPERANDS = "Tensor a", "Tensor b", LAYOUT, DESCRIPTOR
 whole = register(
     "blocksparse_matmul",
-    f"{_OPERANDS}str names, float[] numbers, Tensor[] tensors, bool debug) -> Tensor",
-    _whole,
-    _fake_whole,
-    recorded=_whole_recorded,
-    forward=_whole_by_torch,
-    vmap=_mapped_whole,
+    Schema(*_OPERANDS, PARAMETERS, "bool debug"),
+    "Tensor",
+    _compute,
+    _fake,
+    recorded=_recorded,
+    forward=_by_torch,
+    vmap=lambda *call: _mapped(whole, *call),
 )
 product = register(
     "blocksparse_matmul_product",
-    f"{_OPERANDS}Tensor? bias, bool debug) -> Tensor",
-    _product,
+    Schema(*_OPERANDS, "Tensor? bias", "bool debug"),
+    "Tensor",
+    _compute_product,
     _fake_product,
-    save=_save,
+    saves=("a", "b", "layout", "descriptor"),
     backward=_backward,
-    vmap=_mapped_product,
+    vmap=lambda *call: _mapped(product, *call),
 )
 
 
@@ -189,7 +152,8 @@ def _fake_layout(mask, rows, cols, capacity):
 
 layout_of_mask = register(
     "blocksparse_layout",
-    "(Tensor mask, int rows, int cols, SymInt capacity) -> Tensor[]",
+    Schema("Tensor mask", "int rows", "int cols", "SymInt capacity"),
+    "Tensor[]",
     _layout,
     _fake_layout,
 )
@@ -249,8 +213,7 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, a, b, *tensors
     check_parameters(descriptor, features, parameters, a, False, checks.TYPES, shape)
     if takes_derivatives():  # where operators that take lists of tensors have no gradients
         return products.by_reference(PRODUCT, descriptor, (layout, a, b), None, parameters)
-    given = for_operator(parameters, a.device)
-    return whole(a, b, [*tensors[:count]], layout_text, descriptor.text, *given, debug)
+    return whole(a, b, layout, descriptor, all_placed(parameters, a.device), debug)
 
 
 def _call(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) -> torch.Tensor:

@@ -20,8 +20,7 @@ from kernlib.runtime import expressions
 from kernlib.runtime.arguments import no_autocast
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.precision import float32_precision
-from kernlib.runtime.shapes import as_rows
-from kernlib.runtime.tensors import is_wrapped, stand_ins
+from kernlib.runtime.tensors import as_rows, is_wrapped, stand_ins
 
 # The part of a matrix that is stored up to which its blocks are multiplied one by one, and that up
 # to which they are with FEW_COLUMNS: a tenth of the time of a dense matrix to as much.

@@ -15,8 +15,7 @@ from kernlib.runtime.arguments import (
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import Call
-from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import check_dense, check_memory, check_out_shape
+from kernlib.runtime.tensors import broadcast_shapes, check_dense, check_memory, check_out_shape
 
 TYPES = (*KERNEL_TYPES, torch.float64)
 

@@ -4,12 +4,10 @@ torch.func, it is what torch's own operators make of it."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 
-from kernlib import events
 from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_product import backward, checks, gradients
@@ -19,14 +17,12 @@ from kernlib.families.kronecker_product.product import PRODUCT, calls
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
-    by_name,
     check_parameters,
-    for_operator,
     refuse_recorded_out,
     written,
 )
 from kernlib.runtime.operators import in_front, register
-from kernlib.runtime.products import requires_gradient
+from kernlib.runtime.schema import PARAMETERS, Schema, all_placed, is_mapped
 
 
 def fitted(text: str, factors, exact: bool = False) -> KroneckerProduct:
@@ -63,53 +59,40 @@ def recorded(
     return products.by_reference(PRODUCT, descriptor, operands, None, parameters)
 
 
-def _whole(x, factors, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
-    with events.on_stderr() if debug else nullcontext():
-        values, product = by_name(names, numbers, tensors), fitted(descriptor, factors, exact=True)
-        return calls.execute(product, (x, *factors), None, values)
+def _by_torch(x, factors, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    operands = x, *factors
+    return products.by_reference(PRODUCT, fitted(text, factors), operands, None, parameters)
 
 
-def _whole_recorded(x, factors, descriptor, names, numbers, tensors, debug):
-    if not requires_gradient((*factors, *(tensors or ())), x):
-        return None
-    return _whole_by_torch(x, factors, descriptor, names, numbers, tensors, debug)
+def _compute(x, factors, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    return calls.execute(fitted(text, factors, exact=True), (x, *factors), None, parameters)
 
 
-def _whole_by_torch(x, factors, descriptor, names, numbers, tensors, debug) -> torch.Tensor:
-    values = by_name(names, numbers, tensors)
-    product = fitted(descriptor, factors)
-    return products.by_reference(PRODUCT, product, (x, *factors), None, values)
+def _fake(x, factors, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    return x.new_empty(checks.check_operands(fitted(text, factors), (x, *factors)))
 
 
-def _fake_whole(x, factors, descriptor, names, numbers, tensors, debug):
-    return x.new_empty(checks.check_operands(fitted(descriptor, factors), (x, *factors)))
-
-
-def _mapped_whole(info, dims, x, factors, descriptor, names, numbers, tensors, debug):
+def _mapped(info, dims, x, factors, text: str, parameters: dict, debug: bool):
     """Over a batch in front of all others."""
-    of_x, of_factors, *_, of_tensors, _ = dims
-    if any(dim is not None for dim in of_tensors or ()):
+    if is_mapped(dims.tensors):
         raise NotImplementedError(
-            f"torch.vmap over parameters of {descriptor} is not known; apply them to the product"
+            f"torch.vmap over parameters of {text} is not known; apply them to the product"
         )
-    operands = [(x, of_x), *zip(factors, of_factors, strict=True)]
+    operands = [(x, dims.x), *zip(factors, dims.factors, strict=True)]
     rank = max(t.dim() - (dim is not None) for t, dim in operands)
     x, *factors = (in_front(t, dim, rank) for t, dim in operands)
-    y = whole(x, factors, descriptor, names, numbers, tensors, debug)
-    return y, 0
+    return whole(x, factors, text, parameters, debug), 0
 
 
-# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
-# torch.jit.trace takes no list of str.
 whole = register(
     "kronecker_product",
-    "(Tensor x, Tensor[] factors, str descriptor, str names, float[] numbers, Tensor[] tensors, "
-    "bool debug) -> Tensor",
-    _whole,
-    _fake_whole,
-    recorded=_whole_recorded,
-    forward=_whole_by_torch,
-    vmap=_mapped_whole,
+    Schema("Tensor x", "Tensor[] factors", "str descriptor", PARAMETERS, "bool debug"),
+    "Tensor",
+    _compute,
+    _fake,
+    recorded=_by_torch,
+    forward=_by_torch,
+    vmap=_mapped,
 )
 
 
@@ -149,8 +132,8 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     operands, parameters = autocast(operands, parameters)
     shape, features = checks.check_operands(descriptor, operands), descriptor.out_features
     check_parameters(descriptor, features, parameters, operands[0], False, checks.TYPES, shape)
-    given = for_operator(parameters, operands[0].device)
-    y = whole(operands[0], [*operands[1:]], text, *given, debug)
+    x, *factors = operands
+    y = whole(x, factors, text, all_placed(parameters, x.device), debug)
     return y.squeeze(-3 - descriptor.axis) if vector else y
 
 

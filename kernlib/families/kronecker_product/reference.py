@@ -11,7 +11,7 @@ from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.runtime import expressions
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.precision import float32_precision
-from kernlib.runtime.shapes import broadcast_shapes
+from kernlib.runtime.tensors import broadcast_shapes
 
 # Rows and columns up to which neighbours are multiplied into one factor. With this limit 1000 rows
 # and six factors (4, 4) in float32 take 4.7 ms on two cores, one by one 19, and with a limit of 64

@@ -16,7 +16,6 @@ from functools import lru_cache
 
 import torch
 
-from kernlib import events
 from kernlib.descriptors.epilogues import Bias
 from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
@@ -45,68 +44,52 @@ def _linear(pattern: tuple, batch_last: bool, precision: str | None, bias: bool)
 # same arguments.
 
 
-def product(x, weight, bias, batch_last: bool, precision: str | None, debug: bool) -> torch.Tensor:
+def product(
+    x, weight, bias, batch_last: bool, precision: str | None, debug: bool = False
+) -> torch.Tensor:
     """``K(weight) x + bias``, ``bias`` or None."""
-    if debug:
-        with events.on_stderr():
-            return product(x, weight, bias, batch_last, precision, False)
     descriptor = _linear(tuple(weight.shape), batch_last, precision, bias is not None)
     return calls.execute(descriptor, (x, weight), None, {} if bias is None else {"bias": bias})
 
 
 def weight_gradient(
-    grad, x, pattern, batch_last: bool, precision: str | None, debug: bool
+    grad, x, pattern, batch_last: bool, precision: str | None, debug: bool = False
 ) -> torch.Tensor:
     """The gradient of ``K(weight) x`` with respect to a weight of shape ``pattern``."""
-    if debug:
-        with events.on_stderr():
-            return weight_gradient(grad, x, pattern, batch_last, precision, False)
     return primitives.weight_gradient(grad, x, tuple(pattern), batch_last, precision)
 
 
-# The formulas, for a product and a gradient of the weight by either way.
+# The formulas, for a product and a gradient of the weight by either way. ``options`` are
+# batch_last, precision and debug.
 
 
-def save_product(ctx, x, weight, options: tuple) -> None:
-    """Keep what :func:`product_gradients` needs. ``options`` are batch_last, precision, debug."""
-    needs = ctx.needs_input_grad
-    ctx.pattern, ctx.options = tuple(weight.shape), options
-    ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
-
-
-def product_gradients(ctx, grad, product: Callable, weight_gradient: Callable) -> tuple:
-    """Those with respect to x, weight and bias, None where there is no need."""
-    x, weight = ctx.saved_tensors
-    needs, batch_last = ctx.needs_input_grad, ctx.options[0]
+def product_gradients(
+    grad, x, weight, pattern, needs: tuple, options: tuple, product, weight_gradient
+) -> tuple:
+    """Those with respect to x, weight and bias, None where there is no need. So x may be None
+    without need of the weight's, and weight without need of x's."""
     to_x = to_weight = to_bias = None
     if needs[0]:
-        to_x = product(grad, weight.transpose(1, 2), None, *ctx.options)
+        to_x = product(grad, weight.transpose(1, 2), None, *options)
     if needs[1]:
-        to_weight = weight_gradient(grad, x, ctx.pattern, *ctx.options)
+        to_weight = weight_gradient(grad, x, pattern, *options)
     if needs[2]:
-        features = grad.shape[0 if batch_last else -1]
-        flat = grad.reshape(features, -1).mT if batch_last else grad.reshape(-1, features)
+        features = grad.shape[0 if options[0] else -1]
+        flat = grad.reshape(features, -1).mT if options[0] else grad.reshape(-1, features)
         to_bias = flat.sum(0)
     return to_x, to_weight, to_bias
 
 
-def save_weight_gradient(ctx, grad, x, options: tuple) -> None:
-    """Keep what :func:`weight_gradient_gradients` needs."""
-    needs = ctx.needs_input_grad
-    ctx.options = options
-    ctx.save_for_backward(grad if needs[1] else None, x if needs[0] else None)
-
-
-def weight_gradient_gradients(ctx, to_weight, product: Callable) -> tuple:
+def weight_gradient_gradients(
+    to_weight, grad, x, needs: tuple, options: tuple, product: Callable
+) -> tuple:
     """Those with respect to grad and x, for ``to_weight``, which stands where the weight would: a
     product with it, and with its transpose."""
-    grad, x = ctx.saved_tensors
-    needs = ctx.needs_input_grad
     to_grad = to_x = None
     if needs[0]:
-        to_grad = product(x, to_weight, None, *ctx.options)
+        to_grad = product(x, to_weight, None, *options)
     if needs[1]:
-        to_x = product(grad, to_weight.transpose(1, 2), None, *ctx.options)
+        to_x = product(grad, to_weight.transpose(1, 2), None, *options)
     return to_grad, to_x
 
 
@@ -116,7 +99,9 @@ def weight_gradient_gradients(ctx, to_weight, product: Callable) -> tuple:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, descriptor, plan):
-        save_product(ctx, x, weight, (descriptor.batch_last, descriptor.precision, False))
+        needs = ctx.needs_input_grad
+        ctx.pattern, ctx.options = weight.shape, (descriptor.batch_last, descriptor.precision)
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         parameters = {} if bias is None else {"bias": bias}
         if plan is None:
             return calls.execute(descriptor, (x, weight), None, parameters)
@@ -124,19 +109,25 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *product_gradients(ctx, grad, *_ways(grad)), None, None
+        options = *ctx.options, False
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        ways = _ways(grad)
+        return *product_gradients(grad, *saved, ctx.pattern, needs, options, *ways), None, None
 
 
 class _WeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, grad, x, pattern, *options):
-        save_weight_gradient(ctx, grad, x, options)
+        needs, ctx.options = ctx.needs_input_grad, options
+        ctx.save_for_backward(grad if needs[1] else None, x if needs[0] else None)
         return weight_gradient(grad, x, pattern, *options)
 
     @staticmethod
     def backward(ctx, to_weight):
         product, _ = _ways(to_weight)
-        return *weight_gradient_gradients(ctx, to_weight, product), None, None, None, None
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        grads = weight_gradient_gradients(to_weight, *saved, needs, ctx.options, product)
+        return *grads, None, None, None, None
 
 
 def _recorded_product(x, weight, bias, batch_last, precision, debug):

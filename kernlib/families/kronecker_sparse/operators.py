@@ -4,13 +4,11 @@ eager calls."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from kernlib import events
 from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_sparse import checks, gradients
@@ -19,16 +17,14 @@ from kernlib.families.kronecker_sparse.product import PRODUCT, calls
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
-    by_name,
     check_names,
     check_parameters,
     check_vector,
-    for_operator,
     refuse_recorded_out,
     written,
 )
 from kernlib.runtime.operators import register
-from kernlib.runtime.products import requires_gradient
+from kernlib.runtime.schema import PARAMETERS, Schema, all_placed
 from kernlib.runtime.tensors import check_dense
 
 
@@ -61,24 +57,22 @@ def recorded(
     return made.finish(y, parameters)
 
 
-def _whole(x, weight, descriptor: str, names: str, numbers, tensors, debug: bool) -> torch.Tensor:
-    with events.on_stderr() if debug else nullcontext():
-        values, pattern = by_name(names, numbers, tensors), fitted(descriptor, weight, exact=True)
-        return calls.execute(pattern, (x, weight), None, values)
+def _compute(x, weight, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    return calls.execute(fitted(text, weight, exact=True), (x, weight), None, parameters)
 
 
-def _whole_recorded(x, weight, descriptor, names, numbers, tensors, debug) -> torch.Tensor | None:
-    """With a gradient to record the operator is what :func:`recorded` does."""
-    if not requires_gradient(tensors or (), x, weight):
-        return None
-    values = by_name(names, numbers, tensors)
-    return recorded(from_text(descriptor), (x, weight), values, debug)
+def _recorded(x, weight, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    return recorded(from_text(text), (x, weight), parameters, debug)
 
 
-def _whole_by_torch(x, weight, descriptor, names, numbers, tensors, debug) -> torch.Tensor:
-    values = by_name(names, numbers, tensors)
-    pattern = fitted(descriptor, weight)
-    return products.by_reference(PRODUCT, pattern, (x, weight), None, values)
+def _by_torch(x, weight, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    operands = x, weight
+    return products.by_reference(PRODUCT, fitted(text, weight), operands, None, parameters)
+
+
+def _fake(x, weight, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    descriptor = fitted(text, weight)
+    return x.new_empty(checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight))
 
 
 def _fake_product(x, weight, bias, batch_last, precision, debug):
@@ -95,58 +89,52 @@ def _fake_weight_gradient(grad, x, pattern, batch_last, precision, debug):
     return x.new_empty(tuple(pattern))
 
 
-def _fake_whole(x, weight, descriptor, names, numbers, tensors, debug):
-    pattern = fitted(descriptor, weight)
-    return x.new_empty(checks.check_operands(pattern.pattern, pattern.batch_last, x, weight))
+def _backward(saved, grad) -> dict:
+    needs = saved.needs.x, saved.needs.weight, saved.needs.bias
+    tensors, options = (saved.x, saved.weight, saved.shapes.weight), _options(saved)
+    ways = product, weight_gradient
+    grads = gradients.product_gradients(grad, *tensors, needs, options, *ways)
+    return dict(zip(("x", "weight", "bias"), grads, strict=True))
 
 
-def _save_product(ctx, inputs, output) -> None:
-    x, weight, _, *options = inputs
-    gradients.save_product(ctx, x, weight, options)
+def _weight_gradient_backward(saved, to_weight) -> dict:
+    needs, options = (saved.needs.grad, saved.needs.x), _options(saved)
+    grads = gradients.weight_gradient_gradients(
+        to_weight, saved.grad, saved.x, needs, options, product
+    )
+    return dict(zip(("grad", "x"), grads, strict=True))
 
 
-def _product_backward(ctx, grad):
-    found = gradients.product_gradients(ctx, grad, product, weight_gradient)
-    return *found, None, None, None
+def _options(saved) -> tuple:
+    return saved.batch_last, saved.precision, saved.debug
 
 
-def _save_weight_gradient(ctx, inputs, output) -> None:
-    grad, x, _, *options = inputs
-    gradients.save_weight_gradient(ctx, grad, x, options)
-
-
-def _weight_gradient_backward(ctx, to_weight):
-    found = gradients.weight_gradient_gradients(ctx, to_weight, product)
-    return *found, None, None, None, None
-
-
-# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
-# torch.jit.trace takes no list of str.
+_OPTIONS = "bool batch_last", "str? precision", "bool debug"
 whole = register(
     "kronecker_sparse",
-    "(Tensor x, Tensor weight, str descriptor, str names, float[] numbers, Tensor[] tensors, "
-    "bool debug) -> Tensor",
-    _whole,
-    _fake_whole,
-    recorded=_whole_recorded,
-    forward=_whole_by_torch,
+    Schema("Tensor x", "Tensor weight", "str descriptor", PARAMETERS, "bool debug"),
+    "Tensor",
+    _compute,
+    _fake,
+    recorded=_recorded,
+    forward=_by_torch,
 )
 product = register(
     "kronecker_sparse_product",
-    "(Tensor x, Tensor weight, Tensor? bias, bool batch_last, str? precision, bool debug) "
-    "-> Tensor",
+    Schema("Tensor x", "Tensor weight", "Tensor? bias", *_OPTIONS),
+    "Tensor",
     gradients.product,
     _fake_product,
-    save=_save_product,
-    backward=_product_backward,
+    saves={"x": ("weight",), "weight": ("x",)},
+    backward=_backward,
 )
 weight_gradient = register(
     "kronecker_sparse_weight_gradient",
-    "(Tensor grad, Tensor x, SymInt[] pattern, bool batch_last, str? precision, bool debug) "
-    "-> Tensor",
+    Schema("Tensor grad", "Tensor x", "SymInt[] pattern", *_OPTIONS),
+    "Tensor",
     gradients.weight_gradient,
     _fake_weight_gradient,
-    save=_save_weight_gradient,
+    saves={"grad": ("x",), "x": ("grad",)},
     backward=_weight_gradient_backward,
 )
 
@@ -206,7 +194,7 @@ def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: boo
     check_parameters(descriptor, descriptor.out_features, parameters, x, False, checks.TYPES)
     if _are_functorch_transforms_active():  # which the operators do not follow
         return products.by_reference(PRODUCT, descriptor, (x, weight), None, parameters)
-    return whole(x, weight, text, *for_operator(parameters, x.device), debug)
+    return whole(x, weight, text, all_placed(parameters, x.device), debug)
 
 
 # Requests of tensors that stand for others.

@@ -19,8 +19,8 @@ from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.runtime import numbers
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import check_kind, extremes, host_value
-from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import (
+    broadcast_shapes,
     check_dense,
     check_memory,
     check_out_shape,

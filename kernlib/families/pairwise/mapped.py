@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.runtime.arguments import tensors_of
+
 MATRIX, NUMBER = 2, 0  # dimensions of one entry of the batch
 
 
-class Given(NamedTuple):
+class Entry(NamedTuple):
     """A tensor of a mapped call, the axis that is mapped over, None for none, and the dimensions
     that it has without a batch."""
 
@@ -37,11 +39,11 @@ class Batch(NamedTuple):
     inner: int | None
 
     @classmethod
-    def of(cls, mapped: int, given: list[Given]) -> Batch:
-        sizes = [one.leading().shape[1] for one in given if one.is_batched]
+    def of(cls, mapped: int, entries: list[Entry]) -> Batch:
+        sizes = [one.leading().shape[1] for one in entries if one.is_batched]
         return cls(mapped, max(sizes) if sizes else None)
 
-    def placed(self, one: Given) -> torch.Tensor:
+    def placed(self, one: Entry) -> torch.Tensor:
         """A tensor as the one call takes it; what is neither mapped nor batched broadcasts."""
         if one.axis is None and not one.is_batched:
             return one.tensor
@@ -57,15 +59,16 @@ class Batch(NamedTuple):
         return result.reshape(self.mapped, *inner, *result.shape[result.dim() - own :])
 
 
-def spread(size: int, points: list, numbers: list, dims: list | None) -> tuple:
+def spread(size: int, points: list, values: dict, dims: list | None) -> tuple:
     """The batch of ``size`` mapped calls, and their points, each with its axis and None or not, and
-    numbers, whose axes are ``dims``, as one call takes them."""
-    axes = dims or [None] * len(numbers)
-    given = [None if t is None else Given(t, axis, MATRIX) for t, axis in points]
-    given += [Given(t, axis, NUMBER) for t, axis in zip(numbers, axes, strict=True)]
-    batch = Batch.of(size, [one for one in given if one is not None])
-    made = [None if one is None else batch.placed(one) for one in given]
-    placed, values = made[: len(points)], made[len(points) :]
+    hyperparameters, of which tensors have the axes ``dims``, as one call takes them."""
+    tensors = tensors_of(values)
+    axes = dims or [None] * len(tensors)
+    entries = [None if t is None else Entry(t, axis, MATRIX) for t, axis in points]
+    entries += [Entry(t, axis, NUMBER) for t, axis in zip(tensors.values(), axes, strict=True)]
+    batch = Batch.of(size, [entry for entry in entries if entry is not None])
+    spread = [None if entry is None else batch.placed(entry) for entry in entries]
+    placed, numbers = spread[: len(points)], spread[len(points) :]
     if all(t is None or t.dim() == MATRIX for t in placed):  # beside which (L,) may be of points
         placed[0] = placed[0][None]
-    return batch, placed, values
+    return batch, placed, values | dict(zip(tensors, numbers, strict=True))

@@ -9,14 +9,11 @@ program imports it before ``torch.export.load``.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 
-from kernlib import events
 from kernlib.descriptors.base import check_flag
-from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks, mapped, operation, per_point
 from kernlib.families.pairwise.categories import arguments as category_arguments
 from kernlib.families.pairwise.categories import operators as categories
@@ -24,15 +21,11 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.operators import recorded
-from kernlib.runtime.numbers import host_value
+from kernlib.runtime.arguments import tensors_of
 from kernlib.runtime.operators import register
+from kernlib.runtime.schema import DESCRIPTOR, HYPERPARAMETERS, Schema, flattened, placed
 
-# ``names`` are those of ``numbers``, then those of ``tensors``, which stay where they are; one text
-# with spaces, for torch.jit.trace takes no list of str.
-_ARGUMENTS = (
-    "str descriptor, str names, float[] numbers, Tensor[] tensors, "
-    "SymInt row_offset, SymInt col_offset, bool debug"
-)
+_OPTIONS = DESCRIPTOR, HYPERPARAMETERS, "SymInt row_offset", "SymInt col_offset", "bool debug"
 # After an error of a traced call Dynamo would trace what the operators run: 5 s, for nothing.
 _run = torch.compiler.disable(operation.run)
 
@@ -79,62 +72,37 @@ def run(
     codes = None
     if descriptor.categories:
         codes, hyperparameters = category_arguments.separate(descriptor, hyperparameters)
-    given = separate(hyperparameters, a.device)
-    arguments = (descriptor.text, *given, row_offset, col_offset, debug)
+    arguments = descriptor.text, *separate(hyperparameters, a.device), *offsets, debug
     if codes is not None:
         return categories.run(descriptor, a, b, codes, out, accumulate, arguments)
     if out is None:
-        return _new(a, b, *arguments)
-    _into(a, b, out, accumulate, *arguments)
+        return _new.overload(a, b, *arguments)
+    _into.overload(a, b, out, accumulate, *arguments)
     return out
 
 
-def separate(hyperparameters: dict, device: torch.device) -> tuple[str, list, list]:
-    """Names, numbers and tensors. Raises TypeError for what is neither number nor tensor."""
-    tensors = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
-    numbers = {k: _number(k, v) for k, v in hyperparameters.items() if k not in tensors}
-    # The copy of a host tensor is recorded too: a CUDA graph can leave it out, where the operator
-    # itself would have to refuse a host tensor while it is captured.
-    placed = [v.to(device) if v.device.type == "cpu" else v for v in tensors.values()]
-    return " ".join([*numbers, *tensors]), [*numbers.values()], placed
+def separate(values: dict, device: torch.device) -> tuple[str, list, list]:
+    """Names, numbers and tensors of hyperparameters, tensors of the host on the device. Raises
+    TypeError for what is neither number nor tensor."""
+    names, numbers, tensors = flattened(values, 1)
+    return names, numbers, [placed(t, device) if t.device.type == "cpu" else t for t in tensors]
 
 
-def _number(name: str, value) -> float:
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return torch.sym_float(value)
-    return host_value(name, value)
-
-
-def _call(a, b, out, accumulate, descriptor, names, numbers, tensors, rows, columns, debug):
-    """The eager call that an operator's arguments stand for. AOTInductor hands over None for an
-    empty list."""
-    values = dict(zip(names.split(), (*(numbers or ()), *(tensors or ())), strict=True))
-    with events.on_stderr() if debug else nullcontext():
-        return _run(
-            from_text(descriptor), a, b, out=out, accumulate=accumulate,
-            row_offset=rows, col_offset=columns, **values,
-        )  # fmt: skip
-
-
-def _call_new(a, b, *arguments):
+def _compute(a, b, descriptor, values: dict, rows: int, columns: int, debug: bool) -> torch.Tensor:
     with torch.no_grad():  # one to record has not come here
-        return _call(a, b, None, False, *arguments)
+        return _run(descriptor, a, b, row_offset=rows, col_offset=columns, **values)
 
 
-def _call_into(a, b, out, accumulate, *arguments):
-    _call(a, b, out, accumulate, *arguments)
+def _compute_into(a, b, out, accumulate, descriptor, values, rows, columns, debug) -> None:
+    options = {"out": out, "accumulate": accumulate, "row_offset": rows, "col_offset": columns}
+    _run(descriptor, a, b, **options, **values)
 
 
-def _new_recorded(a, b, descriptor, names, numbers, tensors, rows, columns, debug):
+def _recorded(a, b, descriptor, values: dict, rows, columns, debug) -> torch.Tensor:
     """With a gradient to record the operator is what
     :func:`kernlib.families.pairwise.gradients.operators.recorded` does."""
-    needed = (a, b, *(tensors or ()))
-    if not any(t is not None and t.requires_grad for t in needed):
-        return None
-    values = dict(zip(names.split(), (*(numbers or ()), *needed[2:]), strict=True))
-    made = from_text(descriptor)
-    _check_recorded(made, a, b, rows, columns, values)
-    return recorded(made, a, b, values, rows - columns)
+    _check_recorded(descriptor, a, b, rows, columns, values)
+    return recorded(descriptor, a, b, values, rows - columns)
 
 
 def _check_recorded(descriptor, a, b, rows, columns, values: dict) -> None:
@@ -142,37 +110,31 @@ def _check_recorded(descriptor, a, b, rows, columns, values: dict) -> None:
     offsets = (rows, columns) if type(rows) is type(columns) is int else (0, 0)
     numbers = {name: value if type(value) is float else 1.0 for name, value in values.items()}
     checks.check_call(descriptor, a, b, None, False, *offsets, numbers)
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    checks.check_shapes(a, b, None, tensors)
+    checks.check_shapes(a, b, None, tensors_of(values))
 
 
-def _shape(a, b, out, names, tensors) -> tuple:
-    """The output's shape. Raises what eager calls raise for shapes, dtypes and devices, and for an
-    ``out`` while gradients are recorded."""
-    given, tensors = names.split(), tensors or ()
-    values = dict(zip(given[len(given) - len(tensors) :], tensors, strict=True))
+def _shape(descriptor, a, b, out, values: dict) -> tuple:
+    """The output's shape. Raises what eager calls raise for names, shapes, dtypes and devices, and
+    for an ``out`` while gradients are recorded."""
+    tensors = tensors_of(values)
+    checks.check_names(descriptor, [*tensors])
     if torch.is_grad_enabled():
-        eager.refuse_out(a, b, out, values)
-    return checks.check_shapes(a, b, out, values)
+        eager.refuse_out(a, b, out, tensors)
+    return checks.check_shapes(a, b, out, tensors)
 
 
-def _fake_new(a, b, descriptor, names, numbers, tensors, row_offset, col_offset, debug):
-    checks.check_names(from_text(descriptor), names.split()[len(numbers) :])
-    return a.new_empty(_shape(a, b, None, names, tensors))
+def _fake(a, b, descriptor, values: dict, *options) -> torch.Tensor:
+    return a.new_empty(_shape(descriptor, a, b, None, values))
 
 
-def _vmap_new(
-    info, dims, a, b, descriptor, names, numbers, tensors, rows, columns, debug
-) -> tuple[torch.Tensor, int]:
-    points = [(a, dims[0]), (b, dims[1])]
-    batch, (a, b), tensors = mapped.spread(info.batch_size, points, tensors, dims[5])
-    found = _new(a, b, descriptor, names, numbers, tensors, rows, columns, debug)
-    return batch.restored(found, 2), 0
+def _fake_into(a, b, out, accumulate, descriptor, values: dict, *options) -> None:
+    _shape(descriptor, a, b, out, values)
 
 
-def _fake_into(a, b, out, accumulate, descriptor, names, numbers, tensors, *rest):
-    checks.check_names(from_text(descriptor), names.split()[len(numbers) :])
-    _shape(a, b, out, names, tensors)
+def _mapped(info, dims, a, b, descriptor, values: dict, *options) -> tuple[torch.Tensor, int]:
+    points = [(a, dims.a), (b, dims.b)]
+    batch, (a, b), values = mapped.spread(info.batch_size, points, values, dims.tensors)
+    return batch.restored(_new(a, b, descriptor, values, *options), 2), 0
 
 
 def _call_request(
@@ -185,15 +147,17 @@ def _call_request(
 BY_NAME = {"pairwise": _call_request}
 _new = register(
     "pairwise",
-    f"(Tensor a, Tensor? b, {_ARGUMENTS}) -> Tensor",
-    _call_new,
-    _fake_new,
-    recorded=_new_recorded,
-    vmap=_vmap_new,
+    Schema("Tensor a", "Tensor? b", *_OPTIONS),
+    "Tensor",
+    _compute,
+    _fake,
+    recorded=_recorded,
+    vmap=_mapped,
 )
 _into = register(
     "pairwise_out",
-    f"(Tensor a, Tensor? b, Tensor(a!) out, bool accumulate, {_ARGUMENTS}) -> ()",
-    _call_into,
+    Schema("Tensor a", "Tensor? b", "Tensor(a!) out", "bool accumulate", *_OPTIONS),
+    "()",
+    _compute_into,
     _fake_into,
 )

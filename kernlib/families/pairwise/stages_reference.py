@@ -17,7 +17,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.matern import matern
 from kernlib.families.pairwise.powers import power, square_root
 from kernlib.runtime import expressions
-from kernlib.runtime.shapes import broadcast_shapes
+from kernlib.runtime.tensors import broadcast_shapes
 
 _FINITE = {"**": power, "pow": power, "sqrt": square_root}  # of an epilogue
 

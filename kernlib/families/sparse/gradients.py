@@ -133,7 +133,7 @@ def _turned(w: SparseMatrix, grad: torch.Tensor) -> torch.Tensor:
 
 def _operator(w: SparseMatrix, x: torch.Tensor, turned: bool) -> torch.Tensor:
     operators = operators_of(PRODUCT)
-    return operators.product(x, *operators.listed(w), None, turned, False)
+    return operators.product(x, operators.Matrix.of(w), None, turned, False)
 
 
 RECORDING = Recording(parts, _apply)

@@ -10,11 +10,10 @@ known.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 
-from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.sparse import checks, gradients, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
@@ -25,31 +24,56 @@ from kernlib.families.sparse.product import calls, multiply
 from kernlib.families.sparse.tensors import TURNED, check_frozen, state_of
 from kernlib.runtime.arguments import (
     autocast,
-    by_name,
     check_parameters,
     check_vector,
-    for_operator,
     no_autocast,
     refuse_out_of_recorded,
+    tensors_of,
     written,
 )
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
+from kernlib.runtime.schema import DESCRIPTOR, PARAMETERS, Kind, Schema, all_placed, is_mapped
 from kernlib.runtime.tensors import check_dense, stand_ins, takes_derivatives
 
-_MATRIX = "Tensor[] matrix, Tensor[] transposed, str layout, str transposed_layout"
 
-
-def listed(w: SparseMatrix) -> tuple[list[torch.Tensor], list[torch.Tensor], str, str]:
+class Matrix(NamedTuple):
     """A matrix as an operator takes it: tensors, those of its transpose if that is known, and the
     layouts of both."""
-    if w.frozen:
-        check_frozen(w)
-    turned = w.known_transpose()
-    if turned is None:
-        return [*w.listed], [], w.form, ""
-    return [*w.listed], [*turned.listed], w.form, turned.form
+
+    matrix: list[torch.Tensor]
+    transposed: list[torch.Tensor]
+    layout: str
+    transposed_layout: str
+
+    @classmethod
+    def of(cls, w: SparseMatrix) -> Matrix:
+        if w.frozen:
+            check_frozen(w)
+        turned = w.known_transpose()
+        if turned is None:
+            return cls([*w.listed], [], w.form, "")
+        return cls([*w.listed], [*turned.listed], w.form, turned.form)
+
+    @property
+    def fitted(self) -> SparseMatrix:
+        return fitted(self.layout, self.matrix)
+
+    def transpose_of(self, w: SparseMatrix) -> SparseMatrix | None:
+        """The transpose that a product was recorded with. None after a write to one of the two that
+        torch has counted: a compiled program passes the same tensors each time."""
+        if not self.transposed:
+            return None
+        turned = fitted(self.transposed_layout, self.transposed)
+        state = getattr(
+            self.transposed[0], TURNED, None
+        )  # lost where a program was saved and loaded
+        return turned if state is None or state == (state_of(w), state_of(turned)) else None
+
+
+_FIELDS = "Tensor[] matrix", "Tensor[] transposed", "str layout", "str transposed_layout"
+_MATRIX = Kind("matrix", _FIELDS, lambda matrix: matrix, Matrix)
 
 
 def _call(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> torch.Tensor:
@@ -64,72 +88,53 @@ def _call(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> t
 
 def called(descriptor: SparseMatmul, w: SparseMatrix, x, parameters: dict) -> torch.Tensor:
     """A checked call by its operator."""
-    return whole(x, *listed(w), descriptor.text, *for_operator(parameters), False)
+    return whole(x, Matrix.of(w), descriptor, parameters, False)
 
 
 def recorded(descriptor: SparseMatmul, operands: tuple, parameters: dict) -> torch.Tensor:
     """A checked call whose gradient is recorded."""
     w, x = operands
-    return _recorded(descriptor, x, listed(w), parameters, False)
+    return _recorded(x, Matrix.of(w), descriptor, parameters, False)
 
 
-def _recorded(descriptor, x, matrix: tuple, parameters: dict, debug: bool) -> torch.Tensor:
+def _recorded(
+    x, matrix: Matrix, descriptor: SparseMatmul, parameters: dict, debug: bool
+) -> torch.Tensor:
     """The product with the leading bias by its operator, the other epilogues by torch's own on the
     rounded result."""
-    made = gradients.parts(descriptor)
-    bias = made.operands(parameters).get("bias")
-    return made.finish(product(x, *matrix, bias, False, debug), parameters)
+    parts = gradients.parts(descriptor)
+    bias = parts.operands(parameters).get("bias")
+    return parts.finish(product(x, matrix, bias, False, debug), parameters)
 
 
-def _whole(
-    x, matrix, transposed, layout, transposed_layout, descriptor, names, numbers, tensors, debug
-):
-    w = fitted(layout, matrix)
-    with events.on_stderr() if debug else nullcontext():
-        given = by_name(names, numbers, tensors)
-        return calls.execute(from_text(descriptor), (w, x), None, given)
-
-
-def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, debug):
-    w = fitted(layout, matrix)
-    with events.on_stderr() if debug else nullcontext():
-        if not turned:
-            return multiply(w, x, bias)
-        return gradients.turned_product(w, _given_transpose(w, transposed_layout, transposed), x)
-
-
-def _given_transpose(w: SparseMatrix, layout: str, tensors: list) -> SparseMatrix | None:
-    """The transpose that a product was recorded with. None after a write to one of the two that
-    torch has counted: a compiled program passes the same tensors each time."""
-    if not tensors:
+def _whole_recorded(x, matrix, descriptor, parameters: dict, debug) -> torch.Tensor | None:
+    if not requires_gradient(parameters.values(), x):  # a matrix is a constant
         return None
-    turned = fitted(layout, tensors)
-    made = getattr(tensors[0], TURNED, None)  # lost where a program was saved and loaded
-    return turned if made is None or made == (state_of(w), state_of(turned)) else None
+    return _recorded(x, matrix, descriptor, parameters, debug)
 
 
-def _whole_recorded(x, *rest) -> torch.Tensor | None:
-    """The result where a gradient is recorded, by the operator of the product and torch's own
-    operators behind it. None where there is nothing to record."""
-    *matrix, descriptor, names, numbers, tensors, debug = rest
-    if not requires_gradient(tensors or (), x):
-        return None
-    values = by_name(names, numbers, tensors)
-    return _recorded(from_text(descriptor), x, tuple(matrix), values, debug)
+def _whole(x, matrix: Matrix, descriptor, parameters: dict, debug: bool) -> torch.Tensor:
+    return calls.execute(descriptor, (matrix.fitted, x), None, parameters)
 
 
-def _fake_whole(x, matrix, transposed, layout, *rest):
-    shape, dtype = shape_of(layout, matrix)
-    return x.new_empty(checks.check_x(shape, dtype, matrix[0].device, x))
+def _product(x, matrix: Matrix, bias, turned: bool, debug: bool) -> torch.Tensor:
+    w = matrix.fitted
+    if not turned:
+        return multiply(w, x, bias)
+    return gradients.turned_product(w, matrix.transpose_of(w), x)
 
 
-def _fake_product(x, matrix, transposed, layout, transposed_layout, bias, turned, debug):
-    shape, dtype = shape_of(layout, matrix)
+def _fake_whole(x, matrix: Matrix, *rest) -> torch.Tensor:
+    return _fake_product(x, matrix, None, False)
+
+
+def _fake_product(x, matrix: Matrix, bias, turned: bool, debug: bool = False) -> torch.Tensor:
+    shape, dtype = shape_of(matrix.layout, matrix.matrix)
     shape = shape[::-1] if turned else shape
-    made = checks.check_x(shape, dtype, matrix[0].device, x)
+    size = checks.check_x(shape, dtype, matrix.matrix[0].device, x)
     if bias is not None:
         check_vector(shape[0], "bias", bias, x)
-    return x.new_empty(made)
+    return x.new_empty(size)
 
 
 def _dense(matrix, layout):
@@ -141,58 +146,44 @@ def _fake_dense(matrix, layout):
     return matrix[0].new_empty(shape, dtype=dtype)
 
 
-def _save(ctx, inputs, output) -> None:
-    _, matrix, transposed, layout, transposed_layout, _, turned, debug = inputs
-    ctx.sizes = len(matrix)
-    ctx.options = layout, transposed_layout, turned, debug
-    ctx.save_for_backward(*matrix, *transposed)
-
-
-def _backward(ctx, grad):
-    layout, transposed_layout, turned, debug = ctx.options
-    saved = ctx.saved_tensors
-    lists = [*saved[: ctx.sizes]], [*saved[ctx.sizes :]]
-    to_x = to_bias = None
-    if ctx.needs_input_grad[0]:
-        to_x = product(grad, *lists, layout, transposed_layout, None, not turned, debug)
-    if ctx.needs_input_grad[5]:
-        to_bias = gradients.bias_gradient(grad)
-    constant = [[None] * len(tensors) for tensors in lists]
-    return to_x, *constant, None, None, to_bias, None, None
+def _backward(saved, grad) -> dict:
+    grads = {}
+    if saved.needs.x:
+        grads["x"] = product(grad, saved.matrix, None, not saved.turned, saved.debug)
+    if saved.needs.bias:
+        grads["bias"] = gradients.bias_gradient(grad)
+    return grads
 
 
 # vmap: the mapped axis of x is one more of its leading dimensions. Parameters that are mapped over
 # meet the rounded product.
 
 
-def _vmap_whole(info, dims, x, *rest):
-    *matrix, descriptor, names, numbers, tensors, debug = rest
+def _vmap_whole(info, dims, x, matrix, descriptor, parameters: dict, debug: bool):
     _refuse_mapped_matrix(dims)
-    inner = [None] * len(tensors) if dims[8] is None else dims[8]
-    if all(dim is None for dim in inner):
-        return whole(x.movedim(dims[0], 0), *rest), 0
+    if not is_mapped(dims.tensors):
+        return whole(x.movedim(dims.x, 0), matrix, descriptor, parameters, debug), 0
     y = _mapped_product(info, dims, x, matrix, False, debug)
-    values = [_beside(t, dim, y) for t, dim in zip(tensors, inner, strict=True)]
-    made, wide = from_text(descriptor), y.to(accumulator(y.dtype))
-    v = reference.finish(made.epilogue, wide, by_name(names, numbers, values))
+    mapped = dict(zip(tensors_of(parameters), dims.tensors, strict=True))
+    values = parameters | {name: _beside(parameters[name], dim, y) for name, dim in mapped.items()}
+    v = reference.finish(descriptor.epilogue, y.to(accumulator(y.dtype)), values)
     return v.to(y.dtype), 0
 
 
-def _vmap_product(info, dims, x, *rest):
-    *matrix, bias, turned, debug = rest
+def _vmap_product(info, dims, x, matrix, bias, turned: bool, debug: bool):
     _refuse_mapped_matrix(dims)
-    if dims[5] is None:
-        return product(x.movedim(dims[0], 0), *rest), 0
+    if dims.bias is None:
+        return product(x.movedim(dims.x, 0), matrix, bias, turned, debug), 0
     y = _mapped_product(info, dims, x, matrix, turned, debug)
     wide = accumulator(y.dtype)
-    return (y.to(wide) + _beside(bias, dims[5], y).to(wide)).to(y.dtype), 0
+    return (y.to(wide) + _beside(bias, dims.bias, y).to(wide)).to(y.dtype), 0
 
 
-def _mapped_product(info, dims: tuple, x, matrix, turned: bool, debug: bool) -> torch.Tensor:
+def _mapped_product(info, dims, x, matrix, turned: bool, debug: bool) -> torch.Tensor:
     """The product alone, with the mapped axis first, whether x is mapped over or not."""
-    if dims[0] is not None:
-        return product(x.movedim(dims[0], 0), *matrix, None, turned, debug)
-    y = product(x, *matrix, None, turned, debug)
+    if dims.x is not None:
+        return product(x.movedim(dims.x, 0), matrix, None, turned, debug)
+    y = product(x, matrix, None, turned, debug)
     return y.expand(info.batch_size, *y.shape)
 
 
@@ -205,18 +196,16 @@ def _beside(t: torch.Tensor, dim: int | None, y: torch.Tensor) -> torch.Tensor:
     return t.reshape(t.shape[0], *[1] * (y.dim() - t.dim()), *t.shape[1:])
 
 
-def _refuse_mapped_matrix(dims: tuple) -> None:
+def _refuse_mapped_matrix(dims) -> None:
     """Raises RuntimeError for a matrix that is mapped over: all calls must share one."""
-    if any(dim is not None for part in dims[1:3] if part is not None for dim in part):
+    if is_mapped((dims.matrix, dims.transposed)):
         raise RuntimeError("torch.vmap maps x and the epilogue's parameters, no compressed matrix")
 
 
-# ``names`` are those of ``numbers``, then those of ``tensors``; one text with spaces, for
-# torch.jit.trace takes no list of str.
 whole = register(
     "sparse_matmul",
-    f"(Tensor x, {_MATRIX}, str descriptor, str names, float[] numbers, Tensor[] tensors, "
-    "bool debug) -> Tensor",
+    Schema("Tensor x", _MATRIX, DESCRIPTOR, PARAMETERS, "bool debug"),
+    "Tensor",
     _whole,
     _fake_whole,
     recorded=_whole_recorded,
@@ -224,15 +213,17 @@ whole = register(
 )
 product = register(
     "sparse_matmul_product",
-    f"(Tensor x, {_MATRIX}, Tensor? bias, bool turned, bool debug) -> Tensor",
+    Schema("Tensor x", _MATRIX, "Tensor? bias", "bool turned", "bool debug"),
+    "Tensor",
     _product,
     _fake_product,
-    save=_save,
+    saves=("matrix",),
     backward=_backward,
     vmap=_vmap_product,
 )
 # The matrix itself, which is a constant to autograd.
-dense = register("sparse_to_dense", "(Tensor[] matrix, str layout) -> Tensor", _dense, _fake_dense)
+_TENSORS = Schema("Tensor[] matrix", "str layout")
+dense = register("sparse_to_dense", _TENSORS, "Tensor", _dense, _fake_dense).overload
 BY_NAME = {"sparse_matmul": _call}
 
 
@@ -283,8 +274,8 @@ def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool,
     if takes_derivatives():  # where operators that take lists of tensors have no gradients
         with no_autocast(x):
             return reference.sparse_matmul(descriptor, dense(matrix, layout), x, parameters)
-    given = for_operator(parameters, x.device)
-    return whole(x, matrix, transposed, layout, turned_layout, text, *given, debug)
+    listed = Matrix(matrix, transposed, layout, turned_layout)
+    return whole(x, listed, descriptor, all_placed(parameters, x.device), debug)
 
 
 def _taken(layout: str, tensors: tuple) -> tuple[list, tuple]:

@@ -27,8 +27,7 @@ from kernlib.nn.block_sparse.fused import fused, takes
 from kernlib.nn.block_sparse.weight import check_kind, checked_dtype
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
 from kernlib.runtime.arguments import check_broadcast
-from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import broadcast_shapes, check_dense
 
 MODES = ("add", "mul")
 

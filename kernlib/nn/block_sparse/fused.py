@@ -10,8 +10,7 @@ from kernlib.families.blocksparse.attention.functions import attention
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.arguments import wrong_mask
 from kernlib.runtime.arguments import check_broadcast
-from kernlib.runtime.shapes import broadcast_shapes
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import broadcast_shapes, check_dense
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 MOST = 256  # features of queries and values

@@ -275,7 +275,7 @@ def test_a_device_without_a_backend_is_named(monkeypatch):
 def test_the_operator_checks_what_eager_calls_check():
     def whole(a, b, text=LAYOUT.text, descriptor=DSD.text, **given):
         rest = {"names": "", "numbers": [], "tensors": [], "debug": False} | given
-        return operators.whole(a, b, [*LAYOUT.tensors], text, descriptor, **rest)
+        return operators.whole.overload(a, b, [*LAYOUT.tensors], text, descriptor, **rest)
 
     with pytest.raises(ValueError, match="values must hold the layout's blocks"):
         whole(V[:2], B)

@@ -278,7 +278,7 @@ def test_what_is_done_ahead_refuses_what_run_kernel_refuses(case):
 
 
 def test_the_operator_checks_what_eager_calls_check():
-    whole = partial(operators.whole, names="", numbers=[], tensors=[], debug=False)
+    whole = partial(operators.whole.overload, names="", numbers=[], tensors=[], debug=False)
     with pytest.raises(ValueError, match=r"x must be \(\.\.\., 12\)"):
         whole(ones(6, 13), F, PLAIN.text)
     with pytest.raises(TypeError, match="takes x and 2 factors in their order, got 1"):

@@ -224,4 +224,4 @@ def test_the_operators_check_what_eager_calls_check():
     with pytest.raises(ValueError, match="grad must have 24 features"):
         operators.weight_gradient(X, X, PATTERN, False, None, False)
     with pytest.raises(ValueError, match="is not the text of a descriptor"):
-        operators.whole(X, W, "nonsense", "", [], [], False)
+        operators.whole.overload(X, W, "nonsense", "", [], [], False)

@@ -30,10 +30,10 @@ def test_the_operators_vmap():
         return operators.called(SCALED, W, x, given)
 
     def product(x, bias):
-        return operators.product(x, *operators.listed(TURNED), bias, False, False)
+        return operators.product(x, operators.Matrix.of(TURNED), bias, False, False)
 
     def turned(y):
-        return operators.product(y, *operators.listed(TURNED), None, True, False)
+        return operators.product(y, operators.Matrix.of(TURNED), None, True, False)
 
     def scaled(x, bias, gain):
         return torch.nn.functional.silu(x @ DENSE.t() + bias) * gain + 0.5
@@ -62,7 +62,7 @@ def test_no_matrix_is_mapped_over():
     data = torch.stack((W.operands[0], W.operands[0]))
 
     def call(data):
-        return operators.whole(
+        return operators.whole.overload(
             X, [data, W.operands[1]], [], W.layout, "", PLAIN.text, "", [], [], False
         )
 

@@ -3,49 +3,37 @@ runs them later. A layout goes in as its flat tensors and its form."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
-from kernlib import events
 from kernlib.descriptors.text import from_text
+from kernlib.families.blocksparse.kinds import LAYOUT
 from kernlib.families.blocksparse.layout import Layout, count_of
 from kernlib.families.blocksparse.scaled import checks, reference
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.families.blocksparse.scaled.product import PRODUCT, calls
 from kernlib.runtime.arguments import check_names, refuse_recorded_out
 from kernlib.runtime.operators import register
-from kernlib.runtime.products import requires_gradient
+from kernlib.runtime.schema import DESCRIPTOR, Schema
 
 
-def _operands(a, b, scale_a, scale_b, layout, layout_text: str) -> tuple:
-    return Layout.from_layout(layout_text, layout), a, b, scale_a, scale_b
+def _compute(a, b, scale_a, scale_b, layout, descriptor, debug: bool) -> torch.Tensor:
+    return calls.execute(descriptor, (layout, a, b, scale_a, scale_b), None, {})
 
 
-def _compute(*given):
-    *tensors, descriptor, debug = given
-    with events.on_stderr() if debug else nullcontext():
-        return calls.execute(from_text(descriptor), _operands(*tensors), None, {})
+def _fake(a, b, scale_a, scale_b, layout, descriptor, debug: bool) -> torch.Tensor:
+    shape = checks.check_operands(descriptor, (layout, a, b, scale_a, scale_b))
+    return a.new_empty(shape, dtype=getattr(torch, descriptor.out_dtype))
 
 
-def _fake(a, *rest):
-    *tensors, descriptor, _ = rest
-    made = from_text(descriptor)
-    shape = checks.check_operands(made, _operands(a, *tensors))
-    return a.new_empty(shape, dtype=getattr(torch, made.out_dtype))
+def _recorded(a, b, scale_a, scale_b, layout, descriptor, debug: bool) -> torch.Tensor:
+    return reference.scaled_matmul(descriptor, layout, a, b, scale_a, scale_b)
 
 
-def _recorded(*given):
-    *tensors, descriptor, _ = given
-    if not requires_gradient((), *tensors[:4]):
-        return None
-    return reference.scaled_matmul(from_text(descriptor), *_operands(*tensors))
-
-
+_TENSORS = "Tensor a", "Tensor b", "Tensor scale_a", "Tensor scale_b"
 whole = register(
     PRODUCT.name,
-    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor[] layout, str layout_text, "
-    "str descriptor, bool debug) -> Tensor",
+    Schema(*_TENSORS, LAYOUT, DESCRIPTOR, "bool debug"),
+    "Tensor",
     _compute,
     _fake,
     recorded=_recorded,
@@ -74,9 +62,10 @@ def run(
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.
 @torch.compiler.allow_in_graph
 def _traced(text: str, layout_text: str, debug: bool, *tensors) -> torch.Tensor:
-    inputs, layout = tensors[:4], [*tensors[4 : 4 + count_of(layout_text)]]
-    checks.check_operands(from_text(text), _operands(*inputs, layout, layout_text))
-    return whole(*inputs, layout, layout_text, text, debug)
+    descriptor, inputs = from_text(text), tensors[:4]
+    layout = Layout.from_layout(layout_text, tensors[4 : 4 + count_of(layout_text)])
+    checks.check_operands(descriptor, (layout, *inputs))
+    return whole(*inputs, layout, descriptor, debug)
 
 
 def _call(descriptor, operands: tuple, out, parameters: dict) -> torch.Tensor:

@@ -20,10 +20,10 @@ from kernlib.families.pairwise.gradients import eager, formula, norms, routes
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import matrix
 from kernlib.families.pairwise.units import in_unit, unit_of
+from kernlib.runtime.arguments import tensors_of
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
-
-_INNER = "str descriptor, float? p_number, float? scale_number, Tensor? p, Tensor? scale"
+from kernlib.runtime.schema import Kind, Schema
 
 
 def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     if unit is not None:
         x, z, placed, _ = in_unit(unit, x, z, placed)
     of_norms, made = norms.are_values(descriptor, placed), routes.sums_of(descriptor, placed)
-    s = (_norms if of_norms else _sums)(x, z, *_written(made))
+    s = (_norms if of_norms else _sums)(x, z, made)
     root = checks.follows_inner(descriptor, placed)
     v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal, of_norms=of_norms)
     flat = a.dim() == 2 and (b is None or b.dim() == 2) and v.shape[0] == 1
@@ -48,134 +48,106 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
 
 def sums(made: Sums, a, b) -> torch.Tensor:
     """``made`` of ``a`` and ``b``, recorded."""
-    return _sums(a, b, *_written(made))
+    return _sums(a, b, made)
 
 
 def points_gradient(made: Sums, x, z, weights, first: bool) -> torch.Tensor:
     """:func:`kernlib.families.pairwise.gradients.eager.points_gradient`, recorded."""
     if eager.by_formula(made):  # torch records it, as it would not inside of an operator
         return eager.points_gradient(made, x, z, weights, first)
-    return _gradient(x, z, weights, first, *_written(made))
+    return _gradient(x, z, weights, first, made)
 
 
-def _written(made: Sums) -> tuple:
-    """As the operators take it."""
-    pairs = [(None, v) if isinstance(v, torch.Tensor) else (v, None) for v in (made.p, made.scale)]
+def _fields(sums: Sums) -> tuple:
+    pairs = [(None, v) if isinstance(v, torch.Tensor) else (v, None) for v in (sums.p, sums.scale)]
     numbers, tensors = zip(*pairs, strict=True)
-    return made.descriptor.text, *numbers, *tensors
+    return sums.descriptor.text, *numbers, *tensors
 
 
-def _read(descriptor: str, p_number, scale_number, p, scale) -> Sums:
+def _sums_of(text: str, p_number, scale_number, p, scale) -> Sums:
     p, scale = p_number if p is None else p, scale_number if scale is None else scale
-    return Sums(from_text(descriptor), {}).having(p, scale)
+    return Sums(from_text(text), {}).having(p, scale)
 
 
 # What the operators compute.
 
 
-def _compute_sums(a, b, *inner) -> torch.Tensor:
-    made = _read(*inner)
+def _compute_sums(a, b, sums: Sums) -> torch.Tensor:
     with torch.no_grad():
-        return matrix(made.descriptor, a, b, **made.given)
+        return matrix(sums.descriptor, a, b, **sums.given)
 
 
-def _compute_gradient(x, z, weights, first: bool, *inner) -> torch.Tensor:
+def _compute_gradient(x, z, weights, first: bool, sums: Sums) -> torch.Tensor:
     with torch.no_grad():
-        return eager.points_gradient(_read(*inner), x, z, weights, first).contiguous()
+        return eager.points_gradient(sums, x, z, weights, first).contiguous()
 
 
-def _compute_norms(a, b, *inner) -> torch.Tensor:
+def _compute_norms(a, b, sums: Sums) -> torch.Tensor:
     with torch.no_grad():
-        return norms.of(_read(*inner), a, b)
+        return norms.of(sums, a, b)
 
 
-def _compute_norm_gradient(x, z, weights, n, first: bool, *inner) -> torch.Tensor:
-    made = _read(*inner)
+def _compute_norm_gradient(x, z, weights, n, first: bool, sums: Sums) -> torch.Tensor:
     with torch.no_grad():
-        given, scales = norms.shared(made.p, weights, n)
-        return eager.points_gradient(made, x, z, given, first, scales).contiguous()
+        shared, scales = norms.shared(sums.p, weights, n)
+        return eager.points_gradient(sums, x, z, shared, first, scales).contiguous()
 
 
-def _fake_sums(a, b, *inner):
-    tensors = {name: t for name, t in zip(("p", "inner_scale"), inner[3:], strict=True)}
-    given = {name: t for name, t in tensors.items() if t is not None}
-    return a.new_empty(checks.check_shapes(a, b, None, given))
+def _fake_sums(a, b, sums: Sums) -> torch.Tensor:
+    tensors = tensors_of({"p": sums.p, "inner_scale": sums.scale})
+    return a.new_empty(checks.check_shapes(a, b, None, tensors))
 
 
-def _fake_gradient(x, z, weights, first, *inner):
+def _fake_gradient(x, z, weights, *rest) -> torch.Tensor:
     return x.new_empty(weights.shape[0], x.shape[1], x.shape[2])
-
-
-def _fake_norm_gradient(x, z, weights, n, first, *inner):
-    return _fake_gradient(x, z, weights, first)
 
 
 # Their gradients.
 
 
-def _save(ctx, inputs, output) -> None:
-    """Tensors as such: those of the points and weights, then exponent and scale."""
-    *points, descriptor, p_number, scale_number, p, scale = inputs
-    ctx.first = points[3] if len(points) > 3 else True
-    ctx.inner = descriptor, p_number, scale_number
-    ctx.save_for_backward(*points[:3], p, scale)
-
-
-def _sums_backward(ctx, grad):
-    a, b, p, scale = ctx.saved_tensors
-    needs, made = ctx.needs_input_grad, _read(*ctx.inner, p, scale)
-    to_a = to_b = None
+def _sums_backward(saved, grad) -> dict:
+    a, b, sums, needs = saved.a, saved.b, saved.sums, saved.needs
+    grads = {}
     if b is None:  # S and what is done with it alike are symmetric in a's two roles
-        if needs[0]:
-            to_a = points_gradient(_one_sided(made), a, a, grad + grad.mT, True)
+        if needs.a:
+            grads["a"] = points_gradient(_one_sided(sums), a, a, grad + grad.mT, True)
     else:
-        if needs[0]:
-            to_a = points_gradient(made, a, b, grad, True).sum_to_size(a.shape)
-        if needs[1]:
-            to_b = points_gradient(made, b, a, grad.mT, False).sum_to_size(b.shape)
-    to_p, to_scale = _inner_gradients(made, a, b, grad, needs[-2:])
-    return to_a, to_b, None, None, None, to_p, to_scale
+        if needs.a:
+            grads["a"] = points_gradient(sums, a, b, grad, True).sum_to_size(a.shape)
+        if needs.b:
+            grads["b"] = points_gradient(sums, b, a, grad.mT, False).sum_to_size(b.shape)
+    grads["p"], grads["scale"] = _inner_gradients(sums, a, b, grad, (needs.p, needs.scale))
+    return grads
 
 
-def _one_sided(made: Sums) -> Sums:
-    return made._replace(descriptor=made.descriptor.replace(symmetric=False))
+def _one_sided(sums: Sums) -> Sums:
+    return sums._replace(descriptor=sums.descriptor.replace(symmetric=False))
 
 
-def _save_norms(ctx, inputs, output) -> None:
-    a, b, *ctx.inner, p, scale = inputs
-    ctx.save_for_backward(a, b, p, scale, output)
-
-
-def _norms_backward(ctx, grad):
-    a, b, p, scale, n = ctx.saved_tensors
-    needs, made = ctx.needs_input_grad, _read(*ctx.inner, p, scale)
-    to_a = to_b = to_p = None
+def _norms_backward(saved, grad) -> dict:
+    a, b, sums, needs = saved.a, saved.b, saved.sums, saved.needs
+    (n,) = saved.outputs
+    grads = {}
     if b is None:
-        if needs[0]:
-            written = _written(_one_sided(made))
-            to_a = _norm_gradient(a, a, grad + grad.mT, n, True, *written)
+        if needs.a:
+            grads["a"] = _norm_gradient(a, a, grad + grad.mT, n, True, _one_sided(sums))
     else:
-        if needs[0]:
-            to_a = _norm_gradient(a, b, grad, n, True, *_written(made)).sum_to_size(a.shape)
-        if needs[1]:
-            turned = grad.mT, n.mT, False
-            to_b = _norm_gradient(b, a, *turned, *_written(made)).sum_to_size(b.shape)
-    if needs[-2]:
-        to_p = norms.by_exponent(made, a, a if b is None else b, n, grad).sum_to_size(p.shape)
-    return to_a, to_b, None, None, None, to_p, None
+        if needs.a:
+            grads["a"] = _norm_gradient(a, b, grad, n, True, sums).sum_to_size(a.shape)
+        if needs.b:
+            grads["b"] = _norm_gradient(b, a, grad.mT, n.mT, False, sums).sum_to_size(b.shape)
+    if needs.p:
+        by_exponent = norms.by_exponent(sums, a, a if b is None else b, n, grad)
+        grads["p"] = by_exponent.sum_to_size(sums.p.shape)
+    return grads
 
 
-def _save_norm_gradient(ctx, inputs, output) -> None:
-    x, z, weights, n, ctx.first, *ctx.inner, p, scale = inputs
-    ctx.save_for_backward(x, z, weights, n, p, scale)
-
-
-def _norm_gradient_backward(ctx, along):
-    x, z, weights, n, p, scale = ctx.saved_tensors
-    made, needs = _read(*ctx.inner, p, scale), ctx.needs_input_grad
-    needs = (*needs[:4], needs[-2])
-    *found, to_p = norms.second(made, x, z, weights, n, ctx.first, along, needs)
-    return *found, None, None, None, None, to_p, None
+def _norm_gradient_backward(saved, along) -> dict:
+    points = saved.x, saved.z, saved.weights, saved.norms
+    names = "x", "z", "weights", "norms", "p"
+    needs = tuple(getattr(saved.needs, name) for name in names)
+    grads = norms.second(saved.sums, *points, saved.first, along, needs)
+    return dict(zip(names, grads, strict=True))
 
 
 def _inner_gradients(made: Sums, a, b, grad, needs: tuple) -> tuple:
@@ -184,49 +156,61 @@ def _inner_gradients(made: Sums, a, b, grad, needs: tuple) -> tuple:
         return None, None
     logarithmic = routes.exponent_sums(made)
     if logarithmic is not None:
-        found = (grad * sums(logarithmic, a, b)).sum((1, 2))
-        return found.sum_to_size(made.p.shape), None
+        by_exponent = (grad * sums(logarithmic, a, b)).sum((1, 2))
+        return by_exponent.sum_to_size(made.p.shape), None
     second = a if b is None else b
     return tuple(formula.gradients(made, a, second, grad, True, (False, False, *needs))[2:])
 
 
-def _gradient_backward(ctx, along):
-    x, z, weights, p, scale = ctx.saved_tensors
-    made, all_needs = _read(*ctx.inner, p, scale), ctx.needs_input_grad
-    needs = (*all_needs[:3], *all_needs[-2:])
-    found = formula.second(made, x, z, weights, ctx.first, along, needs)
-    return *found[:3], None, None, None, None, *found[3:]
+def _gradient_backward(saved, along) -> dict:
+    names = "x", "z", "weights", "p", "scale"
+    needs = tuple(getattr(saved.needs, name) for name in names)
+    points = saved.x, saved.z, saved.weights
+    grads = formula.second(saved.sums, *points, saved.first, along, needs)
+    return dict(zip(names, grads, strict=True))
 
 
+_SUMS = Kind(
+    "sums",
+    ("str descriptor", "float? p_number", "float? scale_number", "Tensor? p", "Tensor? scale"),
+    _fields,
+    _sums_of,
+)
+_POINTS = "Tensor x", "Tensor z", "Tensor weights"
 _sums = register(
     "pairwise_sums",
-    f"(Tensor a, Tensor? b, {_INNER}) -> Tensor",
+    Schema("Tensor a", "Tensor? b", _SUMS),
+    "Tensor",
     _compute_sums,
     _fake_sums,
-    save=_save,
+    saves=("a", "b", "sums"),
     backward=_sums_backward,
 )
 _gradient = register(
     "pairwise_gradient",
-    f"(Tensor x, Tensor z, Tensor weights, bool first, {_INNER}) -> Tensor",
+    Schema(*_POINTS, "bool first", _SUMS),
+    "Tensor",
     _compute_gradient,
     _fake_gradient,
-    save=_save,
+    saves=("x", "z", "weights", "sums"),
     backward=_gradient_backward,
 )
 _norms = register(
     "pairwise_norms",
-    f"(Tensor a, Tensor? b, {_INNER}) -> Tensor",
+    Schema("Tensor a", "Tensor? b", _SUMS),
+    "Tensor",
     _compute_norms,
     _fake_sums,
-    save=_save_norms,
+    saves=("a", "b", "sums"),
+    outputs=1,
     backward=_norms_backward,
 )
 _norm_gradient = register(
     "pairwise_norm_gradient",
-    f"(Tensor x, Tensor z, Tensor weights, Tensor norms, bool first, {_INNER}) -> Tensor",
+    Schema(*_POINTS, "Tensor norms", "bool first", _SUMS),
+    "Tensor",
     _compute_norm_gradient,
-    _fake_norm_gradient,
-    save=_save_norm_gradient,
+    _fake_gradient,
+    saves=("x", "z", "weights", "norms", "sums"),
     backward=_norm_gradient_backward,
 )

@@ -21,7 +21,7 @@ from kernlib.families.pairwise.gradients import formula
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import calls, matrix
 from kernlib.runtime import expressions
-from kernlib.runtime.shapes import broadcast_shapes
+from kernlib.runtime.tensors import broadcast_shapes
 
 _INFINITE = float("inf")
 _SMALLEST = {torch.float32: 1e-38, torch.float64: 1e-300}

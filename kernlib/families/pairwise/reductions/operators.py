@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import mapped
 from kernlib.families.pairwise.checks import check_names, check_recorded_offsets
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -20,15 +19,13 @@ from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import gradients, operation, pairs
 from kernlib.families.pairwise.reductions.arguments import Request
 from kernlib.runtime import rehearsal
+from kernlib.runtime.arguments import tensors_of
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
+from kernlib.runtime.schema import DESCRIPTOR, HYPERPARAMETERS, Schema
 from kernlib.runtime.tensors import refuse_any_overlap
 
-# ``names`` are those of ``numbers``, then those of ``tensors``, as of kernlib::pairwise.
-_ARGUMENTS = (
-    "str descriptor, str names, float[] numbers, Tensor[] tensors, "
-    "SymInt row_offset, SymInt col_offset"
-)
+_OPTIONS = "str reduction", DESCRIPTOR, HYPERPARAMETERS, "SymInt row_offset", "SymInt col_offset"
 # After an error of a traced call Dynamo would trace what the operators run.
 _run = torch.compiler.disable(operation.run)
 _chosen = torch.compiler.disable(pairs.chosen)
@@ -49,7 +46,7 @@ def run(
     given = separate(values, a.device)
     if out is not None and torch.is_grad_enabled() and _any_requires(a, b, v, out, *given[2]):
         gradients.refuse_out(out)
-    found = _reduce(a, b, v, reduction, made.text, *given, row_offset, col_offset)
+    found = _reduce.overload(a, b, v, reduction, made.text, *given, row_offset, col_offset)
     if out is None:
         return found if wide else found.to(a.dtype)
     checks.check_result(out, tuple(found.shape), a)
@@ -68,11 +65,12 @@ def choose(
     # A compiled call that raises within torch.no_grad() leaves gradients off (torch 2.13).
     x, y, *constants = (t.detach() for t in (a, b, *tensors))
     options = reduction, made.text, names, numbers, constants, rows, columns
-    found, places = _choose(x, y, k, largest, *options)
+    found, places = _choose.overload(x, y, k, largest, *options)
     # Within vmap, and a compiled torch.func.grad, tensors do not say what is differentiated.
     recorded = _any_requires(a, b, *tensors) or _are_functorch_transforms_active()
     if torch.is_grad_enabled() and recorded:
-        request = Request(made, a, b, None, rows, columns, _named(names, numbers, tensors))
+        named = dict(zip(names.split(), (*numbers, *tensors), strict=True))
+        request = Request(made, a, b, None, rows, columns, named)
         batched = places if places.dim() == 3 else places[None]
         found = pairs.pair_values(request, batched).view(places.shape)
     found = found.to(a.dtype)
@@ -97,40 +95,25 @@ def _any_requires(*tensors) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
-def _named(names: str, numbers, tensors) -> dict:
-    """The hyperparameters by name. AOTInductor hands over None for an empty list."""
-    return dict(zip(names.split(), (*(numbers or ()), *(tensors or ())), strict=True))
-
-
-def _tensors(names: str, tensors) -> dict[str, torch.Tensor]:
-    """Those that are tensors by name."""
-    listed = names.split()
-    return dict(zip(listed[len(listed) - len(tensors or ()) :], tensors or (), strict=True))
-
-
 # What the operators compute.
 
 
-def _compute(a, b, v, reduction, descriptor, names, numbers, tensors, rows, columns):
-    values = _named(names, numbers, tensors)
+def _compute(a, b, v, reduction, descriptor, values: dict, rows, columns) -> torch.Tensor:
     with torch.no_grad():  # one to record has not come here
-        return _run(
-            reduction, from_text(descriptor), a, b, v, None, rows, columns, values, wide=True
-        )
+        return _run(reduction, descriptor, a, b, v, None, rows, columns, values, wide=True)
 
 
 def _compute_gradient(
-    gradient, result, a, b, v, wanted, reduction, descriptor, names, numbers, tensors, rows, columns
-):
-    values = _named(names, numbers, tensors)
-    request = checks.request_of(from_text(descriptor), a, b, v, rows, columns, values)
-    shape = checks.shape_of(request)
+    grad, result, a, b, v, wanted, reduction, descriptor, values: dict, rows, columns
+) -> list[torch.Tensor]:
+    request = checks.request_of(descriptor, a, b, v, rows, columns, values)
+    shape, names = checks.shape_of(request), wanted.split()
     size = (shape.batch, shape.m, *((shape.columns,) if v is not None else ()))
-    made = gradients.gradients(
-        reduction, request, shape, wanted.split(), gradient.reshape(size), result.reshape(size)
+    grads = gradients.gradients(
+        reduction, request, shape, names, grad.reshape(size), result.reshape(size)
     )
-    given = {"a": a, "b": b, "v": v, **values}
-    return [made[name].reshape(given[name].shape).contiguous() for name in wanted.split()]
+    tensors = {"a": a, "b": b, "v": v, **values}
+    return [grads[name].reshape(tensors[name].shape).contiguous() for name in names]
 
 
 def _compute_gradient_alone(*arguments):
@@ -145,33 +128,31 @@ def _compute_gradient_alone(*arguments):
         return _compute_gradient(*arguments)
 
 
-def _compute_choice(
-    a, b, k, largest, reduction, descriptor, names, numbers, tensors, rows, columns
-):
-    values = _named(names, numbers, tensors)
-    request = checks.request_of(from_text(descriptor), a, b, None, rows, columns, values)
+def _compute_choice(a, b, k, largest, reduction, descriptor, values: dict, rows, columns) -> tuple:
+    request = checks.request_of(descriptor, a, b, None, rows, columns, values)
     return tuple(t.contiguous() for t in _chosen(reduction, request, k, largest))
 
 
 # Their shapes.
 
 
-def _fake(a, b, v, reduction, descriptor, names, numbers, tensors, *offsets):
-    check_names(from_text(descriptor), names.split()[len(numbers) :])
-    shape = checks.result_shape(a, b, v, _tensors(names, tensors))
-    return a.new_empty(shape, dtype=accumulator(a.dtype))
+def _fake(a, b, v, reduction, descriptor, values: dict, *offsets) -> torch.Tensor:
+    tensors = tensors_of(values)
+    check_names(descriptor, [*tensors])
+    return a.new_empty(checks.result_shape(a, b, v, tensors), dtype=accumulator(a.dtype))
 
 
 def _fake_gradient(
-    gradient, result, a, b, v, wanted, reduction, descriptor, names, numbers, tensors, *offsets
-):
-    given = {"a": a, "b": b, "v": v, **_tensors(names, tensors)}
-    return [given[name].new_empty(given[name].shape) for name in wanted.split()]
+    grad, result, a, b, v, wanted, reduction, descriptor, values: dict, *offsets
+) -> list[torch.Tensor]:
+    tensors = {"a": a, "b": b, "v": v, **values}
+    return [tensors[name].new_empty(tensors[name].shape) for name in wanted.split()]
 
 
-def _fake_choice(a, b, k, largest, reduction, descriptor, names, numbers, tensors, *offsets):
-    check_names(from_text(descriptor), names.split()[len(numbers) :])
-    shape = (*checks.result_shape(a, b, None, _tensors(names, tensors)), k)
+def _fake_choice(a, b, k, largest, reduction, descriptor, values: dict, *offsets) -> tuple:
+    tensors = tensors_of(values)
+    check_names(descriptor, [*tensors])
+    shape = (*checks.result_shape(a, b, None, tensors), k)
     places = a.new_empty(shape, dtype=torch.int64)
     return a.new_empty(shape, dtype=accumulator(a.dtype)), places
 
@@ -179,78 +160,68 @@ def _fake_choice(a, b, k, largest, reduction, descriptor, names, numbers, tensor
 # Mapped calls.
 
 
-def _vmap(info, dims, a, b, v, reduction, descriptor, names, numbers, tensors, rows, columns):
-    single = v is not None and v.dim() - (dims[2] is not None) == 1
+def _mapped(info, dims, a, b, v, reduction, descriptor, values: dict, *offsets):
+    single = v is not None and v.dim() - (dims.v is not None) == 1
     v = v.unsqueeze(-1) if single else v  # an axis counts from the front
-    points = [(a, dims[0]), (b, dims[1]), (v, dims[2])]
-    batch, (a, b, v), tensors = mapped.spread(info.batch_size, points, tensors, dims[7])
-    found = _reduce(a, b, v, reduction, descriptor, names, numbers, tensors, rows, columns)
-    found = batch.restored(found, 1 if v is None else 2)
-    return (found.squeeze(-1) if single else found), 0
+    points = [(a, dims.a), (b, dims.b), (v, dims.v)]
+    batch, (a, b, v), values = mapped.spread(info.batch_size, points, values, dims.tensors)
+    result = _reduce(a, b, v, reduction, descriptor, values, *offsets)
+    result = batch.restored(result, 1 if v is None else 2)
+    return (result.squeeze(-1) if single else result), 0
 
 
-def _vmap_choice(
-    info, dims, a, b, k, largest, reduction, descriptor, names, numbers, tensors, rows, columns
-):
-    points = [(a, dims[0]), (b, dims[1])]
-    batch, (a, b), tensors = mapped.spread(info.batch_size, points, tensors, dims[8])
-    options = reduction, descriptor, names, numbers, tensors, rows, columns
-    return tuple(batch.restored(t, 2) for t in _choose(a, b, k, largest, *options)), (0, 0)
+def _mapped_choice(
+    info, dims, a, b, k, largest, reduction, descriptor, values: dict, *offsets
+) -> tuple:
+    points = [(a, dims.a), (b, dims.b)]
+    batch, (a, b), values = mapped.spread(info.batch_size, points, values, dims.tensors)
+    pair = _choose(a, b, k, largest, reduction, descriptor, values, *offsets)
+    return tuple(batch.restored(t, 2) for t in pair), (0, 0)
 
 
 # Their gradients.
 
 
-def _save(ctx, inputs, output) -> None:
-    a, b, v, ctx.reduction, ctx.descriptor, ctx.names, ctx.numbers, tensors, *ctx.offsets = inputs
-    ctx.save_for_backward(a, b, v, output, *tensors)
-
-
-def _backward(ctx, gradient):
-    a, b, v, result, *tensors = ctx.saved_tensors
-    needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[7]]
-    names = ["a", "b", "v", *_tensors(ctx.names, tensors)]
-    wanted = [name for name, need in zip(names, needs, strict=True) if need]
-    found = _gradient(
-        gradient, result, a, b, v, " ".join(wanted), ctx.reduction, ctx.descriptor, ctx.names,
-        ctx.numbers, tensors, *ctx.offsets,
+def _backward(saved, grad) -> dict:
+    named = tensors_of(saved.parameters)
+    needs = dict(zip(named, saved.needs.tensors or (), strict=True))
+    needs = {"a": saved.needs.a, "b": saved.needs.b, "v": saved.needs.v, **needs}
+    wanted = [name for name, need in needs.items() if need]
+    answers = _gradient(
+        grad, *saved.outputs, saved.a, saved.b, saved.v, " ".join(wanted), saved.reduction,
+        saved.descriptor, saved.parameters, saved.row_offset, saved.col_offset,
     )  # fmt: skip
-    made = dict(zip(wanted, found, strict=True))
-    sides = (made.get(name) for name in names[:3])
-    numbers = None if ctx.numbers else []
-    return *sides, None, None, None, numbers, [made.get(name) for name in names[3:]], None, None
-
-
-def _gradient_recorded(*arguments):
-    """The gradients as autograd sees them: with one of their own to record they are the sums and
-    products that they consist of."""
-    if not _any_requires(*arguments[:5], *(arguments[10] or ())):
-        return None
-    return _compute_gradient(*arguments)
+    grads = dict(zip(wanted, answers, strict=True))
+    points = {name: grads.get(name) for name in ("a", "b", "v")}
+    return {**points, "tensors": [grads.get(name) for name in named]}
 
 
 _reduce = register(
     "pairwise_reduce",
-    f"(Tensor a, Tensor b, Tensor? v, str reduction, {_ARGUMENTS}) -> Tensor",
+    Schema("Tensor a", "Tensor b", "Tensor? v", *_OPTIONS),
+    "Tensor",
     _compute,
     _fake,
-    save=_save,
+    saves=("a", "b", "v", "descriptor", "parameters"),
+    outputs=1,
     backward=_backward,
-    vmap=_vmap,
+    vmap=_mapped,
 )
+_GRADIENT = "Tensor gradient", "Tensor result", "Tensor a", "Tensor b", "Tensor? v", "str wanted"
 _gradient = register(
     "pairwise_reduce_gradient",
-    "(Tensor gradient, Tensor result, Tensor a, Tensor b, Tensor? v, str wanted, str reduction, "
-    f"{_ARGUMENTS}) -> Tensor[]",
+    Schema(*_GRADIENT, *_OPTIONS),
+    "Tensor[]",
     _compute_gradient_alone,
     _fake_gradient,
-    recorded=_gradient_recorded,
+    # Gradients of gradients are those of the sums and products that they consist of.
+    recorded=_compute_gradient,
 )
 _choose = register(
     "pairwise_choose",
-    f"(Tensor a, Tensor b, SymInt k, bool largest, str reduction, {_ARGUMENTS}) "
-    "-> (Tensor, Tensor)",
+    Schema("Tensor a", "Tensor b", "SymInt k", "bool largest", *_OPTIONS),
+    "(Tensor, Tensor)",
     _compute_choice,
     _fake_choice,
-    vmap=_vmap_choice,
+    vmap=_mapped_choice,
 )

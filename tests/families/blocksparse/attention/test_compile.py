@@ -135,16 +135,16 @@ def test_the_operators_keep_their_word(seed):
     scale, seeded = torch.tensor(0.4, dtype=F64), torch.tensor(5)
     numbers = scale, 1.0, 3, 4, None, None, 0.2, seeded, 0
     request = q, k, v, *parts, text, *numbers, [bias, gain]
-    torch.library.opcheck(operators.whole, (*request, False))
-    out, lse = (t.detach() for t in operators.whole(*request, False))
+    torch.library.opcheck(operators.whole.overload, (*request, False))
+    out, lse = (t.detach() for t in operators.whole.overload(*request, False))
     plain = q, k, v, *parts, BlockSparseAttention().text, None, 0.5, 0, 0, None, None, 0.0, None, 0
-    torch.library.opcheck(operators.whole, (*plain, [], False))
+    torch.library.opcheck(operators.whole.overload, (*plain, [], False))
     grads = torch.randn_like(out), torch.randn_like(lse)
     for needs in ([True] * 5, [False, True, False, True, False]):
         given_needs = (*grads, out, lse, *request, needs, False)
-        torch.library.opcheck(operators.gradient, given_needs)
+        torch.library.opcheck(operators.gradient.overload, given_needs)
     torch.library.opcheck(
-        operators.gradient, (grads[0], None, out, lse, *plain, [], [True] * 3, False)
+        operators.gradient.overload, (grads[0], None, out, lse, *plain, [], [True] * 3, False)
     )
 
 
@@ -156,7 +156,7 @@ def test_the_operator_maps(seed):
     def call(q, bias):
         parts = [*made.tensors], made.text, text
         request = q, k, v, *parts, None, 0.5, 0, 0, None, None, 0.0, None, 0, [bias], False
-        return operators.whole(*request)[0]
+        return operators.whole.overload(*request)[0]
 
     queries, biases = torch.stack([q, 2 * q], -1), torch.stack([bias, -bias], 1)
     found = torch.vmap(call, (-1, 1))(queries, biases)

@@ -62,12 +62,18 @@ def test_the_operators_keep_their_word(seed):
     made, (x, scale, rpe, key) = given()
     text = BlockSparseSoftmax(rpe=True, key_padding_mask="add").text
     parts = [*made.tensors], made.text
-    torch.library.opcheck(operators.whole, (x, *parts, scale, 1.0, text, rpe, key, None, False))
+    torch.library.opcheck(
+        operators.whole.overload, (x, *parts, scale, 1.0, text, rpe, key, None, False)
+    )
     plain = BlockSparseSoftmax().text
-    torch.library.opcheck(operators.whole, (x, *parts, None, 2.0, plain, *[None] * 3, False))
+    torch.library.opcheck(
+        operators.whole.overload, (x, *parts, None, 2.0, plain, *[None] * 3, False)
+    )
     grad = torch.randn_like(x)
     for needs in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(operators.gradient, (grad, x, *parts, scale, 1.0, *needs, False))
+        torch.library.opcheck(
+            operators.gradient.overload, (grad, x, *parts, scale, 1.0, *needs, False)
+        )
 
 
 def test_the_operator_maps(seed):
@@ -80,7 +86,7 @@ def test_the_operator_maps(seed):
     mapped = {name: torch.stack([t, t + 0.1, t - 0.3], -1) for name, t in shared.items()}
 
     def call(x, scale, rpe, key, attn):
-        return operators.whole(x, *parts, scale, 1.0, text, rpe, key, attn, False)
+        return operators.whole.overload(x, *parts, scale, 1.0, text, rpe, key, attn, False)
 
     for over in (("x",), ("rpe", "key"), ("x", "scale"), ("attn",)):
         tensors = [(mapped if name in over else shared)[name] for name in shared]
@@ -92,7 +98,7 @@ def test_the_operator_maps(seed):
             ]
             torch.testing.assert_close(found[index], call(*own))
     with pytest.raises(NotImplementedError, match="over a layout is not known"):
-        torch.vmap(lambda counts: operators.whole(
+        torch.vmap(lambda counts: operators.whole.overload(
             x, [*made.tensors[:5], counts], made.text, None, 1.0, BlockSparseSoftmax().text,
             None, None, None, False,
         ))(torch.stack([made.tensors[5]] * 2))  # fmt: skip
