@@ -13,9 +13,9 @@ from torch._C import _are_functorch_transforms_active
 from kernlib import events
 from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
-from kernlib.families.kronecker_sparse import checks, gradients
+from kernlib.families.kronecker_sparse import operation
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
-from kernlib.families.kronecker_sparse.product import PRODUCT, calls
+from kernlib.families.kronecker_sparse.operation import PRODUCT, calls
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
@@ -27,6 +27,7 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
+from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.tensors import check_dense
@@ -55,7 +56,7 @@ def recorded(
 ) -> torch.Tensor:
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
-    made = gradients.parts(descriptor)
+    made = operation.parts(descriptor)
     bias = made.operands(parameters).get("bias")
     y = product(*operands, bias, descriptor.batch_last, descriptor.precision, debug)
     return made.finish(y, parameters)
@@ -84,39 +85,39 @@ def _whole_by_torch(x, weight, descriptor, names, numbers, tensors, debug) -> to
 def _fake_product(x, weight, bias, batch_last, precision, debug):
     if weight.dim() != 4:
         raise ValueError(f"weight must have shape (a, b, c, d), got {tuple(weight.shape)}")
-    shape = checks.check_operands(weight.shape, batch_last, x, weight)
+    shape = operation.check_operands(weight.shape, batch_last, x, weight)
     if bias is not None:
-        check_vector(shape[0 if batch_last else -1], "bias", bias, x, checks.TYPES)
+        check_vector(shape[0 if batch_last else -1], "bias", bias, x, FLOAT_TYPES)
     return x.new_empty(shape)
 
 
 def _fake_weight_gradient(grad, x, pattern, batch_last, precision, debug):
-    checks.check_gradient(grad, x, tuple(pattern), batch_last)
+    operation.check_gradient(grad, x, tuple(pattern), batch_last)
     return x.new_empty(tuple(pattern))
 
 
 def _fake_whole(x, weight, descriptor, names, numbers, tensors, debug):
     pattern = fitted(descriptor, weight)
-    return x.new_empty(checks.check_operands(pattern.pattern, pattern.batch_last, x, weight))
+    return x.new_empty(operation.check_operands(pattern.pattern, pattern.batch_last, x, weight))
 
 
 def _save_product(ctx, inputs, output) -> None:
     x, weight, _, *options = inputs
-    gradients.save_product(ctx, x, weight, options)
+    operation.save_product(ctx, x, weight, options)
 
 
 def _product_backward(ctx, grad):
-    found = gradients.product_gradients(ctx, grad, product, weight_gradient)
+    found = operation.product_gradients(ctx, grad, product, weight_gradient)
     return *found, None, None, None
 
 
 def _save_weight_gradient(ctx, inputs, output) -> None:
     grad, x, _, *options = inputs
-    gradients.save_weight_gradient(ctx, grad, x, options)
+    operation.save_weight_gradient(ctx, grad, x, options)
 
 
 def _weight_gradient_backward(ctx, to_weight):
-    found = gradients.weight_gradient_gradients(ctx, to_weight, product)
+    found = operation.weight_gradient_gradients(ctx, to_weight, product)
     return *found, None, None, None, None
 
 
@@ -135,7 +136,7 @@ product = register(
     "kronecker_sparse_product",
     "(Tensor x, Tensor weight, Tensor? bias, bool batch_last, str? precision, bool debug) "
     "-> Tensor",
-    gradients.product,
+    operation.product,
     _fake_product,
     save=_save_product,
     backward=_product_backward,
@@ -144,7 +145,7 @@ weight_gradient = register(
     "kronecker_sparse_weight_gradient",
     "(Tensor grad, Tensor x, SymInt[] pattern, bool batch_last, str? precision, bool debug) "
     "-> Tensor",
-    gradients.weight_gradient,
+    operation.weight_gradient,
     _fake_weight_gradient,
     save=_save_weight_gradient,
     backward=_weight_gradient_backward,
@@ -180,7 +181,7 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     operands = tensors[: len(tensors) - len(listed)]
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
     check_names(descriptor, parameters)
-    checks.check_kinds(descriptor, operands)
+    operation.check_kinds(descriptor, operands)
     x = operands[0]
     for factor, weight in zip(descriptor.factors, operands[1:], strict=True):
         own = {name: parameters[name] for name in factor.parameters}
@@ -202,8 +203,8 @@ def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: boo
     descriptor = fitted(text, weight)
     check_dense(("x", "weight"), x=x, weight=weight)
     (x, weight), parameters = autocast((x, weight), parameters)
-    checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
-    check_parameters(descriptor, descriptor.out_features, parameters, x, False, checks.TYPES)
+    operation.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
+    check_parameters(descriptor, descriptor.out_features, parameters, x, False, FLOAT_TYPES)
     if _are_functorch_transforms_active():  # which the operators do not follow
         return products.by_reference(PRODUCT, descriptor, (x, weight), None, parameters)
     return whole(x, weight, text, *for_operator(parameters, x.device), debug)
