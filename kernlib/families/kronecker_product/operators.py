@@ -12,10 +12,10 @@ import torch
 from kernlib import events
 from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
-from kernlib.families.kronecker_product import backward, checks, gradients
+from kernlib.families.kronecker_product import operation
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.matmul import check_sizes
-from kernlib.families.kronecker_product.product import PRODUCT, calls
+from kernlib.families.kronecker_product.operation import PRODUCT, calls
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
@@ -25,6 +25,7 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
+from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.operators import in_front, register
 from kernlib.runtime.products import requires_gradient
 
@@ -82,7 +83,7 @@ def _whole_by_torch(x, factors, descriptor, names, numbers, tensors, debug) -> t
 
 
 def _fake_whole(x, factors, descriptor, names, numbers, tensors, debug):
-    return x.new_empty(checks.check_operands(fitted(descriptor, factors), (x, *factors)))
+    return x.new_empty(operation.check_operands(fitted(descriptor, factors), (x, *factors)))
 
 
 def _mapped_whole(info, dims, x, factors, descriptor, names, numbers, tensors, debug):
@@ -141,14 +142,14 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     descriptor, listed = from_text(text), names.split()
     operands = tensors[: len(tensors) - len(listed)]
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
-    checks.check_kinds(descriptor, operands)
+    operation.check_kinds(descriptor, operands)
     descriptor = fitted(text, operands[1:])
     vector = operands[0].dim() == 1
     if vector:
-        operands, _, parameters = checks.as_matrix(descriptor, operands, None, parameters)
+        operands, _, parameters = operation.as_matrix(descriptor, operands, None, parameters)
     operands, parameters = autocast(operands, parameters)
-    shape, features = checks.check_operands(descriptor, operands), descriptor.out_features
-    check_parameters(descriptor, features, parameters, operands[0], False, checks.TYPES, shape)
+    shape, features = operation.check_operands(descriptor, operands), descriptor.out_features
+    check_parameters(descriptor, features, parameters, operands[0], False, FLOAT_TYPES, shape)
     given = for_operator(parameters, operands[0].device)
     y = whole(operands[0], [*operands[1:]], text, *given, debug)
     return y.squeeze(-3 - descriptor.axis) if vector else y
@@ -176,4 +177,4 @@ def _call(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) 
 
 
 # Requests of tensors that stand for others.
-BY_NAME = {"kronecker_product": _call, backward.NAME: gradients.apart}
+BY_NAME = {"kronecker_product": _call, operation.GRADIENTS.name: operation.apart}
