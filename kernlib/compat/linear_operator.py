@@ -42,8 +42,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.families.kronecker_product.checks import TYPES
 from kernlib.families.kronecker_product.matmul import kron_matmul
+from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.tensors import stand_ins
 
 __all__ = ["Status", "disable", "enable", "enabled", "status"]
@@ -229,7 +229,7 @@ def _unlike(rhs, factors: list[torch.Tensor]) -> str | None:
     """Why tensors are none that kernlib multiplies."""
     if not isinstance(rhs, torch.Tensor):
         return f"the right-hand side is a {type(rhs).__name__}"
-    if rhs.dtype not in TYPES:
+    if rhs.dtype not in FLOAT_TYPES:
         return f"the dtype is {rhs.dtype}"
     if rhs.device.type not in DEVICES:
         return f"the device is {rhs.device.type}"

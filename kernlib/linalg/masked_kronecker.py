@@ -17,7 +17,6 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import eager_only, takes_debug
 from kernlib.descriptors.base import shown
-from kernlib.families.kronecker_product.checks import TYPES
 from kernlib.families.kronecker_product.matmul import as_factors, kron_matmul
 from kernlib.linalg.checks import refuse_meta
 from kernlib.linalg.iterative import CGResult, check_limits, solve, warn_unless_converged
@@ -30,6 +29,7 @@ from kernlib.linalg.kronecker import (
 )
 from kernlib.linalg.kronecker_gradients import ImplicitSolve, product, symmetric
 from kernlib.runtime.arguments import check_same_kind
+from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.tensors import (
     broadcast_shapes,
     check_dense,
@@ -230,7 +230,7 @@ def _sizes(x: torch.Tensor, factors) -> list[int]:
     """Rows and columns of the product of factors. Raises ValueError and TypeError."""
     for index, factor in enumerate(factors):
         name = f"factors[{index}]"
-        check_same_kind("x", x, name, factor, TYPES)
+        check_same_kind("x", x, name, factor, FLOAT_TYPES)
         if factor.dim() < 2:
             raise ValueError(f"{name} must be a matrix, got shape {tuple(factor.shape)}")
     return [math.prod([factor.shape[d] for factor in factors]) for d in (-2, -1)]

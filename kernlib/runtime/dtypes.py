@@ -9,6 +9,7 @@ from kernlib.lowering import dtypes
 # The names of the dtypes that lowering knows, and of those that kernels of products take.
 DTYPE_NAMES = {getattr(torch, name): name for name in dtypes.DTYPES}
 KERNEL_TYPES = {getattr(torch, name): name for name in dtypes.FLOAT_SUMS}
+FLOAT_TYPES = (*KERNEL_TYPES, torch.float64)  # with what torch computes of products
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 

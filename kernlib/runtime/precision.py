@@ -20,6 +20,14 @@ def float32_precision() -> str:
     return "tf32" if _setting("cuda", "matmul") == "tf32" else "fp32"
 
 
+def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
+    """The precision of products as lowering knows it, "fp32" or "tf32": what a descriptor permits,
+    or torch's setting where it says nothing. "bf16" is computed as "tf32"."""
+    if dtype is not torch.float32:
+        return "fp32"
+    return "fp32" if (permitted or float32_precision()) == "fp32" else "tf32"
+
+
 def rounds(t: torch.Tensor) -> bool:
     """Whether torch may round to TF32 what it multiplies of a tensor on a GPU."""
     return t.dtype is torch.float32 and t.is_cuda and float32_precision() == "tf32"

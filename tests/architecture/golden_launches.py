@@ -12,7 +12,7 @@ import torch
 
 import kernlib as kl
 from kernlib import ahead
-from kernlib.families.kronecker_sparse import gradients
+from kernlib.families.kronecker_sparse import operation
 from kernlib.jit import tuning
 from kernlib.runtime import devices, tensor_map
 from kernlib.runtime.plan import Plan
@@ -224,5 +224,5 @@ def tuned() -> dict[str, list[str]]:
 def _factor_backward(factor, x, weight) -> None:
     shape = x.shape[0 if not factor.batch_last else 1], factor.out_features
     grad = normal(*(shape[::-1] if factor.batch_last else shape), dtype=x.dtype)
-    gradients.product(grad, weight.transpose(1, 2), None, factor.batch_last, None, False)
-    gradients.weight_gradient(grad, x, factor.pattern, factor.batch_last, None, False)
+    operation.product(grad, weight.transpose(1, 2), None, factor.batch_last, None, False)
+    operation.weight_gradient(grad, x, factor.pattern, factor.batch_last, None, False)

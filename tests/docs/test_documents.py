@@ -21,7 +21,7 @@ from kernlib import ahead, settings
 from kernlib.descriptors import epilogues, expression, gates
 from kernlib.families.kronecker_sparse import plans
 from kernlib.families.kronecker_sparse.lowering import choose
-from kernlib.families.kronecker_sparse.product import PRODUCT
+from kernlib.families.kronecker_sparse.operation import PRODUCT
 from kernlib.families.pairwise import stages
 from kernlib.jit import targets
 from kernlib.nn import KSLinear, compat
@@ -201,7 +201,7 @@ def takers(pattern: tuple, batch: int, dtype: torch.dtype) -> set[str]:
     x = torch.empty(batch, made.in_features, dtype=dtype, device="meta")
     weight = torch.empty(pattern, dtype=dtype, device="meta")
     call = PRODUCT.check(made, (x, weight), None, {})
-    problem = plans.problem_of(made, call, x, weight, None, "fp32")
+    problem, *_ = plans.problem_of(made, call, x, weight, None)
     return {choice["kind"] for choice in choose.candidates(problem, "sm_90a")}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import product
+from kernlib.families.kronecker_sparse.operation import weight_gradient
 from kernlib.runtime import numbers, tensors
 from kernlib.runtime.plan import Plan
 from tests.families.kronecker_sparse import fake_kernels
@@ -158,7 +158,7 @@ def test_no_kronecker_sparse_kernel_is_given_the_address_of_a_zero_tensor(zero, 
         values = dict(zip(factor.parameters, values, strict=True))
         kl.prepare(factor, x, weight, **values)
         y = kl.run_kernel(factor, x, weight, **values)
-        return host(y), host(product.weight_gradient(grad, x, PATTERN))
+        return host(y), host(weight_gradient(grad, x, PATTERN))
 
     for chosen in (*calls, *calls, [0, 4], [4]):  # before there are plans of others, and with them
         found, wanted = call(lazy, chosen), call(dense, chosen)

@@ -1,5 +1,5 @@
 """Products with the Kronecker product of several matrices.
 
-In reading order ``descriptor``, ``checks``, ``lowering``, ``reference``, ``plans``, ``product``,
-``backward``, ``gradients``, ``operation``, ``matmul``, ``operators`` and ``ahead``.
+In reading order ``descriptor``, ``lowering``, ``reference``, ``plans``, ``operation``, ``matmul``,
+``operators`` and ``rules``.
 """

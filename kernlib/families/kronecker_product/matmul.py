@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from kernlib import run as front
 from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.epilogues import Add, Epilogue, Scale
-from kernlib.families.kronecker_product import checks
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.run import run_kernel
 from kernlib.runtime.arguments import (
@@ -24,7 +23,7 @@ from kernlib.runtime.arguments import (
     check_same_kind,
     refuse_out_of_recorded,
 )
-from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.dtypes import FLOAT_TYPES, accumulator
 from kernlib.runtime.expressions import summand
 from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value, on_device
 from kernlib.runtime.products import is_on_gpu, requires_gradient
@@ -93,7 +92,7 @@ def kron_matmul(
         return _product(x, factors, side, precision, debug, out)
     cast = torch._C._is_any_autocast_enabled()  # which says itself what is computed in what
     if y is not None and not cast:
-        check_same_kind("x", x, "y", y, checks.TYPES)
+        check_same_kind("x", x, "y", y, FLOAT_TYPES)
     given = {f"factors[{index}]": factor for index, factor in enumerate(factors)}
     refuse_any_overlap(out, x=x, **given, alpha=alpha, beta=beta)
     refuse_partial_overlap(out, y=y)
@@ -104,7 +103,7 @@ def kron_matmul(
     dtype, wide = x.dtype, accumulator(x.dtype)
     if wide != dtype and not cast:  # so that the result is rounded once
         for name, factor in given.items():
-            check_same_kind("x", x, name, factor, checks.TYPES)
+            check_same_kind("x", x, name, factor, FLOAT_TYPES)
         x, factors = x.to(wide), [factor.to(wide) for factor in factors]
     made = _product(x, factors, side, precision, debug, None)
     made = _with(made, None if scale == 1 else alpha, None if share == 0 else beta, y)

@@ -10,10 +10,10 @@ import torch
 
 from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
-from kernlib.families.kronecker_product import backward, checks, gradients
+from kernlib.families.kronecker_product import operation
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.matmul import check_sizes
-from kernlib.families.kronecker_product.product import PRODUCT, calls
+from kernlib.families.kronecker_product.operation import PRODUCT, calls
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
@@ -21,6 +21,7 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
+from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.operators import in_front, register
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed, is_mapped
 
@@ -69,7 +70,7 @@ def _compute(x, factors, text: str, parameters: dict, debug: bool) -> torch.Tens
 
 
 def _fake(x, factors, text: str, parameters: dict, debug: bool) -> torch.Tensor:
-    return x.new_empty(checks.check_operands(fitted(text, factors), (x, *factors)))
+    return x.new_empty(operation.check_operands(fitted(text, factors), (x, *factors)))
 
 
 def _mapped(info, dims, x, factors, text: str, parameters: dict, debug: bool):
@@ -124,14 +125,14 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     descriptor, listed = from_text(text), names.split()
     operands = tensors[: len(tensors) - len(listed)]
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
-    checks.check_kinds(descriptor, operands)
+    operation.check_kinds(descriptor, operands)
     descriptor = fitted(text, operands[1:])
     vector = operands[0].dim() == 1
     if vector:
-        operands, _, parameters = checks.as_matrix(descriptor, operands, None, parameters)
+        operands, _, parameters = operation.as_matrix(descriptor, operands, None, parameters)
     operands, parameters = autocast(operands, parameters)
-    shape, features = checks.check_operands(descriptor, operands), descriptor.out_features
-    check_parameters(descriptor, features, parameters, operands[0], False, checks.TYPES, shape)
+    shape, features = operation.check_operands(descriptor, operands), descriptor.out_features
+    check_parameters(descriptor, features, parameters, operands[0], False, FLOAT_TYPES, shape)
     x, *factors = operands
     y = whole(x, factors, text, all_placed(parameters, x.device), debug)
     return y.squeeze(-3 - descriptor.axis) if vector else y
@@ -159,4 +160,4 @@ def _call(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) 
 
 
 # Requests of tensors that stand for others.
-BY_NAME = {"kronecker_product": _call, backward.NAME: gradients.apart}
+BY_NAME = {"kronecker_product": _call, operation.GRADIENTS.name: operation.apart}

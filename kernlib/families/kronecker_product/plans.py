@@ -4,7 +4,9 @@ torch is faster, torch's batched products, a factor at a time."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,10 +21,14 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import expressions, tuned
 from kernlib.runtime.arguments import address_of, folded, no_autocast
-from kernlib.runtime.devices import arch_of, lower_on, model
+from kernlib.runtime.devices import allocator, arch_of, lower_on, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
-from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.precision import float32_precision, kernel_precision
 from kernlib.runtime.products import Call, ProductPlan, make_plan
+from kernlib.runtime.sequence import launcher, load_steps
+
+if TYPE_CHECKING:
+    from kernlib.families.kronecker_product.lowering.gradients import Gradients
 
 FAMILY = KroneckerProduct.family
 LEAST_WORKSPACE = 1 << 30  # bytes that a candidate may always take; else x and result together
@@ -33,23 +39,15 @@ def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) ->
     device = operands[0].get_device()
     arch_of(device)  # one too old is refused for an empty result as well
     problem, copies, apart = problem_of(call, descriptor, operands, out, parameters)
-    request = descriptor, operands, out, parameters
-    lowered = lower(descriptor, problem, device, is_copied(descriptor, out)) if call.batch else None
-    if lowered is None and call.batch:
-        return _torch_plan(call, request, problem)
-    return loaded_plan(call, request, lowered, copies, apart)
-
-
-def loaded_plan(
-    call: Call, request: tuple, lowered: Lowered | None, copies: tuple, apart: bool
-) -> ProductPlan:
-    """The plan of a call by these kernels, which it loads. ``lowered`` is None for an empty
-    result."""
-    operands = request[1]
-    names = ("x", *(f"factor{index}" for index in range(len(operands) - 1)))
-    copies, beside = copies[: len(operands)], copies[len(operands) :]
+    request, lowered = (descriptor, operands, out, parameters), None
+    if call.batch:
+        lowered = lower(descriptor, problem, device, is_copied(descriptor, out))
+        if lowered is None:
+            return _torch_plan(call, request, problem)
+    names = ("x", *[f"factor{index}" for index in range(len(operands) - 1)])
+    copies, of_summands = copies[: len(operands)], copies[len(operands) :]
     placed = partial(place, copies) if any(copies) else _place_as_given
-    return make_plan(operands, call, request, placed, names, lowered, apart, copies=beside)
+    return make_plan(operands, call, request, placed, names, lowered, apart, copies=of_summands)
 
 
 def signature(problem: Problem) -> bytes:
@@ -110,20 +108,20 @@ def _torch_plan(call: Call, request: tuple, problem: Problem) -> ProductPlan:
     descriptor, operands, out, _ = request
     read = (None,) * len(descriptor.summands)  # as they are given
     apart = is_copied(descriptor, out)
-    made = by_torch.fastest(problem, torch_passes(descriptor, problem, apart))
-    compute = partial(by_products, made, call.out_shape)
+    chain = by_torch.fastest(problem, torch_passes(descriptor, problem, apart))
+    compute = partial(by_products, chain, call.out_shape)
     return make_plan(operands, call, request, _place_as_given, (), None, apart, compute, read)
 
 
 def by_products(
-    made: list[by_torch.Product],
+    chain: list[by_torch.Product],
     shape: tuple[int, ...],
     descriptor: KroneckerProduct,
     operands: tuple,
     parameters: dict,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A result of this ``shape`` by torch's products ``made``, with the epilogue behind them.
+    """A result of this ``shape`` by torch's products ``chain``, with the epilogue behind them.
     Without an epilogue a contiguous ``out`` is written directly. ``parameters`` are numbers and
     tensors on the device. The products are those of ``reference.multiply`` with the factors on the
     right. All sizes are known here, which halves the time on the host."""
@@ -134,9 +132,9 @@ def by_products(
     if y.shape[:-2] != shape[:-2]:
         y = y.expand(*shape[:-1], y.shape[-1])
     with no_autocast(y):
-        for each in made:
-            target = out if each is made[-1] else None
-            y = _along(y, each, _matrix(each, factors, descriptor), target)
+        for product in chain:
+            target = out if product is chain[-1] else None
+            y = _along(y, product, _matrix(product, factors, descriptor), target)
         if out is not None:
             return out
         y = y.reshape(shape)
@@ -150,13 +148,13 @@ def _matrix(
     product: by_torch.Product, factors: list[torch.Tensor], descriptor: KroneckerProduct
 ) -> torch.Tensor:
     """What a product multiplies by: a factor, or neighbours multiplied out."""
-    found = []
+    matrices = []
     for number in range(product.factor, product.factor + product.parts):
         factor = factors[number]
         if factor.dim() > 2:  # a batch of one matrix
             factor = factor[(0,) * (factor.dim() - 2)]
-        found.append(factor.mT if descriptor.transposed[number] else factor)
-    return reduce(reference.kron, found)
+        matrices.append(factor.mT if descriptor.transposed[number] else factor)
+    return reduce(reference.kron, matrices)
 
 
 def _along(
@@ -169,8 +167,8 @@ def _along(
         return torch.mm(x.reshape(left, rows), factor, out=out)
     x = x.reshape(left, rows, right)
     if product.turned:
-        made = torch.mm(x.mT.reshape(left * right, rows), factor).view(left, right, columns).mT
-        return made if out is None else out.copy_(made)
+        y = torch.mm(x.mT.reshape(left * right, rows), factor).view(left, right, columns).mT
+        return y if out is None else out.copy_(y)
     return torch.bmm(factor.mT.expand(left, columns, rows), x, out=out)
 
 
@@ -197,7 +195,7 @@ def problem_of(
     lead, inside = call.out_shape[:-2], descriptor.side == "left"
     rows = x.shape[-3 - descriptor.axis]
     batch, columns = math.prod(lead), rows
-    if not inside and all(math.prod(factor.shape[:-2]) == 1 for factor in factors):
+    if not inside and _is_one_batch(factors):
         lead, batch, columns = (), 1, batch * rows  # a batch of x alone is more rows
     seen, x_copy = _seen(x, (*call.out_shape[:-2], *x.shape[-2:]), lead, inside)
     whole = call.out_shape, lead, inside
@@ -206,32 +204,40 @@ def problem_of(
         written, out_copy = _seen(out, *whole)
         written = written if out_copy is None else None
     apart = out is not None and written is None
-    sizes = [shape[::-1] if inside else shape for shape in descriptor.shapes]
-    made, copies = [], [x_copy]
-    beside = [_seen(parameters[name], *whole) for name in descriptor.summands]
+    matrices, copies = [], [x_copy]
+    sizes = sizes_of(descriptor)
     for factor, turned, size in zip(factors, descriptor.transposed, sizes, strict=True):
-        found, copy = _factor(factor, turned != inside, size, lead)
-        made.append(found)
+        matrix, copy = _factor(factor, turned != inside, size, lead)
+        matrices.append(matrix)
+        copies.append(copy)
+    summands = []
+    for name in descriptor.summands:
+        layout, copy = _seen(parameters[name], *whole)
+        summands.append(layout)
         copies.append(copy)
     problem = Problem(
         batch,
         columns,
         inside,
-        tuple(made),
+        tuple(matrices),
         seen,
         written or _contiguous(columns, descriptor.out_features, inside),
         DTYPE_NAMES[call.dtype],
         kernel_precision(descriptor.precision, call.dtype),
-        tuple(layout for layout, _ in beside),
+        tuple(summands),
     )
-    return problem, (*copies, *(copy for _, copy in beside)), apart
+    return problem, tuple(copies), apart
 
 
-def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
-    """The precision as lowering knows it, "fp32" or "tf32". "bf16" is computed as "tf32"."""
-    if dtype is not torch.float32:
-        return "fp32"
-    return "fp32" if (permitted or float32_precision()) == "fp32" else "tf32"
+def _is_one_batch(factors: Sequence[torch.Tensor]) -> bool:
+    """Whether no factor is a batch of several."""
+    return all([math.prod(factor.shape[:-2]) == 1 for factor in factors])
+
+
+def sizes_of(descriptor: KroneckerProduct) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of the factors as lowering sees them: on the right of x."""
+    inside = descriptor.side == "left"
+    return tuple([shape[::-1] if inside else shape for shape in descriptor.shapes])
 
 
 def _contiguous(columns: int, features: int, inside: bool) -> Layout:
@@ -256,8 +262,8 @@ def _seen(t: torch.Tensor, shape: tuple, lead: tuple, inside: bool) -> tuple[Lay
         outer, row = 0, folded(shape[:-1], strides[:-1])
     if outer is not None and row is not None:
         return Layout(outer, 0, row, strides[-1], alignment), None
-    made = _contiguous(shape[-2], shape[-1], False)
-    return (made if lead else made._replace(batch=0)), shape
+    copied = _contiguous(shape[-2], shape[-1], False)
+    return (copied if lead else copied._replace(batch=0)), shape
 
 
 def _factor(
@@ -272,3 +278,66 @@ def _factor(
     if outer is None:
         copy, ends, outer = shape, (t.shape[-1], 1), t.shape[-2] * t.shape[-1]
     return Factor(*size, *(ends[::-1] if turned else ends), outer), copy
+
+
+# Gradients by x and by all factors at once.
+
+
+class GradientPlan(NamedTuple):
+    """What the gradients of one signature need besides their pointers."""
+
+    index: int  # of the device
+    place: Callable  # of gradient and operands: their addresses, and what to keep until the launch
+    results: tuple[Callable[[], torch.Tensor] | None, ...]  # make new ones: by x, and by factors
+    shapes: tuple[tuple[int, ...] | None, ...]  # that larger results are summed to, else None
+    launch: Callable[..., None]
+
+
+def takes_gradients(descriptor: KroneckerProduct, dtype: torch.dtype, arch: str) -> bool:
+    """Whether kernels compute the gradients by the factors."""
+    from kernlib.families.kronecker_product.lowering import gradients  # 2 ms, for these alone
+
+    return gradients.takes(sizes_of(descriptor), DTYPE_NAMES[dtype], arch)
+
+
+def gradient_plan(
+    call: Call, descriptor: KroneckerProduct, grad, operands: tuple, needs: tuple
+) -> GradientPlan:
+    """The plan of a checked call on CUDA tensors, its kernels loaded."""
+    from kernlib.families.kronecker_product.lowering import gradients as lowering
+
+    x, *factors = operands
+    device, arch = x.get_device(), arch_of(x.get_device())
+    gradients, copies = gradient_problem(descriptor, call, grad, operands, needs[0])
+    lowered = lower_on(lambda count: lowering.lower(gradients, arch, count), device)
+    numbers = range(len(factors))
+    names = ["grad", "x", *[f"factor{index}" for index in numbers]]
+    names += ["to_x"] * needs[0] + [f"to_factor{index}" for index in numbers]
+    steps, inner = load_steps(lowered.steps, tuple(names), device)
+    lead = call.out_shape[:-2]
+    shapes = [(*lead, *x.shape[-2:])]
+    for factor in factors:
+        shapes.append(tuple(factor.shape) if gradients.is_one_sum else (*lead, *factor.shape[-2:]))
+    makers = [allocator(shape, call.dtype, x.device) for shape in shapes]
+    pairs = zip(operands, shapes, strict=True)
+    return GradientPlan(
+        device,
+        partial(place, copies),
+        tuple(makers) if needs[0] else (None, *makers[1:]),
+        tuple([None if t.shape == shape else tuple(t.shape) for t, shape in pairs]),
+        launcher(steps, inner, x.device, lowered.workspace),
+    )
+
+
+def gradient_problem(
+    descriptor: KroneckerProduct, call: Call, grad: torch.Tensor, operands: tuple, by_x: bool
+) -> tuple[Gradients, tuple]:
+    """The gradients of a checked call as lowering sees them, and for the incoming gradient and each
+    operand the shape of the copy that is read in its place, or None."""
+    from kernlib.families.kronecker_product.lowering.gradients import Gradients
+
+    problem, copies, apart = problem_of(call, descriptor, operands, grad, {})
+    back = _contiguous(problem.columns, problem.in_features, problem.inside)
+    turned = tuple(flag != problem.inside for flag in descriptor.transposed)
+    gradients = Gradients(problem, back, by_x, turned, _is_one_batch(operands[1:]))
+    return gradients, (call.out_shape if apart else None, *copies)

@@ -1,5 +1,5 @@
 """Products with Kronecker-sparse factors.
 
-In reading order ``descriptor``, ``checks``, ``lowering``, ``reference``, ``plans``, ``product``,
-``gradients``, ``operation``, ``operators`` and ``ahead``.
+In reading order ``descriptor``, ``lowering``, ``reference``, ``plans``, ``operation``,
+``operators`` and ``rules``.
 """

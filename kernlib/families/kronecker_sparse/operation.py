@@ -1,37 +1,389 @@
-"""The Kronecker-sparse op: products with factors of support ``I_a ⊗ 1_{b×c} ⊗ I_d``, as they are
-called."""
+"""Products with Kronecker-sparse factors, of support ``I_a ⊗ 1_{b×c} ⊗ I_d``: what can be wrong
+with a call, who computes it, its gradients, and the call as it is made.
+
+The product ``y = K(weight) x``, its gradient with respect to x, which is a product again, and that
+with respect to the weight are trilinear in (grad, x, weight): the gradient of each is the other
+two, to any order. Their formulas are stated here alone, for eager calls and for operators.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from kernlib.families.kronecker_sparse import checks, plans
+from kernlib.descriptors.epilogues import Bias
+from kernlib.families.kronecker_sparse import plans, reference
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
-from kernlib.families.kronecker_sparse.product import PRODUCT, calls
-from kernlib.runtime.arguments import check_names
-from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.products import front_door
-from kernlib.runtime.tensors import check_dense, refuse_any_overlap
+from kernlib.families.kronecker_sparse.lowering import choose
+from kernlib.runtime import autograd, devices, operation, products
+from kernlib.runtime.arguments import (
+    autocast,
+    check_names,
+    check_out,
+    check_parameters,
+    check_same_kind,
+    no_autocast,
+    parameter_key,
+)
+from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, recorder
+from kernlib.runtime.dtypes import FLOAT_TYPES, KERNEL_TYPES
+from kernlib.runtime.operation import KERNELS, REFERENCE, Operation, operators_of
+from kernlib.runtime.precision import float32_precision, kernel_precision
+from kernlib.runtime.products import Call, front_door
+from kernlib.runtime.tensors import (
+    LOWEST_ADDRESS,
+    UNREADABLE,
+    check_dense,
+    check_memory,
+    is_lazy,
+    is_wrapped,
+    materialised,
+    refuse_any_overlap,
+    signature,
+)
 
 if TYPE_CHECKING:
     from kernlib.jit.spec import KernelSpec
     from kernlib.runtime.ahead import Planned
 
-
-def _recorded(*request) -> torch.Tensor:
-    from kernlib.families.kronecker_sparse import gradients  # which other calls do without
-
-    return gradients.recorded(*request)
+_FLOAT32 = torch.float32
+_is_deterministic = torch._C._get_deterministic_algorithms
+_OPERATORS = "kernlib.families.kronecker_sparse.operators"
 
 
-_run_factor = front_door(PRODUCT, calls, _recorded)
+# What can be wrong.
+
+
+def check_call(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) -> Call:
+    """Check everything that a signature decides. Raises ValueError and TypeError."""
+    check_kinds(descriptor, operands)
+    x, weight = operands
+    check_dense(("x", "weight"), x=x, weight=weight, out=out)
+    shape = check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
+    check_parameters(descriptor, descriptor.out_features, parameters, x, True, FLOAT_TYPES)
+    if out is not None:
+        check_out(out, x, shape)
+        check_memory(out)
+    return Call(math.prod(shape) // descriptor.out_features, shape, x.dtype, x.device)
+
+
+def check_kinds(descriptor: KroneckerSparse | KroneckerSparseChain, operands: tuple) -> None:
+    """An x and one weight a factor. Raises TypeError."""
+    count = len(descriptor.factors)
+    if len(operands) != 1 + count:
+        expected = "one weight" if count == 1 else f"{count} weights, one a factor in its order"
+        given = f"got {len(operands) - 1}" if operands else "got neither"
+        raise TypeError(f"{descriptor.describe()} takes x and {expected}, {given}")
+
+
+def check_operands(pattern: tuple, batch_last: bool, x, weight) -> tuple[int, ...]:
+    """The output's shape. Raises ValueError and TypeError; sizes may be symbols."""
+    check_same_kind("x", x, "weight", weight, FLOAT_TYPES)
+    if tuple(weight.shape) != tuple(pattern):
+        raise ValueError(
+            f"weight must have shape {tuple(pattern)}, the pattern, got {tuple(weight.shape)}"
+        )
+    a, b, c, d = pattern
+    if x.dim() == 0 or x.shape[0 if batch_last else -1] != a * c * d:
+        expected = f"({a * c * d}, ...)" if batch_last else f"(..., {a * c * d})"
+        raise ValueError(
+            f"x must be {expected} for the pattern {tuple(pattern)}, got shape {tuple(x.shape)}"
+        )
+    return (a * b * d, *x.shape[1:]) if batch_last else (*x.shape[:-1], a * b * d)
+
+
+def check_gradient(grad, x, pattern: tuple[int, ...], batch_last: bool) -> None:
+    """The operands of a weight's gradient fit its pattern and each other. Raises ValueError and
+    TypeError; sizes of the batch may be symbols."""
+    check_dense(("grad", "x"), grad=grad, x=x)
+    check_same_kind("x", x, "grad", grad, FLOAT_TYPES)
+    a, b, c, d = pattern
+    axis = 0 if batch_last else -1
+    for name, tensor, features in (("grad", grad, a * b * d), ("x", x, a * c * d)):
+        if tensor.dim() == 0 or tensor.shape[axis] != features:
+            raise ValueError(
+                f"{name} must have {features} features for the pattern {tuple(pattern)}, got shape "
+                f"{tuple(tensor.shape)}"
+            )
+    batches = [t.shape[1:] if batch_last else t.shape[:-1] for t in (grad, x)]
+    if batches[0] != batches[1]:
+        raise ValueError(
+            f"grad and x must have one batch, got {tuple(grad.shape)} and {tuple(x.shape)}"
+        )
+
+
+# The product, without autocast and without a record of gradients.
+
+
+def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) -> tuple | None:
+    """All that a plan depends on: after the descriptor the precision or, with d = 1, torch's own
+    settings, whose product a plan may be of, whatever the descriptor permits; then shapes, strides,
+    dtypes, device, alignment and kinds of numbers. None where there can be no plan."""
+    try:  # signature(x), signature(weight), in 0.2 us less
+        x, weight = operands
+        dtype, settings = x.dtype, None
+        if dtype is _FLOAT32:
+            if descriptor.d > 1:
+                settings = descriptor.precision or float32_precision()
+            else:
+                settings = float32_precision(), _is_deterministic()
+        key = (
+            descriptor.text,  # which a str hashes once
+            settings,
+            x.shape, x.stride(), dtype, x.get_device(),
+            p & 15 if (p := x.data_ptr()) >= LOWEST_ADDRESS else ~p, x.is_neg(),
+            weight.shape, weight.stride(), weight.dtype, weight.get_device(),
+            p & 15 if (p := weight.data_ptr()) >= LOWEST_ADDRESS else ~p, weight.is_neg(),
+        )  # fmt: skip
+        if out is not None:
+            key += signature(out)
+        if parameters:
+            for name, value in parameters.items():
+                key += (name, parameter_key(value))
+    except UNREADABLE:
+        check_kinds(descriptor, operands)
+        check_dense(("x", "weight"), x=operands[0], weight=operands[1], out=out)
+        return None
+    return key
+
+
+def _way(call: Call, *request) -> str:
+    """Kernels compute their dtypes on CUDA, torch all else and what is inside a transform of
+    torch.func. Raises UnsupportedError for devices that have no backend."""
+    if not products.is_on_gpu(call.device) or call.dtype not in KERNEL_TYPES:
+        return REFERENCE
+    return REFERENCE if any(map(_is_transformed, request)) else KERNELS
+
+
+def _is_transformed(value) -> bool:
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, tuple)):
+        return any(map(_is_transformed, parts))
+    return is_wrapped(value)
+
+
+def _reference(descriptor: KroneckerSparse, operands: tuple, parameters: dict) -> torch.Tensor:
+    return reference.kronecker_sparse(descriptor, *operands, parameters)
+
+
+PRODUCT = products.Product(
+    name="kronecker_sparse",
+    operators=_OPERATORS,
+    key=_key,
+    check=check_call,
+    way=_way,
+    plan=plans.plan,
+    reference=_reference,
+    tensors=tuple,
+    names=lambda operands: ("x", "weight"),
+    check_operands=check_kinds,
+    cast=autocast,
+)
+calls = products.bind(PRODUCT)
+
+
+# The gradient of its weight, likewise.
+
+
+def _gradient_key(grad, x, pattern: tuple, batch_last: bool, precision: str | None):
+    try:
+        precision = kernel_precision(precision, x.dtype)
+        return pattern, batch_last, precision, signature(grad), signature(x)
+    except (AttributeError, RuntimeError, NotImplementedError):  # as in _key
+        return None
+
+
+def _check_gradient(grad, x, pattern, batch_last: bool, precision) -> Call:
+    check_gradient(grad, x, pattern, batch_last)
+    return Call(0, pattern, x.dtype, x.device)
+
+
+def _gradient_reference(call, grad, x, pattern, batch_last: bool, precision) -> torch.Tensor:
+    with no_autocast(x):
+        return reference.weight_gradient(pattern, grad, x, batch_last, precision)
+
+
+def _launch_gradient(plan: plans.GradientPlan, grad, x, *options) -> torch.Tensor:
+    if devices.current_device() != plan.index:
+        with torch.cuda.device(plan.index):
+            return _launch_gradient(plan, grad, x, *options)
+    addresses, copies = plan.place((grad, x))
+    out = plan.result()
+    plan.launch([*addresses, out.data_ptr()])
+    del copies  # the stream orders the reuse of their memory behind the launch
+    return out
+
+
+def _materialised(grad, x, *options) -> tuple | None:
+    if not (is_lazy(grad) or is_lazy(x)):
+        return None
+    return materialised(grad), materialised(x), *options
+
+
+GRADIENT = Operation(
+    name="kronecker_sparse_weight_gradient",
+    operators=_OPERATORS,
+    key=_gradient_key,
+    check=_check_gradient,
+    way=_way,
+    reference=_gradient_reference,
+    plan=plans.gradient_plan,
+    launch=_launch_gradient,
+    tensors=lambda *request: request,
+    materialised=_materialised,
+    rehearsed=lambda plan, *request: plan.result(),
+)
+_gradients = operation.bind(GRADIENT)
+
+
+# Both computations as operators and functions of autograd call them, with the same arguments.
+
+
+@lru_cache(maxsize=1024)
+def _linear(pattern: tuple, batch_last: bool, precision: str | None, bias: bool) -> KroneckerSparse:
+    """The product with one factor, with or without a bias."""
+    epilogue = (Bias(),) if bias else ()
+    return KroneckerSparse(*pattern, batch_last=batch_last, epilogue=epilogue, precision=precision)
+
+
+def product(
+    x, weight, bias, batch_last: bool, precision: str | None, debug: bool = False
+) -> torch.Tensor:
+    """``K(weight) x + bias``, ``bias`` or None."""
+    descriptor = _linear(tuple(weight.shape), batch_last, precision, bias is not None)
+    return calls.execute(descriptor, (x, weight), None, {} if bias is None else {"bias": bias})
+
+
+def weight_gradient(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    pattern: tuple[int, int, int, int],
+    batch_last: bool = False,
+    precision: str | None = None,
+    debug: bool = False,
+) -> torch.Tensor:
+    """``dW[i,j,k,l] = sum_n grad[n,(i,j,l)] * x[n,(i,k,l)]``, contiguous (a, b, c, d): the gradient
+    of a product (without its epilogue) with respect to its weight. The sums are float32 for half
+    types. Nothing is recorded. Raises ValueError and TypeError that name the argument."""
+    return _gradients.execute(grad, x, tuple(pattern), batch_last, precision)
+
+
+# The formulas, for a product and a gradient of the weight by either way.
+
+
+def product_gradients(
+    grad, x, weight, pattern, needs: tuple, options: tuple, product, weight_gradient
+) -> tuple:
+    """Those with respect to x, weight and bias, None where there is no need. Without need of the
+    weight's x may be None, and the weight without need of that of x. ``options`` are batch_last,
+    precision and debug."""
+    to_x = to_weight = to_bias = None
+    if needs[0]:
+        to_x = product(grad, weight.transpose(1, 2), None, *options)
+    if needs[1]:
+        to_weight = weight_gradient(grad, x, pattern, *options)
+    if needs[2]:
+        features = grad.shape[0 if options[0] else -1]
+        flat = grad.reshape(features, -1).mT if options[0] else grad.reshape(-1, features)
+        to_bias = flat.sum(0)
+    return to_x, to_weight, to_bias
+
+
+def weight_gradient_gradients(
+    to_weight, grad, x, needs: tuple, options: tuple, product: Callable
+) -> tuple:
+    """Those with respect to grad and x, for ``to_weight``, which stands where the weight would: a
+    product with it, and with its transpose."""
+    to_grad = to_x = None
+    if needs[0]:
+        to_grad = product(x, to_weight, None, *options)
+    if needs[1]:
+        to_x = product(grad, to_weight.transpose(1, 2), None, *options)
+    return to_grad, to_x
+
+
+# Eager calls that record gradients. Forward and backward by functions of torch.autograd take 75 us
+# of a host that takes 175 by the operators of torch.library, which are for whoever must see them.
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, descriptor, plan):
+        needs = ctx.needs_input_grad
+        ctx.pattern, ctx.options = weight.shape, (descriptor.batch_last, descriptor.precision)
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
+        parameters = {} if bias is None else {"bias": bias}
+        if plan is None:
+            return calls.execute(descriptor, (x, weight), None, parameters)
+        return calls.launch(plan, descriptor, (x, weight), None, parameters)
+
+    @staticmethod
+    def backward(ctx, grad):
+        needs, options, ways = ctx.needs_input_grad, (*ctx.options, False), _ways(grad)
+        tensors = *ctx.saved_tensors, ctx.pattern
+        return *product_gradients(grad, *tensors, needs, options, *ways), None, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grad, x, pattern, *options):
+        needs, ctx.options = ctx.needs_input_grad, options
+        ctx.save_for_backward(grad if needs[1] else None, x if needs[0] else None)
+        return weight_gradient(grad, x, pattern, *options)
+
+    @staticmethod
+    def backward(ctx, to_weight):
+        product, _ = _ways(to_weight)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        grads = weight_gradient_gradients(to_weight, *saved, needs, ctx.options, product)
+        return *grads, None, None, None, None
+
+
+def _recorded_product(x, weight, bias, batch_last, precision, debug):
+    descriptor = _linear(tuple(weight.shape), batch_last, precision, bias is not None)
+    return _Product.apply(x, weight, bias, descriptor, None)
+
+
+def _ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
+    """What a backward pass computes products and gradients of weights by: the operators where
+    somebody must see them, functions that record where a gradient of them may be asked for, else
+    nothing but the kernels."""
+    if is_watched(grad):
+        operators = operators_of(PRODUCT)
+        return operators.product, operators.weight_gradient
+    if torch.is_grad_enabled():
+        return _recorded_product, _WeightGradient.apply
+    return product, weight_gradient
+
+
+@lru_cache(maxsize=1024)
+def parts(descriptor: KroneckerSparse) -> Parts:
+    """What a call with a gradient consists of."""
+    last = descriptor.batch_last
+    linear = _linear(descriptor.pattern, last, descriptor.precision, is_biased(descriptor))
+    return autograd.parts(descriptor, linear, 0 if last else -1)
+
+
+def _apply(descriptor: KroneckerSparse, operands: tuple, bias, plan) -> torch.Tensor:
+    return _Product.apply(*operands, bias, descriptor, plan)
+
+
+RECORDING = Recording(parts, _apply)
+
+
+# The call as it is made.
+
+
+_run_factor = front_door(PRODUCT, calls, recorder(PRODUCT, calls, RECORDING))
 
 
 def run_chain(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch.Tensor:
     """The factors one after the other: x and a weight for each."""
-    checks.check_kinds(chain, operands)
+    check_kinds(chain, operands)
     x, *weights = operands
     check_names(chain, parameters)
     last = len(weights) - 1
@@ -39,15 +391,12 @@ def run_chain(chain: KroneckerSparseChain, *operands, out=None, **parameters) ->
         named = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
         refuse_any_overlap(out, x=x, **named, **parameters)
     for index, (factor, weight) in enumerate(zip(chain.factors, weights, strict=True)):
-        own = {name: parameters[name] for name in factor.parameters}
-        x = _run_factor(factor, x, weight, out=out if index == last else None, **own)
+        values = {name: parameters[name] for name in factor.parameters}
+        x = _run_factor(factor, x, weight, out=out if index == last else None, **values)
     return x
 
 
 RUNS = {KroneckerSparse: _run_factor, KroneckerSparseChain: run_chain}
-
-
-# Calls before anybody makes them.
 
 
 def planned(
@@ -55,24 +404,23 @@ def planned(
 ) -> list[Planned]:
     """What of a call has a plan: the product of each factor. Raises TypeError for tensors that are
     too few or too many."""
-    from kernlib.families.kronecker_sparse.gradients import parts
     from kernlib.runtime.ahead import planned_product
 
     parameters = dict(arguments)
     out = parameters.pop("out", None)
-    checks.check_kinds(descriptor, tensors)
+    check_kinds(descriptor, tensors)
     check_names(descriptor, parameters)
-    x, products = tensors[0], []
+    x, factors = tensors[0], []
     for factor, weight in zip(descriptor.factors, tensors[1:], strict=True):
-        if products:
-            call = PRODUCT.check(*products[-1].request)
+        if factors:
+            call = PRODUCT.check(*factors[-1].request)
             x = x.new_empty(call.out_shape, dtype=call.dtype)
-            x.requires_grad_(products[-1].recorded)
+            x.requires_grad_(factors[-1].recorded)
         check_dense(("x", "weight"), x=x, weight=weight)
         values = {name: parameters[name] for name in factor.parameters}
-        values |= {"out": out} if len(products) + 2 == len(tensors) else {}
-        products.append(planned_product(PRODUCT, calls, parts, factor, (x, weight), values))
-    return products
+        values |= {"out": out} if len(factors) + 2 == len(tensors) else {}
+        factors.append(planned_product(PRODUCT, calls, parts, factor, (x, weight), values))
+    return factors
 
 
 def variants(
@@ -80,12 +428,10 @@ def variants(
 ) -> list[KernelSpec]:
     """Every kernel that lowering can choose for a descriptor, its gradient included, and inputs of
     ``dtypes``; none for float64, which torch computes. Raises KeyError for other dtypes."""
-    from kernlib.families.kronecker_sparse.lowering import choose
-
     names = tuple(KERNEL_TYPES[dtype] for dtype in dtypes if dtype != torch.float64)
     specs: dict[KernelSpec, None] = {}
     for factor in descriptor.factors:
-        permitted = factor.precision and plans.kernel_precision(factor.precision)
+        precision = factor.precision and kernel_precision(factor.precision, torch.float32)
         shape = factor.epilogue, factor.pattern, factor.batch_last
-        specs |= dict.fromkeys(choose.variants(*shape, arch, names, permitted))
+        specs |= dict.fromkeys(choose.variants(*shape, arch, names, precision))
     return list(specs)

@@ -11,9 +11,9 @@ from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
-from kernlib.families.kronecker_sparse import checks, gradients
+from kernlib.families.kronecker_sparse import operation
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
-from kernlib.families.kronecker_sparse.product import PRODUCT, calls
+from kernlib.families.kronecker_sparse.operation import PRODUCT, calls
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     autocast,
@@ -23,6 +23,7 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
+from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.operators import register
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed
 from kernlib.runtime.tensors import check_dense
@@ -51,7 +52,7 @@ def recorded(
 ) -> torch.Tensor:
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
-    made = gradients.parts(descriptor)
+    made = operation.parts(descriptor)
     bias = made.operands(parameters).get("bias")
     y = product(*operands, bias, descriptor.batch_last, descriptor.precision, debug)
     return made.finish(y, parameters)
@@ -72,20 +73,22 @@ def _by_torch(x, weight, text: str, parameters: dict, debug: bool) -> torch.Tens
 
 def _fake(x, weight, text: str, parameters: dict, debug: bool) -> torch.Tensor:
     descriptor = fitted(text, weight)
-    return x.new_empty(checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight))
+    return x.new_empty(
+        operation.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
+    )
 
 
 def _fake_product(x, weight, bias, batch_last, precision, debug):
     if weight.dim() != 4:
         raise ValueError(f"weight must have shape (a, b, c, d), got {tuple(weight.shape)}")
-    shape = checks.check_operands(weight.shape, batch_last, x, weight)
+    shape = operation.check_operands(weight.shape, batch_last, x, weight)
     if bias is not None:
-        check_vector(shape[0 if batch_last else -1], "bias", bias, x, checks.TYPES)
+        check_vector(shape[0 if batch_last else -1], "bias", bias, x, FLOAT_TYPES)
     return x.new_empty(shape)
 
 
 def _fake_weight_gradient(grad, x, pattern, batch_last, precision, debug):
-    checks.check_gradient(grad, x, tuple(pattern), batch_last)
+    operation.check_gradient(grad, x, tuple(pattern), batch_last)
     return x.new_empty(tuple(pattern))
 
 
@@ -93,13 +96,13 @@ def _backward(saved, grad) -> dict:
     needs = saved.needs.x, saved.needs.weight, saved.needs.bias
     tensors, options = (saved.x, saved.weight, saved.shapes.weight), _options(saved)
     ways = product, weight_gradient
-    grads = gradients.product_gradients(grad, *tensors, needs, options, *ways)
+    grads = operation.product_gradients(grad, *tensors, needs, options, *ways)
     return dict(zip(("x", "weight", "bias"), grads, strict=True))
 
 
 def _weight_gradient_backward(saved, to_weight) -> dict:
     needs, options = (saved.needs.grad, saved.needs.x), _options(saved)
-    grads = gradients.weight_gradient_gradients(
+    grads = operation.weight_gradient_gradients(
         to_weight, saved.grad, saved.x, needs, options, product
     )
     return dict(zip(("grad", "x"), grads, strict=True))
@@ -123,7 +126,7 @@ product = register(
     "kronecker_sparse_product",
     Schema("Tensor x", "Tensor weight", "Tensor? bias", *_OPTIONS),
     "Tensor",
-    gradients.product,
+    operation.product,
     _fake_product,
     saves={"x": ("weight",), "weight": ("x",)},
     backward=_backward,
@@ -132,7 +135,7 @@ weight_gradient = register(
     "kronecker_sparse_weight_gradient",
     Schema("Tensor grad", "Tensor x", "SymInt[] pattern", *_OPTIONS),
     "Tensor",
-    gradients.weight_gradient,
+    operation.weight_gradient,
     _fake_weight_gradient,
     saves={"grad": ("x",), "x": ("grad",)},
     backward=_weight_gradient_backward,
@@ -168,7 +171,7 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     operands = tensors[: len(tensors) - len(listed)]
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
     check_names(descriptor, parameters)
-    checks.check_kinds(descriptor, operands)
+    operation.check_kinds(descriptor, operands)
     x = operands[0]
     for factor, weight in zip(descriptor.factors, operands[1:], strict=True):
         own = {name: parameters[name] for name in factor.parameters}
@@ -190,8 +193,8 @@ def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: boo
     descriptor = fitted(text, weight)
     check_dense(("x", "weight"), x=x, weight=weight)
     (x, weight), parameters = autocast((x, weight), parameters)
-    checks.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
-    check_parameters(descriptor, descriptor.out_features, parameters, x, False, checks.TYPES)
+    operation.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
+    check_parameters(descriptor, descriptor.out_features, parameters, x, False, FLOAT_TYPES)
     if _are_functorch_transforms_active():  # which the operators do not follow
         return products.by_reference(PRODUCT, descriptor, (x, weight), None, parameters)
     return whole(x, weight, text, all_placed(parameters, x.device), debug)

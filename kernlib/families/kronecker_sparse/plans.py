@@ -22,20 +22,11 @@ from kernlib.runtime import rehearsal, tuned
 from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import allocator, arch_of, lower_on, model
 from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.precision import float32_precision, kernel_precision
 from kernlib.runtime.products import Call, ProductPlan, make_plan
 from kernlib.runtime.sequence import launcher, load_steps
 
 FAMILY = KroneckerSparse.family
-
-
-class GradientPlan(NamedTuple):
-    """What a gradient of a weight of one signature needs besides its pointers."""
-
-    index: int  # of the device
-    place: Callable  # of both operands: their addresses, and what to keep until the launch
-    result: Callable[[], torch.Tensor]  # makes a new one
-    launch: Callable[..., None]  # of the steps, given addresses: grad, x, out
 
 
 class View(NamedTuple):
@@ -78,52 +69,33 @@ def _used(stride: int, size: int) -> int:
     return stride if size > 1 else 0
 
 
-def _features(pattern: tuple[int, int, int, int], stride: int) -> tuple[int, int, int]:
-    """Strides of i, l and k among features (i, k, l) of sizes ``a, c, d`` of a pattern."""
-    a, _, c, d = pattern
+def _features(sizes: tuple[int, int, int], stride: int) -> tuple[int, int, int]:
+    """Strides of i, l and k among features (i, k, l) of sizes (a, c, d)."""
+    a, c, d = sizes
     return _used(c * d * stride, a), _used(stride, d), _used(d * stride, c)
 
 
-def forward_problem(
-    descriptor: KroneckerSparse, call: Call, x: View, weight: torch.Tensor, out: View, precision
-) -> choose.Problem:
-    """The product: rows n, columns j, depth k."""
-    a, b, c, d = descriptor.pattern
-    block, lane, depth = _features((a, b, c, d), x.feature)
-    left = choose.Layout(block, lane, _used(x.batch, call.batch), depth, x.alignment)
+def problem_of(
+    descriptor: KroneckerSparse, call: Call, x, weight, out
+) -> tuple[choose.Problem, tuple | None, bool]:
+    """The problem of a checked call: rows n, columns j, depth k; the shape of the copy that is read
+    in the place of x, or None; and whether a given ``out`` is written by a copy."""
+    (a, b, c, d), batch, last = descriptor.pattern, call.batch, descriptor.batch_last
+    new = copied_view(descriptor.out_features, batch, last)
+    seen, written = view_of(x, last), new if out is None else view_of(out, last)
+    copy, apart = _copy_shape(seen, x, descriptor.in_features, last), written is None
+    seen, written = seen or copied_view(descriptor.in_features, batch, last), written or new
+    block, lane, depth = _features((a, c, d), seen.feature)
+    left = choose.Layout(block, lane, _used(seen.batch, batch), depth, seen.alignment)
     i, j, k, l = (_used(s, n) for s, n in zip(weight.stride(), weight.shape, strict=True))
     right = choose.Layout(i, l, j, k, _alignment(weight))
-    block, lane, column = _features((a, c, b, d), out.feature)
-    rows = _used(out.batch, call.batch)
-    written = choose.OutLayout(block, lane, rows, column, out.alignment)
+    block, lane, column = _features((a, b, d), written.feature)
+    rows = _used(written.batch, batch)
+    target = choose.OutLayout(block, lane, rows, column, written.alignment)
+    precision = kernel_precision(descriptor.precision, call.dtype)
     kind = KERNEL_TYPES[call.dtype]
-    return choose.Problem(a, d, call.batch, b, c, left, right, written, kind, precision or "fp32")
-
-
-def gradient_problem(
-    pattern: tuple[int, int, int, int],
-    batch: int,
-    grad: View,
-    x: View,
-    dtype: torch.dtype,
-    precision: str | None,
-) -> choose.Problem:
-    """The gradient of a weight: rows j, columns k, depth n; contiguous (a, b, c, d)."""
-    a, b, c, d = pattern
-    block, lane, line = _features((a, c, b, d), grad.feature)
-    left = choose.Layout(block, lane, line, _used(grad.batch, batch), grad.alignment)
-    block, lane, line = _features(pattern, x.feature)
-    right = choose.Layout(block, lane, line, _used(x.batch, batch), x.alignment)
-    strides = (_used(b * c * d, a), _used(1, d), _used(c * d, b), _used(d, c))
-    written = choose.OutLayout(*strides, 16)
-    return choose.Problem(
-        a, d, b, c, batch, left, right, written, KERNEL_TYPES[dtype], precision or "fp32"
-    )
-
-
-def kernel_precision(precision: str | None) -> str:
-    """As lowering knows it: "bf16" permits "tf32" too, which is what the kernels make of it."""
-    return "tf32" if precision in ("tf32", "bf16") else "fp32"
+    problem = choose.Problem(a, d, batch, b, c, left, right, target, kind, precision)
+    return problem, copy, apart
 
 
 def signature(problem: choose.Problem) -> bytes:
@@ -146,40 +118,16 @@ def lower(
     )
 
 
-def torch_may(descriptor: KroneckerSparse, call: Call, x, out) -> bool:
-    """Whether torch's product of a call would be what is asked for: of float32 tensors that it
-    reads and writes where they are, nothing behind it. Not where torch's settings permit TF32,
+def torch_may(descriptor: KroneckerSparse, call: Call, x: torch.Tensor) -> bool:
+    """Whether torch's product of a call would be what is asked for, where it reads and writes the
+    tensors themselves: of float32, nothing behind it. Not where torch's settings permit TF32,
     whatever the descriptor does, nor where they want algorithms that cuBLAS has not; and not for
     what a stream captures that nobody prepared, as cuBLAS may have to be loaded."""
     if descriptor.epilogue or call.dtype is not torch.float32 or float32_precision() != "fp32":
         return False
-    if None in views(descriptor, call, x, out) or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return False
     return x.is_meta or not torch.cuda.is_current_stream_capturing()
-
-
-def views(descriptor: KroneckerSparse, call: Call, x, out) -> tuple[View | None, View | None]:
-    """Those of x and of the result, each None if it needs a copy."""
-    last = descriptor.batch_last
-    if out is None:
-        return view_of(x, last), copied_view(descriptor.out_features, call.batch, last)
-    return view_of(x, last), view_of(out, last)
-
-
-def problem_of(descriptor: KroneckerSparse, call: Call, x, weight, out, precision):
-    """The problem of a checked call."""
-    last = descriptor.batch_last
-    given = views(descriptor, call, x, out)
-    sizes = (descriptor.in_features, descriptor.out_features)
-    left, right = (
-        view or copied_view(size, call.batch, last) for view, size in zip(given, sizes, strict=True)
-    )
-    return forward_problem(descriptor, call, left, weight, right, kernel_precision(precision))
-
-
-def precision_of(permitted: str | None, x: torch.Tensor) -> str | None:
-    """What the products of float32 tensors may be, None for others."""
-    return (permitted or float32_precision()) if x.dtype is torch.float32 else None
 
 
 def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, parameters) -> ProductPlan:
@@ -187,30 +135,18 @@ def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, paramete
     x, weight = operands
     device = x.get_device()
     arch_of(device)  # one too old is refused for an empty result as well
-    lowered = None
+    problem, copy, apart = problem_of(descriptor, call, x, weight, out)
+    request, lowered = (descriptor, operands, out, parameters), None
     if call.batch:
-        precision = precision_of(descriptor.precision, x)
-        problem = problem_of(descriptor, call, x, weight, out, precision)
-        may = torch_may(descriptor, call, x, out)
+        may = copy is None and not apart and torch_may(descriptor, call, x)
         lowered = lower(descriptor.epilogue, problem, device, may)
         if may and rehearsal.of(device) is not None:
             # A stream that captures a call without a plan has the kernels in torch's place.
             lower(descriptor.epilogue, problem, device)
         if lowered is None:
-            return _torch_plan(call, (descriptor, operands, out, parameters), problem)
-    return loaded_plan(call, (descriptor, operands, out, parameters), lowered)
-
-
-def loaded_plan(call: Call, request: tuple, lowered: choose.Lowered | None) -> ProductPlan:
-    """The plan of a checked call by given kernels; ``lowered`` is None for an empty result."""
-    descriptor, operands, out, _ = request
-    seen, written = views(descriptor, call, operands[0], out)
-    last = descriptor.batch_last
-    copy = _copy_shape(seen, operands[0], descriptor.in_features, last)
+            return _torch_plan(call, request, problem)
     place = _place if copy is None else partial(_placed_copies, (copy, None))
-    return make_plan(
-        operands, call, request, place, ("left", "right"), lowered, apart=written is None
-    )
+    return make_plan(operands, call, request, place, ("left", "right"), lowered, apart)
 
 
 def _torch_plan(call: Call, request: tuple, problem: choose.Problem) -> ProductPlan:
@@ -266,36 +202,50 @@ def _placed_copies(shapes: tuple, operands: tuple) -> tuple[list[int], list]:
     return [t.data_ptr() for t in read], read
 
 
+# The gradient of a weight.
+
+
+class GradientPlan(NamedTuple):
+    """What a gradient of a weight of one signature needs besides its pointers."""
+
+    index: int  # of the device
+    place: Callable  # of both operands: their addresses, and what to keep until the launch
+    result: Callable[[], torch.Tensor]  # makes a new one
+    launch: Callable[..., None]  # of the steps, given addresses: grad, x, out
+
+
 def gradient_plan(
     call: Call, grad: torch.Tensor, x: torch.Tensor, pattern, batch_last: bool, precision
 ) -> GradientPlan:
-    """The plan of the gradient of a weight, its kernels loaded."""
+    """The plan of a checked call, its kernels loaded."""
     device = x.get_device()
     arch_of(device)
-    batch = grad.numel() // (pattern[0] * pattern[1] * pattern[3])
-    seen, copies = gradient_views(grad, x, pattern, batch, batch_last)
+    problem, copies = gradient_problem(grad, x, pattern, batch_last, precision)
     place = _place if copies == [None, None] else partial(_placed_copies, copies)
-    if not batch:  # an empty sum
+    if not problem.depth:  # an empty sum
         zeros = partial(torch.zeros, pattern, dtype=x.dtype, device=x.device)
         return GradientPlan(device, place, zeros, lambda addresses: None)
-    permitted = kernel_precision(precision_of(precision, x))
-    problem = gradient_problem(pattern, batch, *seen, x.dtype, permitted)
     lowered = lower((), problem, device)
     steps, inner = load_steps(lowered.steps, ("left", "right", "out"), device)
     launch = launcher(steps, inner, x.device, lowered.workspace)
     return GradientPlan(device, place, allocator(pattern, x.dtype, x.device), launch)
 
 
-def gradient_views(
-    grad: torch.Tensor, x: torch.Tensor, pattern, batch: int, batch_last: bool
-) -> tuple[list[View], list[tuple | None]]:
-    """Views of both operands of the gradient of a weight, and the shapes of copies they need."""
+def gradient_problem(
+    grad: torch.Tensor, x: torch.Tensor, pattern, batch_last: bool, precision
+) -> tuple[choose.Problem, list[tuple | None]]:
+    """The gradient of a weight: rows j, columns k, depth n; contiguous (a, b, c, d). And for both
+    operands the shape of the copy that is read in its place, or None."""
     a, b, c, d = pattern
-    sizes, tensors = (a * b * d, a * c * d), (grad, x)
-    given = [view_of(t, batch_last) for t in tensors]
-    copies = [
-        _copy_shape(view, t, size, batch_last)
-        for view, t, size in zip(given, tensors, sizes, strict=True)
-    ]
-    seen = [v or copied_view(n, batch, batch_last) for v, n in zip(given, sizes, strict=True)]
-    return seen, copies
+    batch = grad.numel() // (a * b * d)
+    layouts, copies = [], []
+    for t, features in ((grad, b), (x, c)):
+        view = view_of(t, batch_last)
+        copies.append(_copy_shape(view, t, a * features * d, batch_last))
+        view = view or copied_view(a * features * d, batch, batch_last)
+        block, lane, line = _features((a, features, d), view.feature)
+        layouts.append(choose.Layout(block, lane, line, _used(view.batch, batch), view.alignment))
+    strides = (_used(b * c * d, a), _used(1, d), _used(c * d, b), _used(d, c))
+    written = choose.OutLayout(*strides, 16)
+    kind, precision = KERNEL_TYPES[x.dtype], kernel_precision(precision, x.dtype)
+    return choose.Problem(a, d, b, c, batch, *layouts, written, kind, precision), copies

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_product import plans, product
+from kernlib.families.kronecker_product import operation, plans
 from kernlib.runtime import products
 from tests.support import fakes
 from tests.support.emulation import gpus
@@ -17,7 +17,7 @@ from tests.support.emulation import gpus
 
 def install(monkeypatch, folder: Path) -> fakes.Gpus:
     """Put the GPUs in place; ``specs`` of what is returned are those that were launched."""
-    return gpus.install(monkeypatch, folder, product, products, plans)
+    return gpus.install(monkeypatch, folder, operation, products, plans)
 
 
 def operands(shapes, rows: int, side: str, dtype, batch=()) -> list[torch.Tensor]:

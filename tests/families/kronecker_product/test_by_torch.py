@@ -7,7 +7,7 @@ import kernlib as kl
 from kernlib import ahead, events
 from kernlib.families.kronecker_product import operation, plans
 from kernlib.families.kronecker_product.lowering import by_torch, choose
-from kernlib.families.kronecker_product.product import PRODUCT
+from kernlib.families.kronecker_product.operation import PRODUCT
 from kernlib.jit import tuning
 from kernlib.runtime import ahead as runtime_ahead
 from kernlib.runtime import products

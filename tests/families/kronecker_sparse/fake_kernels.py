@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kernlib.families.kronecker_sparse import operation, plans, product
+from kernlib.families.kronecker_sparse import operation, plans
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
@@ -138,6 +138,6 @@ def install(monkeypatch) -> fakes.Gpus:
 
     monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
     monkeypatch.setattr(devices, "raw_empty", None)
-    for module in (product, products, ahead, operation, plans, devices):
+    for module in (products, ahead, operation, plans, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made

@@ -6,12 +6,11 @@ import torch
 
 import kernlib as kl
 from kernlib import ahead, events
-from kernlib.families.kronecker_sparse import gradients as autograd
+from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse import plans, reference
-from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.product import calls
+from kernlib.families.kronecker_sparse.operation import calls
 from kernlib.jit import tuning
 from tests.families.kronecker_sparse import fake_kernels
 from tests.families.kronecker_sparse.fake_kernels import gpu, host
@@ -173,7 +172,7 @@ def test_autocast_does_not_round_the_products(gpus, monkeypatch):
     x = gpu(6, A * C) + 2**-12
     monkeypatch.setattr(plans, "no_autocast", lambda x: torch.autocast("cpu", enabled=False))
     with torch.autocast("cpu", torch.bfloat16):
-        found = autograd.product(x, weight, None, False, None, False)
+        found = primitives.product(x, weight, None, False, None, False)
     check(found, kl.KroneckerSparse(*PATTERN), x, weight)
     assert not gpus.launches
 
@@ -265,7 +264,7 @@ def test_a_gradient_by_x_may_be_torchs(gpus):
     descriptor = kl.KroneckerSparse(*PATTERN)
     weight = gpu(A, C, B, 1).transpose(1, 2)
     grad = gpu(6, A * B)
-    found = autograd.product(grad, weight.transpose(1, 2), None, False, None, False)
+    found = primitives.product(grad, weight.transpose(1, 2), None, False, None, False)
     check(found, descriptor.transposed(), grad, weight.transpose(1, 2))
     assert not gpus.launches
     for last in (False, True):  # with one block, batch last, a product's strides

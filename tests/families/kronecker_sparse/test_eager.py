@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import checks, operators, reference
-from kernlib.families.kronecker_sparse import gradients as autograd
+from kernlib.families.kronecker_sparse import operation as primitives
+from kernlib.families.kronecker_sparse import operators, reference
 from kernlib.runtime import autograd as runtime_autograd
 from kernlib.runtime import operation, products
 from kernlib.runtime.dtypes import KERNEL_TYPES
@@ -129,7 +129,7 @@ def test_neither_way_passes_the_dispatcher_or_checks_what_is_known(gpus, monkeyp
     for name in ("product", "weight_gradient", "recorded"):
         monkeypatch.setattr(operators, name, lambda *_: pytest.fail("an operator was called"))
     for name in ("check_operands", "check_gradient"):
-        monkeypatch.setattr(checks, name, lambda *_: pytest.fail("asked again"))
+        monkeypatch.setattr(primitives, name, lambda *_: pytest.fail("asked again"))
     for module in (operation, runtime_autograd):
         monkeypatch.setattr(module, "stand_ins", lambda *_: pytest.fail("asked again"))
     gpus.launches.clear()
@@ -169,9 +169,9 @@ def test_what_needs_no_gradient_is_neither_kept_nor_computed(needs, double, monk
     x, weight, bias = operands(grad=map(bool, needs))
     seen, kept = [], []
     for name in ("product", "weight_gradient"):
-        real = getattr(autograd, name)
+        real = getattr(primitives, name)
         noted = lambda *a, name=name, real=real: seen.append(name) or real(*a)  # noqa: E731
-        monkeypatch.setattr(autograd, name, noted)
+        monkeypatch.setattr(primitives, name, noted)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = call(x, weight, bias)
     y.sum().backward()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse import operators
-from kernlib.families.kronecker_sparse import product as primitives
 from kernlib.runtime import operation
 
 PATTERN = (2, 3, 5, 4)

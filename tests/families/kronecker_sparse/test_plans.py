@@ -10,10 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import kernlib as kl
 from kernlib import ahead
 from kernlib.errors import CaptureError
-from kernlib.families.kronecker_sparse import gradients as autograd
-from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse import reference
-from kernlib.families.kronecker_sparse.product import calls
+from kernlib.families.kronecker_sparse.operation import calls
 from kernlib.jit import tuning
 from kernlib.runtime import operation, products
 from tests.families.kronecker_sparse import fake_kernels
@@ -303,9 +302,9 @@ def test_prepare_of_a_recorded_call_loads_its_gradients(gpus):
     assert {*problems} == {((kl.Bias(),), (6, B, C)), ((), (6, C, B)), ((), (B, C, 6))}
     loads = len(gpus.loads)
     with torch.no_grad():
-        y = autograd.product(x.detach(), weight.detach(), bias.detach(), False, None, False)
-        autograd.product(y, weight.detach().transpose(1, 2), None, False, None, False)
-        autograd.weight_gradient(y, x.detach(), PATTERN, False, None, False)
+        y = primitives.product(x.detach(), weight.detach(), bias.detach(), False, None, False)
+        primitives.product(y, weight.detach().transpose(1, 2), None, False, None, False)
+        primitives.weight_gradient(y, x.detach(), PATTERN, False, None, False)
     assert len(gpus.loads) == loads
     gpus.capturing = True
     kl.prepare(descriptor, x, weight, bias=bias)

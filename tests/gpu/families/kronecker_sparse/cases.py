@@ -17,7 +17,7 @@ import torch
 import kernlib as kl
 from kernlib import ahead
 from kernlib.ahead import build_all
-from kernlib.families.kronecker_sparse import checks, plans, reference
+from kernlib.families.kronecker_sparse import operation, plans, reference
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
@@ -139,9 +139,8 @@ def row_error(found, wanted, norms: torch.Tensor, batch_last: bool) -> float:
 
 def problem_of(descriptor, x, weight, out=None, **parameters) -> lowering.Problem:
     """What lowering sees of a call."""
-    call = checks.check_call(descriptor, (x, weight), out, parameters)
-    precision = plans.precision_of(descriptor.precision, x)
-    return plans.problem_of(descriptor, call, x, weight, out, precision)
+    call = operation.check_call(descriptor, (x, weight), out, parameters)
+    return plans.problem_of(descriptor, call, x, weight, out)[0]
 
 
 def lowered(epilogue: tuple, problem: lowering.Problem, choice) -> lowering.Lowered:

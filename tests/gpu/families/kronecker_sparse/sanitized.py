@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering.problem import DEEP

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.runtime.devices import arch_of, model

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse import reference
 from kernlib.nn import KSLinear
 from tests.gpu.families.kronecker_sparse import cases as ks

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
 from tests.gpu.families.kronecker_sparse import cases as ks
 

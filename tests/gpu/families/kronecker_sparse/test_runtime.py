@@ -10,7 +10,7 @@ import torch
 
 import kernlib as kl
 from kernlib import ahead
-from kernlib.families.kronecker_sparse import product as primitives
+from kernlib.families.kronecker_sparse import operation as primitives
 from tests.gpu.families.kronecker_sparse import cases as ks
 from tests.gpu.watched import capture, heard, launches, nothing_waits, peak
 
