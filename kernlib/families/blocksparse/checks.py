@@ -7,7 +7,7 @@ import math
 import torch
 
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
-from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.layout import NAMES, Layout
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.products import Call
@@ -15,6 +15,8 @@ from kernlib.runtime.shapes import broadcast_shapes
 from kernlib.runtime.tensors import check_dense, check_memory
 
 TYPES = (*KERNEL_TYPES, torch.float64)
+FLOAT8 = torch.float8_e4m3fn  # of scaled products
+LAYOUT_NAMES = tuple(f"layout.{name}" for name in NAMES)  # what errors call a layout's tensors
 # What errors call a and b: of S they are its values, as functions of one mode call them too.
 OPERANDS = {"sdd": ("a", "b"), "dsd": ("values", "b"), "dds": ("a", "values")}
 

@@ -10,9 +10,9 @@ import torch
 from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.blocksparse.layout import Layout, count_of
-from kernlib.families.blocksparse.scaled import checks, reference
+from kernlib.families.blocksparse.scaled import operation, reference
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
-from kernlib.families.blocksparse.scaled.product import PRODUCT, calls
+from kernlib.families.blocksparse.scaled.operation import PRODUCT, calls
 from kernlib.runtime.arguments import check_names, refuse_recorded_out
 from kernlib.runtime.operators import register
 from kernlib.runtime.products import requires_gradient
@@ -31,7 +31,7 @@ def _compute(*given):
 def _fake(a, *rest):
     *tensors, descriptor, _ = rest
     made = from_text(descriptor)
-    shape = checks.check_operands(made, _operands(a, *tensors))
+    shape = operation.check_operands(made, _operands(a, *tensors))
     return a.new_empty(shape, dtype=getattr(torch, made.out_dtype))
 
 
@@ -60,14 +60,14 @@ def run(
     **parameters,
 ) -> torch.Tensor:
     """:func:`kernlib.run_kernel` by way of the operator."""
-    checks.check_kinds(descriptor, operands)
+    operation.check_kinds(descriptor, operands)
     check_names(descriptor, parameters)
     layout, *tensors = operands
     refuse_recorded_out(out, *tensors)
     y = _traced(descriptor.text, layout.form, debug, *tensors, *layout.flat)
     if out is None:
         return y
-    checks.check_result(out, y.shape, y.dtype, y.device)
+    operation.check_result(out, y.shape, y.dtype, y.device)
     return out.copy_(y)
 
 
@@ -75,7 +75,7 @@ def run(
 @torch.compiler.allow_in_graph
 def _traced(text: str, layout_text: str, debug: bool, *tensors) -> torch.Tensor:
     inputs, layout = tensors[:4], [*tensors[4 : 4 + count_of(layout_text)]]
-    checks.check_operands(from_text(text), _operands(*inputs, layout, layout_text))
+    operation.check_operands(from_text(text), _operands(*inputs, layout, layout_text))
     return whole(*inputs, layout, layout_text, text, debug)
 
 
