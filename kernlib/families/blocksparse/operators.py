@@ -14,14 +14,14 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.blocksparse import checks, gradients
+from kernlib.families.blocksparse import checks, operation
 from kernlib.families.blocksparse.attention import operators as attention
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.contents.given import checked_mask
 from kernlib.families.blocksparse.contents.sizes import blocks_of, sizes_shape, tensor_shapes
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout, count_of
-from kernlib.families.blocksparse.product import PRODUCT, calls
+from kernlib.families.blocksparse.operation import PRODUCT, calls
 from kernlib.families.blocksparse.scaled import operators as scaled
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.families.blocksparse.softmax import operators as softmax
@@ -57,10 +57,10 @@ def recorded(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict, d
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
     layout, a, b = operands
-    made = gradients.parts(descriptor)
+    made = operation.parts(descriptor)
     bias = made.operands(parameters).get("bias")
     y = made.finish(multiply(made.product, layout, a, b, bias, debug), parameters)
-    return gradients.masked(descriptor, layout, y)
+    return operation.masked(descriptor, layout, y)
 
 
 def _execute(a, b, layout, layout_text: str, descriptor: str, given: dict, debug: bool):
@@ -115,9 +115,9 @@ def _backward(ctx, grad):
     descriptor = from_text(ctx.descriptor)
     layout = Layout.from_layout(ctx.layout_text, tensors)
     needs = ctx.needs_input_grad
-    to_bias = gradients.bias_gradient(descriptor, grad) if needs[5] else None
+    to_bias = operation.bias_gradient(descriptor, grad) if needs[5] else None
     given = {"grad": grad, "a": a, "b": b}
-    found = gradients.gradients(descriptor, layout, given, needs[:2], multiply)
+    found = operation.gradients(descriptor, layout, given, needs[:2], multiply)
     return *found, [None] * len(tensors), None, None, to_bias, None
 
 
