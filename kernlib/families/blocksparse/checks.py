@@ -16,7 +16,7 @@ from kernlib.runtime.tensors import check_dense, check_memory
 
 TYPES = (*KERNEL_TYPES, torch.float64)
 FLOAT8 = torch.float8_e4m3fn  # of scaled products
-LAYOUT_NAMES = tuple(f"layout.{name}" for name in NAMES)  # what errors call a layout's tensors
+LAYOUT_NAMES = tuple(map("layout.{}".format, NAMES))  # what errors call a layout's tensors
 # What errors call a and b: of S they are its values, as functions of one mode call them too.
 OPERANDS = {"sdd": ("a", "b"), "dsd": ("values", "b"), "dds": ("a", "values")}
 
