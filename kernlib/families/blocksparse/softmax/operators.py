@@ -13,13 +13,15 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
+from kernlib.families.blocksparse.checks import check_scale
 from kernlib.families.blocksparse.layout import Layout, count_of
-from kernlib.families.blocksparse.softmax import arguments, gradients, reference
+from kernlib.families.blocksparse.softmax import arguments, operation, reference
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
-from kernlib.families.blocksparse.softmax.gradients import Kept, Needs
-from kernlib.families.blocksparse.softmax.primitive import (
+from kernlib.families.blocksparse.softmax.operation import (
     GRADIENT,
     SOFTMAX,
+    Kept,
+    Needs,
     by_reference,
     calls,
     gradient_by_torch,
@@ -69,7 +71,7 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, grad):
     y, x, scale, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    asked = zip(needs[6:9], gradients.differentiable(from_text(ctx.descriptor)), strict=True)
+    asked = zip(needs[6:9], operation.differentiable(from_text(ctx.descriptor)), strict=True)
     wanted = Needs(needs[0], needs[3], *(need and may for need, may in asked))
     layout = Layout.from_layout(ctx.layout_text, tensors)
     kept = Kept(layout, y, x, ctx.factor if scale is None else scale, ctx.shapes)
@@ -77,7 +79,7 @@ def _backward(ctx, grad):
     def pair(*given) -> list:
         return gradient_pair(*given, ctx.debug)
 
-    to_x, to_scale, *to_dense = gradients.gradients(kept, grad, wanted, pair)
+    to_x, to_scale, *to_dense = operation.gradients(kept, grad, wanted, pair)
     return to_x, [None] * len(tensors), None, to_scale, None, None, *to_dense, None
 
 
@@ -238,7 +240,7 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, x, scale, *ten
     parameters = dict(zip(names.split(), tensors[count:], strict=True))
     parameters = arguments.autocast(operands, parameters)
     arguments.check_operands(descriptor, operands, parameters)
-    arguments.check_scale(scale, x, False)
+    check_scale(scale, "x", x, False)
     if takes_derivatives():  # where operators that take lists of tensors have no gradients
         return by_reference(descriptor, operands, None, scale, parameters)
     dense = [parameters.get(name) for name in arguments.NAMES]

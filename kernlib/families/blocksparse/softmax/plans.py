@@ -9,15 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.families.blocksparse.checks import Call
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.lowering.softmax import Gradient, Operand, Options, Softmax
-from kernlib.families.blocksparse.softmax.arguments import ANY_NUMBER, Call
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime.arguments import address_of, folded
 from kernlib.runtime.devices import allocator, arch_of
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
-from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_device
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.sequence import Steps, load_lowered
 
@@ -101,11 +100,11 @@ def plan(call: Call, descriptor, operands: tuple, out, scale, parameters: dict) 
     return _plan(x, tuple(parameters), copies, apart, launch)
 
 
-def gradient_plan(layout: Layout, grad: torch.Tensor, y: torch.Tensor) -> SoftmaxPlan:
+def gradient_plan(call: Call, layout: Layout, grad, y, scale, needs: tuple) -> SoftmaxPlan:
     """The plan of a gradient on CUDA tensors, its kernel loaded."""
     problem, copies = gradient_of(layout, grad, y)
     launch = None
-    if y.numel():
+    if call.count:
         launch = load_lowered(lowering.lower(problem), lowering.GRADIENT_OPERANDS, y.device)
     return _plan(y, (), copies, False, launch)
 
@@ -124,18 +123,6 @@ def read(plan: SoftmaxPlan, tensors: tuple) -> tuple:
         t if shape is None else t.expand(shape).contiguous()
         for t, shape in zip(tensors, plan.copies, strict=True)
     )
-
-
-def numbers_of(plan: SoftmaxPlan, scale) -> tuple[tuple, torch.Tensor | None]:
-    """The scale as a launch takes it, and a tensor to keep until then."""
-    number = host_value("scale", scale, 0)
-    if number is not None:
-        check_host("scale", number, ANY_NUMBER)
-        return (number, 0), None
-    if scale.device.type == "cpu":
-        check_tensor("scale", scale, ANY_NUMBER, dimensions=0)
-    tensor = on_device("scale", scale, plan.device, plan.sums)
-    return (0.0, tensor.data_ptr()), tensor
 
 
 # Tensors as kernels see them.
