@@ -13,10 +13,10 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.blocksparse.attention import arguments, gradients
+from kernlib.families.blocksparse.attention import arguments, reference
 from kernlib.families.blocksparse.attention.arguments import Options
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
-from kernlib.families.blocksparse.attention.primitive import (
+from kernlib.families.blocksparse.attention.operation import (
     ATTENTION,
     GRADIENT,
     by_reference,
@@ -112,7 +112,7 @@ def _backward(ctx, grad, grad_lse, _=None):
         return *none, None
     grad = torch.zeros_like(out) if grad is None else grad
     descriptor, _, _, captured = _request(*request)
-    known = gradients.differentiable(descriptor, captured)
+    known = arguments.differentiable(descriptor, captured)
     asked = zip(ctx.needs_input_grad[CAPTURED] or [], descriptor.names, strict=True)
     needs = *ctx.needs_input_grad[:3], *(need and name in known for need, name in asked)
     found = _gradients(request, (out, lse, rest), (grad, grad_lse), needs, ctx.debug)
@@ -168,7 +168,9 @@ def _gradient_recorded(grad, grad_lse, out, lse, *given):
     if not any(t is not None and t.requires_grad for t in tensors):
         return None
     grads = grad, grad_lse
-    found = gradients.by_torch(descriptor, operands, options, captured, grads, tuple(needs))
+    found = reference.recorded_gradient(
+        descriptor, operands, options, captured, grads, tuple(needs)
+    )
     return [t for t in found if t is not None]
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 
 from kernlib.families.blocksparse.checks import (
+    LAYOUT_NAMES,
     Call,
     check_dtype,
     check_layout,
@@ -17,7 +18,12 @@ from kernlib.families.blocksparse.checks import (
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime.arguments import autocast_device, check_broadcast, check_out
 from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.tensors import check_dense, check_memory
+from kernlib.runtime.tensors import (
+    check_dense,
+    check_memory,
+    refuse_any_overlap,
+    refuse_partial_overlap,
+)
 
 NAMES = ("rpe", "key_padding_mask", "attn_mask")
 
@@ -96,6 +102,16 @@ def _check_kind(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
         raise TypeError(f"{name} must be {kind}, got {value.dtype}")
     if value.device != x.device:
         raise ValueError(f"{name} must be on the device of x, {x.device}, got {value.device}")
+
+
+def refuse_overlap(operands: tuple, out, scale, parameters: dict) -> None:
+    """Raises ValueError for an ``out`` that shares memory with an argument, but x itself."""
+    if out is None or out.is_meta:
+        return
+    layout, x = operands
+    refuse_partial_overlap(out, x=x)
+    named = dict(zip(LAYOUT_NAMES, layout.tensors, strict=True))
+    refuse_any_overlap(out, scale=scale, **parameters, **named)
 
 
 def autocast(operands: tuple, parameters: dict) -> dict:

@@ -20,14 +20,13 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from kernlib.families.blocksparse.checks import LAYOUT_NAMES, Call, scale_of
+from kernlib.families.blocksparse.checks import Call
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.softmax import arguments, plans, reference
 from kernlib.families.blocksparse.softmax.arguments import NAMES
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
-from kernlib.families.blocksparse.softmax.plans import SoftmaxPlan
-from kernlib.runtime import devices, operation
+from kernlib.runtime import operation
 from kernlib.runtime.arguments import no_autocast, parameter_key, refuse_out_of_recorded
 from kernlib.runtime.autograd import is_watched
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
@@ -47,8 +46,6 @@ from kernlib.runtime.tensors import (
     is_lazy,
     is_wrapped,
     materialised,
-    refuse_any_overlap,
-    refuse_partial_overlap,
     signature,
     stand_ins,
 )
@@ -101,7 +98,7 @@ def _is_legacy(value) -> bool:
 
 
 def _reference(call, descriptor, operands: tuple, out, scale, parameters: dict) -> torch.Tensor:
-    _refuse_overlap(operands, out, scale, parameters)
+    arguments.refuse_overlap(operands, out, scale, parameters)
     return by_reference(descriptor, operands, out, scale, parameters)
 
 
@@ -111,38 +108,6 @@ def by_reference(descriptor, operands: tuple, out, scale, parameters: dict) -> t
     with no_autocast(x):
         y = reference.softmax(descriptor, layout, x, scale, parameters)
     return y if out is None else out.copy_(y)
-
-
-def _refuse_overlap(operands: tuple, out, scale, parameters: dict) -> None:
-    """Raises ValueError for an ``out`` that shares memory with an argument, but x itself."""
-    if out is None or out.is_meta:
-        return
-    layout, x = operands
-    refuse_partial_overlap(out, x=x)
-    named = dict(zip(LAYOUT_NAMES, layout.tensors, strict=True))
-    refuse_any_overlap(out, scale=scale, **parameters, **named)
-
-
-def _launch(plan: SoftmaxPlan, descriptor, operands: tuple, out, scale, parameters: dict):
-    if devices.current_device() != plan.index:
-        with torch.cuda.device(plan.index):
-            return _launch(plan, descriptor, operands, out, scale, parameters)
-    layout, x = operands
-    if out is not None:
-        _refuse_overlap(operands, out, scale, parameters)
-        if not out.is_inference():  # those have no version to count
-            torch.autograd.graph.increment_version(out)
-    target = plan.result() if out is None or plan.apart else out
-    if plan.launch is not None:
-        *numbers, factor = scale_of(scale, plan.device, plan.sums)
-        tensors = plans.read(plan, (x, *parameters.values()))
-        places = dict(zip(plan.names, [t.data_ptr() for t in tensors[1:]], strict=True))
-        _, row_ranks, _, _, cols, counts = layout.addresses
-        dense = [places.get(name, 0) for name in NAMES]
-        addresses = row_ranks, cols, counts, tensors[0].data_ptr(), target.data_ptr(), *dense
-        plan.launch.launch(addresses, numbers)
-        del tensors, factor  # the stream orders the reuse of their memory behind the launch
-    return out.copy_(target) if plan.apart else target
 
 
 def _tensors(descriptor, operands: tuple, out, scale, parameters: dict) -> tuple:
@@ -155,7 +120,7 @@ def _materialised(descriptor, operands: tuple, out, scale, parameters: dict) -> 
     values = scale, *parameters.values()
     if not is_lazy(x, *(t for t in values if isinstance(t, torch.Tensor))):
         return None
-    _refuse_overlap(operands, out, scale, parameters)
+    arguments.refuse_overlap(operands, out, scale, parameters)
     scale = materialised(scale) if isinstance(scale, torch.Tensor) else scale
     real = {name: materialised(value) for name, value in parameters.items()}
     return descriptor, (layout, materialised(x)), out, scale, real
@@ -169,7 +134,7 @@ SOFTMAX = Operation(
     way=_way,
     reference=_reference,
     plan=plans.plan,
-    launch=_launch,
+    launch=plans.launch,
     tensors=_tensors,
     materialised=_materialised,
     rehearsed=lambda plan, descriptor, operands, out, *rest: plan.result() if out is None else out,
@@ -207,21 +172,6 @@ def gradient_by_torch(layout: Layout, grad, y, scale, needs: tuple) -> list:
         ]
 
 
-def _gradient_launch(plan: SoftmaxPlan, layout: Layout, grad, y, scale, needs: tuple) -> list:
-    if devices.current_device() != plan.index:
-        with torch.cuda.device(plan.index):
-            return _gradient_launch(plan, layout, grad, y, scale, needs)
-    results = [plan.result() if need else None for need in needs]
-    if plan.launch is not None:
-        *numbers, factor = scale_of(scale, plan.device, plan.sums)
-        grad, y = plans.read(plan, (grad, y))
-        _, row_ranks, _, _, _, counts = layout.addresses
-        places = [0 if t is None else t.data_ptr() for t in results]
-        plan.launch.launch((row_ranks, counts, y.data_ptr(), grad.data_ptr(), *places), numbers)
-        del factor, grad, y
-    return results
-
-
 def _gradient_materialised(layout: Layout, grad, y, scale, needs: tuple) -> tuple | None:
     is_number = not isinstance(scale, torch.Tensor)
     if not is_lazy(grad, y, None if is_number else scale):
@@ -238,7 +188,7 @@ GRADIENT = Operation(
     way=_gradient_way,
     reference=lambda call, *request: gradient_by_torch(*request),
     plan=plans.gradient_plan,
-    launch=_gradient_launch,
+    launch=plans.launch_gradient,
     tensors=lambda layout, grad, y, scale, needs: (grad, y, *layout.tensors, scale),
     materialised=_gradient_materialised,
     rehearsed=lambda plan, *request: [plan.result() if need else None for need in request[-1]],
@@ -388,7 +338,7 @@ def run(
     if torch._C._is_any_autocast_enabled():
         arguments.check_kinds(descriptor, operands)
         if isinstance(out, torch.Tensor):  # which casts would hide
-            _refuse_overlap(operands, out, scale, parameters)
+            arguments.refuse_overlap(operands, out, scale, parameters)
         parameters = arguments.autocast(operands, parameters)
     if forward_ad._current_level >= 0 or (
         torch.is_grad_enabled()
