@@ -62,6 +62,16 @@ def planned_product(
     return Planned(product, calls, request, fused, recorded, repeated_product)
 
 
+def planned_operation(
+    operation: Operation, calls: Bound, request: tuple, recorded: bool
+) -> Planned:
+    """A request, as autocast would have it, of an operation whose plan is the same whether a
+    gradient is recorded or not."""
+    request = operation.materialised(*request) or request
+    repeated = partial(repeated_launch, operation.launch)
+    return Planned(operation, calls, request, request, recorded, repeated)
+
+
 def is_recorded(out, *values) -> bool:
     """Whether a gradient would be recorded. Raises RuntimeError for an ``out`` then."""
     recorded = torch.is_grad_enabled() and requires_gradient(values, out)

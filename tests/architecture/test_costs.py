@@ -91,7 +91,7 @@ print(json.dumps([name for name in sys.modules if name.startswith("kernlib.famil
     loaded = printed(program)
     home = "kernlib.families.blocksparse"
     assert f"{home}.attention.operation" in loaded
-    for name in ("softmax.operation", "scaled", "product", "plans", "operation"):
+    for name in ("softmax.operation", "scaled", "plans", "operation"):
         assert f"{home}.{name}" not in loaded
 
 

@@ -1,7 +1,6 @@
 """Products, softmax and attention of block-sparse matrices.
 
-In reading order ``layout`` with ``contents`` and ``builders``, ``descriptor``, ``checks``,
-``lowering``, ``reference``, ``plans``, ``product``, ``gradients``, ``operation``, ``functions``,
-``operators`` and ``ahead``; then the same of ``softmax`` and
-``attention``.
+In reading order ``layout`` with ``contents`` and ``builders``; then a call: ``functions``,
+``descriptor``, ``operation``, ``checks``, ``plans``, ``lowering``, ``reference`` and ``operators``;
+then the same of ``softmax``, ``attention`` and ``scaled``.
 """

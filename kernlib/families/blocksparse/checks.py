@@ -1,21 +1,35 @@
-"""Everything that can be wrong with a block-sparse product, said in the caller's words."""
+"""What can be wrong with a block-sparse product, said in the caller's words, and with what softmax
+and attention take as well: layouts, values and scales."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
-from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.layout import NAMES, Layout
+from kernlib.runtime import products
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
-from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.products import Call
+from kernlib.runtime.dtypes import FLOAT_TYPES as TYPES
+from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value, on_device
 from kernlib.runtime.tensors import broadcast_shapes, check_dense, check_memory
 
-TYPES = (*KERNEL_TYPES, torch.float64)
+FLOAT8 = torch.float8_e4m3fn  # of scaled products
+LAYOUT_NAMES = tuple(map("layout.{}".format, NAMES))  # what errors call a layout's tensors
 # What errors call a and b: of S they are its values, as functions of one mode call them too.
 OPERANDS = {"sdd": ("a", "b"), "dsd": ("values", "b"), "dds": ("a", "values")}
+ANY_NUMBER: frozenset[str] = frozenset()  # of the numbers, those that must be positive
+
+
+class Call(NamedTuple):
+    """A checked call of softmax or attention, whose result has so many elements."""
+
+    count: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 def check_kinds(descriptor: BlockSparseMatmul, operands: tuple) -> None:
@@ -40,7 +54,9 @@ def check_layout(layout) -> None:
         )
 
 
-def check_call(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) -> Call:
+def check_call(
+    descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict
+) -> products.Call:
     """Check everything that a signature decides. Raises ValueError and TypeError."""
     check_kinds(descriptor, operands)
     a = operands[1]
@@ -51,7 +67,7 @@ def check_call(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: 
         check_dense((), out=out)
         check_out(out, a, shape)
         check_memory(out)
-    return Call(math.prod(shape), shape, a.dtype, a.device)
+    return products.Call(math.prod(shape), shape, a.dtype, a.device)
 
 
 def features_of(descriptor: BlockSparseMatmul, shape: tuple[int, ...]) -> int:
@@ -69,12 +85,7 @@ def check_operands(descriptor: BlockSparseMatmul, operands: tuple) -> tuple[int,
 
 def shape_of(descriptor: BlockSparseMatmul, layout: Layout, a, b) -> tuple[int, ...]:
     """:func:`check_operands` of two tensors of one dtype and device."""
-    first, _ = OPERANDS[descriptor.mode]
-    if layout.device != a.device:
-        raise ValueError(
-            f"layout must be on the device of {first}, {a.device}, got {layout.device}; "
-            "layout.to(device) makes a copy there"
-        )
+    check_place(layout, OPERANDS[descriptor.mode][0], a)
     rows, cols = layout.shape
     if descriptor.mode == "sdd":
         return _check_sdd(descriptor, layout, a, b)
@@ -171,3 +182,55 @@ def _broadcast(*named: tuple[str, tuple]) -> tuple[int, ...]:
             "dimensions in front of blocks, heads and matrices must broadcast, got those of "
             f"{shown}"
         ) from None
+
+
+# What softmax and attention take as well.
+
+
+def check_place(layout: Layout, name: str, t: torch.Tensor) -> None:
+    """A layout is on the device of a tensor. Raises ValueError."""
+    if layout.device != t.device:
+        raise ValueError(
+            f"layout must be on the device of {name}, {t.device}, got {layout.device}; "
+            "layout.to(device) makes a copy there"
+        )
+
+
+def check_dtype(name: str, t: torch.Tensor) -> None:
+    """A tensor has a dtype that is computed. Raises TypeError."""
+    if t.dtype not in TYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+        raise TypeError(f"{name} must be one of {known}, got {t.dtype}")
+
+
+def check_scale(scale, name: str, t: torch.Tensor, look: bool) -> None:
+    """A scale is a real number, or a real tensor of shape () in host memory or on the device of
+    ``t``, which errors call ``name``; ``look`` at values in host memory. Raises ValueError and
+    TypeError."""
+    if isinstance(scale, (torch.SymInt, torch.SymFloat)):
+        return
+    number = host_value("scale", scale, 0)
+    if number is not None:
+        check_host("scale", number, ANY_NUMBER)
+        return
+    if look and not torch._C._functorch.is_functorch_wrapped_tensor(scale):
+        check_tensor("scale", scale, ANY_NUMBER, dimensions=0)
+    else:
+        check_kind("scale", scale, 0)
+    if scale.device != t.device and scale.device.type != "cpu":
+        raise ValueError(f"scale is on {scale.device}, {name} on {t.device}: move it there")
+
+
+def scale_of(
+    scale, device: torch.device, dtype: torch.dtype
+) -> tuple[float, int, torch.Tensor | None]:
+    """A scale as a launch takes it, a number and an address of which one counts, and a tensor to
+    hold until the launch. Raises ValueError, TypeError and CaptureError."""
+    number = host_value("scale", scale, 0)
+    if number is not None:
+        check_host("scale", number, ANY_NUMBER)
+        return number, 0, None
+    if scale.device.type == "cpu":
+        check_tensor("scale", scale, ANY_NUMBER, dimensions=0)
+    tensor = on_device("scale", scale, device, dtype)
+    return 0.0, tensor.data_ptr(), tensor

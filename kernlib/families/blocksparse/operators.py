@@ -12,7 +12,7 @@ import torch
 from torch._C._functorch import is_legacy_batchedtensor
 
 from kernlib.descriptors.text import from_text
-from kernlib.families.blocksparse import checks, gradients
+from kernlib.families.blocksparse import checks, operation
 from kernlib.families.blocksparse.attention import operators as attention
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.contents.given import checked_mask
@@ -20,7 +20,7 @@ from kernlib.families.blocksparse.contents.sizes import blocks_of, sizes_shape, 
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.kinds import LAYOUT
 from kernlib.families.blocksparse.layout import Layout, count_of
-from kernlib.families.blocksparse.product import PRODUCT, calls
+from kernlib.families.blocksparse.operation import PRODUCT, calls
 from kernlib.families.blocksparse.scaled import operators as scaled
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.families.blocksparse.softmax import operators as softmax
@@ -52,10 +52,10 @@ def recorded(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict, d
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
     layout, a, b = operands
-    made = gradients.parts(descriptor)
+    made = operation.parts(descriptor)
     bias = made.operands(parameters).get("bias")
     y = made.finish(multiply(made.product, layout, a, b, bias, debug), parameters)
-    return gradients.masked(descriptor, layout, y)
+    return operation.masked(descriptor, layout, y)
 
 
 def _compute(a, b, layout, descriptor, parameters: dict, debug: bool) -> torch.Tensor:
@@ -89,10 +89,10 @@ def _fake_product(a, b, layout, descriptor, bias, debug: bool) -> torch.Tensor:
 def _backward(saved, grad) -> dict:
     descriptor, needs = saved.descriptor, saved.needs
     tensors = {"grad": grad, "a": saved.a, "b": saved.b}
-    to_a, to_b = gradients.gradients(
+    to_a, to_b = operation.gradients(
         descriptor, saved.layout, tensors, (needs.a, needs.b), multiply
     )
-    to_bias = gradients.bias_gradient(descriptor, grad) if needs.bias else None
+    to_bias = operation.bias_gradient(descriptor, grad) if needs.bias else None
     return {"a": to_a, "b": to_b, "bias": to_bias}
 
 

@@ -11,9 +11,9 @@ import torch
 from kernlib.canonical import encode
 from kernlib.families.blocksparse import reference
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
-from kernlib.families.blocksparse.layout import NAMES, Layout
+from kernlib.families.blocksparse.layout import NAMES
 from kernlib.families.blocksparse.lowering import choose
-from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
+from kernlib.families.blocksparse.lowering.problem import Dense, Sdd, Spmm, Values
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import tuned
 from kernlib.runtime.arguments import address_of, folded
@@ -38,17 +38,14 @@ class Read(NamedTuple):
 
 
 def plan(call: Call, descriptor: BlockSparseMatmul, operands, out, parameters) -> ProductPlan:
-    """The plan of a checked call on CUDA tensors, its kernels loaded."""
-    device = operands[1].get_device()
+    """The plan of a checked call on CUDA tensors, its kernels loaded; by torch where there is
+    nothing to sum."""
+    layout, a, b = operands
+    device = a.get_device()
     arch_of(device)  # one too old is refused for an empty result as well
     problem, read = problem_of(call, descriptor, operands, out, parameters)
-    lowered = lower(descriptor, problem, device) if is_for_kernels(call, problem) else None
-    return loaded_plan(call, (descriptor, operands, out, parameters), lowered, read)
-
-
-def loaded_plan(call: Call, request: tuple, lowered: Lowered | None, read: Read) -> ProductPlan:
-    """The plan of a call by given kernels, which it loads; None where there is nothing to sum."""
-    descriptor, (layout, a, b), _, _ = request
+    lowered = _lower(descriptor, problem, device) if _is_for_kernels(call, problem) else None
+    request = descriptor, operands, out, parameters
     names = (*NAMES, *OPERANDS[descriptor.mode])
     copies, beside = read.copies[:2], read.copies[2:]
     place = partial(_place, copies) if any(copies) else _place_as_given
@@ -57,23 +54,19 @@ def loaded_plan(call: Call, request: tuple, lowered: Lowered | None, read: Read)
     return make_plan(tensors, call, request, place, names, lowered, read.apart, compute, beside)
 
 
-def is_for_kernels(call: Call, problem: Problem) -> bool:
+def _is_for_kernels(call: Call, problem: Problem) -> bool:
     """Whether there is a result, and something that it is a sum of."""
     blocks = problem.blocks
     depth = problem.depth if isinstance(problem, Sdd) else blocks.capacity
     return bool(call.batch and depth and blocks.grid_rows and blocks.grid_cols)
 
 
-def signature(problem: Problem) -> bytes:
-    """What calls share that the same kernels are fastest for."""
-    return encode((FAMILY, problem))
-
-
-def lower(descriptor: BlockSparseMatmul, problem: Problem, device: int) -> Lowered:
+def _lower(descriptor: BlockSparseMatmul, problem: Problem, device: int) -> Lowered:
     """The kernels of a problem on a device: the tuned ones, else by rule."""
     arch, epilogue = arch_of(device), descriptor.epilogue
     candidates = partial(choose.candidates, problem, arch)
-    choice = tuned.choice(FAMILY, model(device), signature(problem), candidates)
+    # The bytes are what calls share that the same kernels are fastest for.
+    choice = tuned.choice(FAMILY, model(device), encode((FAMILY, problem)), candidates)
     return lower_on(lambda count: choose.lower(epilogue, problem, arch, count, choice), device)
 
 
@@ -88,13 +81,8 @@ def problem_of(
     call: Call, descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict
 ) -> tuple[Problem, Read]:
     """The problem of a checked call, and how its tensors are read."""
-    made = _sdd if descriptor.mode == "sdd" else _spmm
-    return made(call, descriptor, operands, out, parameters)
-
-
-def blocks_of(layout: Layout) -> Blocks:
-    """What of a layout does not change."""
-    return Blocks(*layout.block, *layout.grid, layout.heads or 1, layout.capacity)
+    problem = _sdd if descriptor.mode == "sdd" else _spmm
+    return problem(call, descriptor, operands, out, parameters)
 
 
 def _place_as_given(operands: tuple) -> tuple[list[int], None]:
@@ -149,7 +137,7 @@ def _spmm(call: Call, descriptor, operands: tuple, out, parameters) -> tuple[Spm
     problem = Spmm(
         dtype=DTYPE_NAMES[call.dtype],
         precision=kernel_precision(descriptor.precision, call.dtype),
-        blocks=blocks_of(layout),
+        blocks=layout.sizes,
         batch=math.prod(whole.lead),
         columns=math.prod(whole.outer) * call.out_shape[-1 if is_dsd else -2],
         transposed=descriptor.transposed if is_dsd else not descriptor.transposed,
@@ -179,7 +167,7 @@ def _sdd(call: Call, descriptor, operands: tuple, out, parameters) -> tuple[Sdd,
     problem = Sdd(
         dtype=DTYPE_NAMES[call.dtype],
         precision=kernel_precision(descriptor.precision, call.dtype),
-        blocks=blocks_of(layout),
+        blocks=layout.sizes,
         batch=math.prod(lead),
         depth=a.shape[-2 if descriptor.transpose_a else -1],
         a=left,

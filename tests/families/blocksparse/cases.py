@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kernlib.families.blocksparse import plans, product, reference
+from kernlib.families.blocksparse import operation, plans, reference
 from kernlib.families.blocksparse.functions import dds, dsd, sdd
 from kernlib.families.blocksparse.layout import NAMES, Layout
 from kernlib.families.blocksparse.lowering import choose
@@ -307,6 +307,6 @@ def install(monkeypatch) -> fakes.Gpus:
     monkeypatch.setattr(devices, "raw_empty", None)
     for module in (reference, autograd):
         monkeypatch.setattr(module, "expressions", Expressions())
-    for module in (product, products, plans, devices):
+    for module in (operation, products, plans, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made

@@ -12,7 +12,7 @@ from kernlib.families.blocksparse import checks, plans
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering.problem import Dense
-from kernlib.families.blocksparse.product import calls
+from kernlib.families.blocksparse.operation import calls
 from tests.architecture import golden_cases
 from tests.families.blocksparse.cases import (
     LAYOUTS,

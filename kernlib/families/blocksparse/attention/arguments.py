@@ -9,34 +9,43 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.base import check_flag, shown, whole
+from kernlib.families.blocksparse import checks
 from kernlib.families.blocksparse.attention.descriptor import (
     AXES,
     BY_DIMENSIONS,
     BlockSparseAttention,
 )
 from kernlib.families.blocksparse.attention.dropout import ALL, LEVELS
-from kernlib.families.blocksparse.checks import check_layout
+from kernlib.families.blocksparse.checks import (
+    LAYOUT_NAMES,
+    TYPES,
+    Call,
+    check_dtype,
+    check_layout,
+    check_place,
+)
 from kernlib.families.blocksparse.contents.sizes import is_int
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.runtime.arguments import autocast_device, check_out
 from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value
+from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
     is_wrapped,
+    materialised,
+    refuse_any_overlap,
     refuse_gradients,
 )
 
-TYPES = (*KERNEL_TYPES, torch.float64)
 LENGTH_TYPES = (torch.int32, torch.int64)
 CAPTURED_TYPES = (*TYPES, *LENGTH_TYPES, torch.bool)
 NAMES = ("q", "k", "v")
+TENSORS = ("scale", "q_lengths", "kv_lengths", "seed")  # options that may be tensors
 NUMBERS = ("scale", "window", "q_lengths", "kv_lengths", "dropout_p", "seed", "return_lse")
 OPEN = 2**30  # of a window without an end on one side, more than there are rows or columns
 MOST_SEED = 2**53  # which a float64 holds, as launches take numbers
-ANY_NUMBER: frozenset[str] = frozenset()  # of the numbers, those that must be positive
 
 
 class Options(NamedTuple):
@@ -52,7 +61,7 @@ class Options(NamedTuple):
 
     @property
     def tensors(self) -> tuple:
-        """Those that may be tensors."""
+        """Those of ``TENSORS``."""
         return self.scale, self.q_lengths, self.kv_lengths, self.seed
 
     @property
@@ -65,14 +74,12 @@ class Options(NamedTuple):
             or isinstance(self.seed, torch.Tensor)
         )
 
-
-class Call(NamedTuple):
-    """A checked call, whose result has so many elements."""
-
-    count: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+    def materialised(self) -> Options:
+        """With tensors that a kernel may read."""
+        tensors = zip(TENSORS, self.tensors, strict=True)
+        return self._replace(
+            **{name: materialised(t) for name, t in tensors if isinstance(t, torch.Tensor)}
+        )
 
 
 class Sizes(NamedTuple):
@@ -276,9 +283,7 @@ def check_call(descriptor, operands: tuple, out, options: Options, captured: dic
 def check_operands(descriptor, operands: tuple, options: Options, captured: dict) -> Sizes:
     """Shapes, dtypes and devices. Raises ValueError and TypeError; sizes may be symbols."""
     layout, q, k, v = operands
-    if q.dtype not in TYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-        raise TypeError(f"q must be one of {known}, got {q.dtype}")
+    check_dtype("q", q)
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise TypeError(f"{name} must be {q.dtype} as q is, got {t.dtype}")
@@ -310,11 +315,7 @@ def check_operands(descriptor, operands: tuple, options: Options, captured: dict
 
 def _check_layout(layout: Layout, q: torch.Tensor, sizes: Sizes) -> None:
     """Raises ValueError."""
-    if layout.device != q.device:
-        raise ValueError(
-            f"layout must be on the device of q, {q.device}, got {layout.device}; "
-            "layout.to(device) makes a copy there"
-        )
+    check_place(layout, "q", q)
     rows, cols = layout.block
     grid = ceil_div(sizes.queries, rows), ceil_div(sizes.keys, cols)
     if layout.grid != grid:
@@ -420,24 +421,30 @@ def dtypes_of(descriptor: BlockSparseAttention, captured: dict) -> tuple[str, ..
     return tuple(str(captured[n].dtype).removeprefix("torch.") for n in descriptor.names)
 
 
+def differentiable(descriptor, captured: dict) -> tuple[str, ...]:
+    """The captured tensors that have gradients."""
+    return descriptor.expression.differentiable(dtypes_of(descriptor, captured))
+
+
 def check_scale(scale, q: torch.Tensor, look: bool) -> None:
-    """A real number, or a real tensor of shape () in host memory or on q's device that has no
-    gradient; ``look`` at values in host memory. Raises ValueError, TypeError and RuntimeError."""
-    if isinstance(scale, (torch.SymInt, torch.SymFloat)):
+    """A number, or a tensor without a gradient; ``look`` at values in host memory. Raises
+    ValueError, TypeError and RuntimeError."""
+    checks.check_scale(scale, "q", q, look)
+    if isinstance(scale, torch.Tensor):
+        refuse_gradients(
+            "attention (but of a captured tensor, as score='v * gain' has it)", scale=scale
+        )
+
+
+def refuse_overlap(operands: tuple, out, options: Options, captured: dict) -> None:
+    """Raises ValueError for an ``out`` that shares memory with an argument."""
+    if out is None or out.is_meta:
         return
-    number = host_value("scale", scale, 0)
-    if number is not None:
-        check_host("scale", number, ANY_NUMBER)
-        return
-    if look and not torch._C._functorch.is_functorch_wrapped_tensor(scale):
-        check_tensor("scale", scale, ANY_NUMBER, dimensions=0)
-    else:
-        check_kind("scale", scale, 0)
-    if scale.device != q.device and scale.device.type != "cpu":
-        raise ValueError(f"scale is on {scale.device}, q on {q.device}: move it there")
-    refuse_gradients(
-        "attention (but of a captured tensor, as score='v * gain' has it)", scale=scale
-    )
+    layout, *tensors = operands
+    named = dict(zip(NAMES, tensors, strict=True))
+    others = dict(zip(TENSORS, options.tensors, strict=True))
+    listed = dict(zip(LAYOUT_NAMES, layout.tensors, strict=True))
+    refuse_any_overlap(out, **named, **others, **captured, **listed)
 
 
 def autocast(operands: tuple) -> tuple:

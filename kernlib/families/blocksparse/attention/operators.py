@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 
 from kernlib.descriptors.text import from_text
-from kernlib.families.blocksparse.attention import arguments, gradients
+from kernlib.families.blocksparse.attention import arguments, reference
 from kernlib.families.blocksparse.attention.arguments import Options
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
-from kernlib.families.blocksparse.attention.primitive import (
+from kernlib.families.blocksparse.attention.operation import (
     ATTENTION,
     GRADIENT,
     by_reference,
@@ -77,7 +77,7 @@ def _backward(saved, grad, grad_lse, *_) -> dict:
     out, lse, *rest = saved.outputs
     grad = torch.zeros_like(out) if grad is None else grad
     descriptor, captured, needs = saved.descriptor, saved.captured, saved.needs
-    differentiable = gradients.differentiable(descriptor, _named(descriptor, captured))
+    differentiable = arguments.differentiable(descriptor, _named(descriptor, captured))
     asked = zip(needs.captured or (), descriptor.names, strict=True)
     asked = needs.q, needs.k, needs.v, *(need and name in differentiable for need, name in asked)
     request = saved.q, saved.k, saved.v, saved.layout, descriptor, saved.options, captured
@@ -130,7 +130,9 @@ def _gradient_recorded(
         return None
     operands, captured = (layout, q, k, v), _named(descriptor, captured)
     grads = grad, grad_lse
-    answers = gradients.by_torch(descriptor, operands, options, captured, grads, tuple(needs))
+    answers = reference.recorded_gradient(
+        descriptor, operands, options, captured, grads, tuple(needs)
+    )
     return [t for t in answers if t is not None]
 
 

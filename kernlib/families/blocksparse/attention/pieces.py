@@ -14,6 +14,7 @@ from torch._C import _is_tracing
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.families.blocksparse.attention.arguments import Sizes
+from kernlib.families.blocksparse.attention.descriptor import AXES
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.tensors import stand_ins
 
@@ -58,7 +59,7 @@ class Piece(NamedTuple):
 def arranged(t: torch.Tensor, axes: tuple[str, ...], sizes: Sizes) -> torch.Tensor:
     """A captured tensor with the dimensions of pieces, a view where it can be."""
     places = {axis: place for place, axis in enumerate(axes)}
-    order = [places[axis] for axis in ("batch", "head", "row", "col") if axis in places]
+    order = [places[axis] for axis in AXES if axis in places]
     shape = [t.shape[places[axis]] if axis in places else 1 for axis in ("batch", "row", "col")]
     heads = t.shape[places["head"]] if "head" in places else 1
     pair = (1, 1) if heads == 1 else (sizes.kv_heads, sizes.group)
@@ -69,12 +70,18 @@ def restored(t: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
     """A tensor with the dimensions of pieces as a captured one of these axes."""
     batch, kv_heads, group, rows, cols = t.shape
     whole = t.reshape(batch, kv_heads * group, rows, cols)
-    known = ("batch", "head", "row", "col")
-    for place in reversed(range(len(known))):
-        if known[place] not in axes:
+    for place in reversed(range(len(AXES))):
+        if AXES[place] not in axes:
             whole = whole.squeeze(place)
-    left = [axis for axis in known if axis in axes]
+    left = [axis for axis in AXES if axis in axes]
     return whole.permute([left.index(axis) for axis in axes])
+
+
+def summed(part: torch.Tensor, axes: tuple[str, ...], like: torch.Tensor) -> torch.Tensor:
+    """The gradient by a captured tensor of what kernels left of each batch and head."""
+    sizes = [like.shape[axes.index(axis)] if axis in axes else 1 for axis in AXES]
+    whole = part.sum_to_size(sizes)
+    return restored(whole[:, :, None], axes).reshape(like.shape).to(like.dtype)
 
 
 def stored(layout: Layout, sizes: Sizes) -> torch.Tensor:

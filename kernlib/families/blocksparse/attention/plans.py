@@ -15,14 +15,15 @@ from kernlib import events
 from kernlib.canonical import encode
 from kernlib.descriptors.score.bounds import Window, structure
 from kernlib.families.blocksparse.attention.arguments import (
-    ANY_NUMBER,
     Options,
     Sizes,
     check_lengths,
     dtypes_of,
+    refuse_overlap,
     sizes_of,
 )
 from kernlib.families.blocksparse.attention.descriptor import AXES, BlockSparseAttention
+from kernlib.families.blocksparse.checks import scale_of
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering.attention import choose
 from kernlib.families.blocksparse.lowering.attention.problem import (
@@ -36,11 +37,10 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
 from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED, pointers
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime import tuned
+from kernlib.runtime import devices, tuned
 from kernlib.runtime.arguments import address_of
 from kernlib.runtime.devices import allocator, arch_of, lower_on, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
-from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_device
 from kernlib.runtime.sequence import launcher, load_steps
 
 # Operands in the order of parameter blocks, before those of a score; 0 for what is not there.
@@ -104,15 +104,15 @@ class GradientPlan(NamedTuple):
     launch: Callable[..., None] | None
 
 
-def padded(features: int) -> int:
+def _padded(features: int) -> int:
     """The features that a kernel has in place of so many."""
     return max(LEAST, ceil_div(features, STEP) * STEP)
 
 
 def takes(descriptor, operands: tuple, options: Options, captured: dict) -> bool:
     """Whether kernels compute a checked call of CUDA tensors."""
-    found = problem_of(descriptor, operands, None, options, captured)
-    return found is not None and choose.takes(found[0], arch_of(operands[1].get_device()))
+    described = problem_of(descriptor, operands, None, options, captured)
+    return described is not None and choose.takes(described[0], arch_of(operands[1].get_device()))
 
 
 def problem_of(
@@ -130,7 +130,7 @@ def problem_of(
         or not (sizes.keys and sizes.values)
     ):
         return None  # of no keys, or no values, there is an lse to write all the same
-    features, values = padded(sizes.features), padded(sizes.values)
+    features, values = _padded(sizes.features), _padded(sizes.values)
     seen = [_seen(t, width) for t, width in ((q, features), (k, features), (v, values))]
     shape = (*sizes.out[:3], values)
     written = _new(shape)
@@ -140,6 +140,7 @@ def problem_of(
         apart = read.is_copied
         written = written if apart else given
     heads = _layout_strides(layout, sizes)
+    views = tuple([_captured(descriptor, name, captured[name]) for name in descriptor.names])
     problem = Attention(
         dtype=DTYPE_NAMES[q.dtype],
         blocks=layout.sizes,
@@ -156,8 +157,8 @@ def problem_of(
         k=seen[1][0],
         v=seen[2][0],
         out=written,
-        score=score_of(descriptor, dtypes, (), packed(descriptor, captured)),
-        captured=tuple(_captured(descriptor, name, captured[name]) for name in descriptor.names),
+        score=score_of(descriptor, dtypes, (), _packed(descriptor, views)),
+        captured=views,
     )
     return problem, tuple(read for _, read in seen), apart
 
@@ -203,19 +204,19 @@ def gradient_of(
     arrived, read_grad = _seen(grad, attention.values)
     _, q, k, v = operands
     widths = attention.features, attention.features, attention.values
-    made = [_new((*t.shape[:3], width)) for t, width in zip((q, k, v), widths, strict=True)]
-    wanted = [name for name, need in zip(descriptor.names, needs[3:], strict=True) if need]
-    collected = tuple(_collected(descriptor, name, captured[name], sizes) for name in wanted)
-    dtypes, side_by_side = dtypes_of(descriptor, captured), packed(descriptor, captured)
-    score = score_of(descriptor, dtypes, ("v", *wanted), side_by_side)
+    new = [_new((*t.shape[:3], width)) for t, width in zip((q, k, v), widths, strict=True)]
+    names = [name for name, need in zip(descriptor.names, needs[3:], strict=True) if need]
+    collected = tuple(_collected(descriptor, name, captured[name], sizes) for name in names)
+    packed = _packed(descriptor, attention.captured)
+    score = score_of(descriptor, dtypes_of(descriptor, captured), ("v", *names), packed)
     attention = attention._replace(out=result, score=score)
     rest = tuple(needs[:3]), grad_lse is not None, collected
-    problem = AttentionGradient(attention, arrived, *made, *rest)
+    problem = AttentionGradient(attention, arrived, *new, *rest)
     return problem, (*reads, read_out, read_grad)
 
 
 def _collected(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> Collected:
-    batch, heads, rows, cols = shape = collected_shape(descriptor, name, t, sizes)
+    batch, heads, rows, cols = shape = _collected_shape(descriptor, name, t, sizes)
     of_batch, of_head, of_row = _new(shape)[:3]
     axes = "pair" if rows > 1 and cols > 1 else "col" if cols > 1 else "row"
     if axes == "pair":  # which is added up over what it does not have
@@ -224,7 +225,7 @@ def _collected(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> Collecte
     return Collected(descriptor.names.index(name), axes, view)
 
 
-def collected_shape(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
+def _collected_shape(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
     """Of what kernels leave of the gradient by a captured tensor: of one with rows and columns its
     own, else of each batch and head, and of each row unless it has columns alone."""
     axes = dict(descriptor.captured)[name]
@@ -234,16 +235,12 @@ def collected_shape(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> tup
     return sizes.batch, sizes.heads, 1 if cols > 1 else sizes.queries, cols
 
 
-def signature(problem: Attention) -> bytes:
-    """What calls share that the same kernels are fastest for."""
-    return encode((FAMILY, problem))
-
-
-def lower(problem: Attention, device: int) -> Lowered:
+def _lower(problem: Attention, device: int) -> Lowered:
     """The kernels of a problem on a device: the tuned ones, else by rule."""
     arch = arch_of(device)
     candidates = partial(choose.candidates, problem, arch)
-    choice = tuned.choice(FAMILY, model(device), signature(problem), candidates)
+    # The bytes are what calls share that the same kernels are fastest for.
+    choice = tuned.choice(FAMILY, model(device), encode((FAMILY, problem)), candidates)
     return lower_on(lambda count: choose.lower(problem, arch, count, choice), device)
 
 
@@ -254,7 +251,7 @@ def plan(call, descriptor, operands: tuple, out, options: Options, captured: dic
     problem, reads, apart = problem_of(descriptor, operands, out, options, captured)
     launch = None
     if call.count:
-        lowered = lower(problem, index)
+        lowered = _lower(problem, index)
         launch = _loaded(lowered, (*OPERANDS, *pointers(problem.score)), q)
     result = allocator((*sizes.out[:3], problem.values), q.dtype, q.device)
     lse = allocator(sizes.out[:3], torch.float32, q.device)
@@ -266,13 +263,15 @@ def plan(call, descriptor, operands: tuple, out, options: Options, captured: dic
     )
 
 
-def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tuple, needs: tuple):
+def gradient_plan(
+    call, descriptor, operands: tuple, saved: tuple, options, captured: dict, grads, needs
+) -> GradientPlan:
     """The plan of a gradient on CUDA tensors, its kernels loaded."""
-    q, sizes = operands[1], sizes_of(operands)
+    q, sizes, out = operands[1], sizes_of(operands), saved[0]
     index = q.get_device()
     problem, reads = gradient_of(descriptor, operands, out, options, captured, grads, needs)
     launch = None
-    if out.numel():
+    if call.count:
         arch = arch_of(index)
         lowered = lower_on(lambda count: choose.lower_gradient(problem, arch, count), index)
         places = [f"collected{place}" for place in range(len(problem.collected))]
@@ -286,7 +285,7 @@ def gradient_plan(descriptor, operands, out, options, captured: dict, grads: tup
     )
     names = descriptor.names
     collected = tuple(
-        (each.index, _zeros(collected_shape(descriptor, name, captured[name], sizes), q.device))
+        (each.index, _zeros(_collected_shape(descriptor, name, captured[name], sizes), q.device))
         for each in problem.collected
         for name in (names[each.index],)
     )
@@ -306,51 +305,6 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Allocator:
     return lambda: torch.zeros(shape, dtype=torch.float32, device=device)
 
 
-# The numbers and tensors of a launch.
-
-
-def numbers_of(plan, options: Options) -> tuple[list, list]:
-    """Values and addresses of a launch's scalars, and tensors to keep until then."""
-    kept: list[torch.Tensor] = []
-    scale = options.scale if type(options.scale) is float else host_value("scale", options.scale, 0)
-    numbers = [scale, 0, 0, 0, 0, 0, options.dropout_p, 0, options.seed, 0]
-    if scale is not None:
-        if scale != scale:
-            check_host("scale", scale, ANY_NUMBER)  # which refuses it
-    else:
-        numbers[0] = 0.0
-        if options.scale.device.type == "cpu":
-            check_tensor("scale", options.scale, ANY_NUMBER, dimensions=0)
-        kept.append(on_device("scale", options.scale, plan.device, torch.float32))
-        numbers[1] = kept[-1].data_ptr()
-    left, right = options.window
-    mask = plan.window
-    numbers[2] = left if mask.left is None else min(left, mask.left)
-    numbers[4] = right if mask.right is None else min(right, mask.right)
-    if isinstance(options.seed, torch.Tensor):
-        kept.append(options.seed)
-        numbers[8:] = 0, options.seed.data_ptr()
-    return numbers, kept
-
-
-def behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Tensor]:
-    """The tensors whose addresses lie behind a kernel's own: lengths, captured ones."""
-    found: list[torch.Tensor] = []
-    if not (descriptor.lengths or captured):
-        return found
-    if descriptor.lengths:
-        if events.watched:
-            check_lengths(options, plan.sizes)
-        given = options.q_lengths, options.kv_lengths
-        ends = plan.sizes.queries, plan.sizes.keys
-        for lengths, other, end in zip(given, given[::-1], ends, strict=True):
-            whole = other.new_full(other.shape, end) if lengths is None else lengths
-            if whole.dtype is torch.int64:
-                whole = whole.clamp(0, end)  # 2**31 would become a number below 0
-            found.append(whole.to(torch.int32).contiguous())
-    return [*found, *(captured[name] for name in descriptor.names)]
-
-
 # Tensors as kernels see them.
 
 
@@ -368,17 +322,16 @@ def _new(shape: tuple[int, ...]) -> Operand:
     return Operand(*(math.prod(shape[index:]) for index in (1, 2, 3)))
 
 
-def packed(descriptor: BlockSparseAttention, captured: dict) -> tuple[str, ...]:
+def _packed(descriptor: BlockSparseAttention, views: tuple[View, ...]) -> list[str]:
     """The captured tensors whose columns lie side by side."""
-    views = [(name, _captured(descriptor, name, captured[name])) for name in descriptor.names]
-    return tuple(name for name, view in views if view.col == 1)
+    return [name for name, view in zip(descriptor.names, views, strict=True) if view.col == 1]
 
 
 def _captured(descriptor: BlockSparseAttention, name: str, t: torch.Tensor) -> View:
     """Strides along the axes that it has."""
     axes = dict(descriptor.captured)[name]
-    found = dict(zip(axes, zip(t.shape, t.stride(), strict=True), strict=True))
-    steps = [found.get(axis, (1, 0)) for axis in AXES]
+    known = dict(zip(axes, zip(t.shape, t.stride(), strict=True), strict=True))
+    steps = [known.get(axis, (1, 0)) for axis in AXES]
     return View(*(stride if size > 1 else 0 for size, stride in steps))
 
 
@@ -387,3 +340,115 @@ def _layout_strides(layout: Layout, sizes: Sizes) -> tuple[int, int]:
     if layout.heads is None:
         return 0, 0
     return (0 if layout.heads == sizes.heads else sizes.heads), 1
+
+
+# The launch.
+
+
+def launch(plan: AttentionPlan, descriptor, operands: tuple, out, options: Options, captured):
+    """The result of a call by its plan."""
+    if devices.current_device() != plan.index:
+        with torch.cuda.device(plan.index):
+            return launch(plan, descriptor, operands, out, options, captured)
+    layout, q, k, v = operands
+    if out is not None:
+        refuse_overlap(operands, out, options, captured)
+        if not out.is_inference():  # those have no version to count
+            torch.autograd.graph.increment_version(out)
+    target = plan.result() if out is None or plan.apart else out
+    lse = plan.lse() if options.lse else None
+    rest = plan.lse() if options.lse and plan.has_rest else None
+    if plan.launch is not None:
+        numbers, scale = _numbers(plan, options)
+        if plan.reads:
+            q, k, v = (read.of(t) for read, t in zip(plan.reads, (q, k, v), strict=True))
+        addresses = [
+            layout.addresses[0], q.data_ptr(), k.data_ptr(), v.data_ptr(), target.data_ptr(),
+            0 if lse is None else lse.data_ptr(), 0 if rest is None else rest.data_ptr(),
+        ]  # fmt: skip
+        behind = ()
+        if descriptor.lengths or captured:
+            behind = _behind(plan, descriptor, options, captured)
+            for t in behind:
+                addresses.append(t.data_ptr())
+        plan.launch(addresses, numbers)
+        del q, k, v, scale, behind  # the stream orders the reuse of their memory behind the launch
+    if plan.apart:
+        whole = target[..., : plan.sizes.values]
+        target = whole.contiguous() if out is None else out.copy_(whole)
+    return target, lse, rest
+
+
+def launch_gradient(
+    plan: GradientPlan, descriptor, operands: tuple, saved: tuple, options, captured, grads, needs
+) -> list:
+    """The gradients of a call by their plan."""
+    if devices.current_device() != plan.index:
+        request = descriptor, operands, saved, options, captured, grads, needs
+        with torch.cuda.device(plan.index):
+            return launch_gradient(plan, *request)
+    layout, *tensors = operands
+    (out, lse, rest), (grad, grad_lse) = saved, grads
+    results = [None if make is None else make() for make in plan.made]
+    collected = [make() for _, make in plan.collected]
+    if plan.launch is None:  # of no queries: keys have gradients of 0
+        results = [t if t is None else t.zero_() for t in results]
+    else:
+        numbers, scale = _numbers(plan, options)
+        inputs = [*tensors, out, grad]
+        if plan.reads:
+            inputs = [read.of(t) for read, t in zip(plan.reads, inputs, strict=True)]
+        behind = _behind(plan, descriptor, options, captured)
+        slope = None if grad_lse is None else grad_lse.contiguous()
+        row_bits, _, col_bits = layout.addresses[:3]
+        pointed = *inputs[:4], lse, rest, inputs[4], slope, *results, *collected, *behind
+        places = [0 if t is None else t.data_ptr() for t in pointed]
+        plan.launch([row_bits, col_bits, *places], numbers)
+        del inputs, scale, behind, slope, pointed
+    if plan.cut:
+        results = [
+            t if t is None or t.shape == like.shape else t[..., : like.shape[-1]].contiguous()
+            for t, like in zip(results, tensors, strict=True)
+        ]
+    if not descriptor.captured:
+        return results
+    from kernlib.families.blocksparse.attention.pieces import summed
+
+    parts = {index: t for (index, _), t in zip(plan.collected, collected, strict=True)}
+    axes = dict(descriptor.captured)
+    for place, name in enumerate(descriptor.names):
+        part = parts.get(place)
+        results.append(None if part is None else summed(part, axes[name], captured[name]))
+    return results
+
+
+def _numbers(plan, options: Options) -> tuple[list, torch.Tensor | None]:
+    """Values and addresses of a launch's scalars, and a tensor to hold until then."""
+    scale, address, tensor = options.scale, 0, None
+    if type(scale) is not float or scale != scale:  # as few calls have it
+        scale, address, tensor = scale_of(scale, plan.device, torch.float32)
+    left, right = options.window
+    mask = plan.window
+    left = left if mask.left is None else min(left, mask.left)
+    right = right if mask.right is None else min(right, mask.right)
+    seed = options.seed
+    seeds = (0, seed.data_ptr()) if isinstance(seed, torch.Tensor) else (seed, 0)
+    return [scale, address, left, 0, right, 0, options.dropout_p, 0, *seeds], tensor
+
+
+def _behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Tensor]:
+    """The tensors whose addresses lie behind a kernel's own: lengths, captured ones."""
+    tensors: list[torch.Tensor] = []
+    if not (descriptor.lengths or captured):
+        return tensors
+    if descriptor.lengths:
+        if events.watched:
+            check_lengths(options, plan.sizes)
+        given = options.q_lengths, options.kv_lengths
+        ends = plan.sizes.queries, plan.sizes.keys
+        for lengths, other, end in zip(given, given[::-1], ends, strict=True):
+            whole = other.new_full(other.shape, end) if lengths is None else lengths
+            if whole.dtype is torch.int64:
+                whole = whole.clamp(0, end)  # 2**31 would become a number below 0
+            tensors.append(whole.to(torch.int32).contiguous())
+    return [*tensors, *(captured[name] for name in descriptor.names)]

@@ -15,6 +15,7 @@ from kernlib.descriptors.score.bounds import structure
 from kernlib.descriptors.score.expression import Trees
 from kernlib.families.blocksparse.attention import dropout
 from kernlib.families.blocksparse.attention.arguments import (
+    NAMES,
     OPEN,
     Options,
     Sizes,
@@ -32,6 +33,7 @@ from kernlib.families.blocksparse.attention.pieces import (
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.reference import scaled
 from kernlib.runtime import expressions
+from kernlib.runtime.arguments import no_autocast
 from kernlib.runtime.dtypes import accumulator
 
 LOWEST = -torch.inf
@@ -143,13 +145,48 @@ def gradient(
     return [_returned(case, name, totals.get(name), operands, captured) for name in case.tensors]
 
 
+def recorded_gradient(
+    descriptor, operands: tuple, options: Options, captured: dict, grads: tuple, needs: tuple
+) -> list:
+    """:func:`gradient` by torch's own record of the attention computed again, differentiable where
+    gradients are recorded."""
+    layout, *tensors = operands
+    again = torch.is_grad_enabled()
+    inputs = dict(zip(NAMES, tensors, strict=True)) | captured
+    with torch.enable_grad(), no_autocast(tensors[0]):
+        leaves = {  # aliases, lest two of the arguments be one tensor, or one be made of another
+            name: t.view_as(t) if t.requires_grad and again else t.detach().requires_grad_()
+            for (name, t), need in zip(inputs.items(), needs, strict=True)
+            if need
+        }
+        q, k, v, *others = (leaves.get(name, t) for name, t in inputs.items())
+        named = dict(zip(captured, others, strict=True))
+        results = attention(descriptor, (layout, q, k, v), options, named)
+    pairs = [
+        (y, grad)
+        for y, grad in zip(results, grads, strict=True)
+        if grad is not None and y.requires_grad
+    ]
+    by_name = {}
+    if pairs:
+        recorded, arrived = zip(*pairs, strict=True)
+        found = torch.autograd.grad(
+            recorded, [*leaves.values()], arrived, create_graph=again, allow_unused=True
+        )
+        by_name = dict(zip(leaves, found, strict=True))
+    answers = []
+    for (name, t), need in zip(inputs.items(), needs, strict=True):
+        grad = by_name.get(name)
+        answers.append(torch.zeros_like(t) if need and grad is None else grad)
+    return answers
+
+
 def _returned(case: Case, name: str, total, operands: tuple, captured: dict):
     """A gradient as its tensor is."""
     if total is None:
         return None
-    place = ("q", "k", "v").index(name) + 1 if name in ("q", "k", "v") else 0
-    if place:
-        own = operands[place]
+    if name in NAMES:
+        own = operands[1 + NAMES.index(name)]
         return total.reshape(own.shape).to(own.dtype)
     axes = dict(case.descriptor.captured)[name]
     own = captured[name]

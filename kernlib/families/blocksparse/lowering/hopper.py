@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import order, portable, times
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm
-from kernlib.families.blocksparse.lowering.rounds import fewest_rounds
+from kernlib.families.blocksparse.lowering.times import fewest_rounds
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma

@@ -1,18 +1,35 @@
-"""Microseconds of kernels by rule, where a choice is between kernels or ways to cut a product.
+"""What a choice between kernels, between sizes of a tile or between ways to cut a product takes, by
+rule: rounds of tiles, or microseconds.
 
-Fitted to what an H100 of 132 multiprocessors took for the random calls of ``python -m
-benchmarks.auto``, by each kernel with each number of parts, of layouts whose slots all hold a
-block, anywhere. Only comparisons count.
+Microseconds are fitted to what an H100 of 132 multiprocessors took for the random calls of
+``python -m benchmarks.auto``, by each kernel with each number of parts, of layouts whose slots all
+hold a block, anywhere. Only comparisons count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.choice import Choice
 
 ADDING_UP = 1.0  # of the launch of parts.cuh behind another
 BYTES = 3.6e6  # a microsecond, of results and of parts
+
+
+def fewest_rounds(
+    candidates: list[Choice], tiles: Callable[[Choice], tuple[int, int]], multiprocessors: int
+) -> Choice:
+    """The first of the candidates whose tiles take the least time: their number is rounded up to
+    whole rounds on all multiprocessors, and each round takes what one tile does. ``tiles`` says of
+    a candidate how many there are, and the time of one, in any unit."""
+
+    def cost(candidate: Choice) -> int:
+        count, time = tiles(candidate)
+        return ceil_div(count, multiprocessors) * time
+
+    return min(candidates, key=cost)
 
 
 class Rate(NamedTuple):

@@ -1,7 +1,7 @@
 """Products of float8 with block-sparse matrices, with a scale for each stored block and for each
 column that is multiplied.
 
-In reading order ``descriptor``, ``checks``, ``reference``, ``plans``, ``product``, ``operation``,
-``operators``, ``functions`` and ``ahead``; the kernel is lowered by
+In reading order ``functions``, ``descriptor``, ``operation``, ``reference`` and ``operators``; the
+kernel is lowered by
 :mod:`kernlib.families.blocksparse.lowering.scaled`.
 """

@@ -9,13 +9,13 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import takes_debug
 from kernlib.descriptors.base import shown, whole
+from kernlib.families.blocksparse.checks import FLOAT8
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.scaled.checks import STORAGE
 from kernlib.families.blocksparse.scaled.descriptor import OUT_DTYPES, BlockSparseScaledMatmul
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
 
-LARGEST = torch.finfo(STORAGE).max  # 448
+LARGEST = torch.finfo(FLOAT8).max  # 448
 SMALLEST = torch.finfo(torch.float32).tiny
 _NAMES = {getattr(torch, name): name for name in OUT_DTYPES}
 
@@ -48,7 +48,7 @@ def quantize(
     up = torch.nextafter(scale, scale.new_full((), torch.inf))
     scale = torch.where((scale < SMALLEST) & (scale * LARGEST < largest), up, scale)
     scale = torch.where(largest == 0, 1.0, scale)
-    q = (x / scale).clamp(-LARGEST, LARGEST).to(STORAGE)
+    q = (x / scale).clamp(-LARGEST, LARGEST).to(FLOAT8)
     return q, scale.reshape([size for i, size in enumerate(x.shape) if i not in dims])
 
 

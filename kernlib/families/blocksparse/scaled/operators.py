@@ -8,9 +8,9 @@ import torch
 from kernlib.descriptors.text import from_text
 from kernlib.families.blocksparse.kinds import LAYOUT
 from kernlib.families.blocksparse.layout import Layout, count_of
-from kernlib.families.blocksparse.scaled import checks, reference
+from kernlib.families.blocksparse.scaled import operation, reference
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
-from kernlib.families.blocksparse.scaled.product import PRODUCT, calls
+from kernlib.families.blocksparse.scaled.operation import PRODUCT, calls
 from kernlib.runtime.arguments import check_names, refuse_recorded_out
 from kernlib.runtime.operators import register
 from kernlib.runtime.schema import DESCRIPTOR, Schema
@@ -21,7 +21,7 @@ def _compute(a, b, scale_a, scale_b, layout, descriptor, debug: bool) -> torch.T
 
 
 def _fake(a, b, scale_a, scale_b, layout, descriptor, debug: bool) -> torch.Tensor:
-    shape = checks.check_operands(descriptor, (layout, a, b, scale_a, scale_b))
+    shape = operation.check_operands(descriptor, (layout, a, b, scale_a, scale_b))
     return a.new_empty(shape, dtype=getattr(torch, descriptor.out_dtype))
 
 
@@ -48,14 +48,14 @@ def run(
     **parameters,
 ) -> torch.Tensor:
     """:func:`kernlib.run_kernel` by way of the operator."""
-    checks.check_kinds(descriptor, operands)
+    operation.check_kinds(descriptor, operands)
     check_names(descriptor, parameters)
     layout, *tensors = operands
     refuse_recorded_out(out, *tensors)
     y = _traced(descriptor.text, layout.form, debug, *tensors, *layout.flat)
     if out is None:
         return y
-    checks.check_result(out, y.shape, y.dtype, y.device)
+    operation.check_result(out, y.shape, y.dtype, y.device)
     return out.copy_(y)
 
 
@@ -64,7 +64,7 @@ def run(
 def _traced(text: str, layout_text: str, debug: bool, *tensors) -> torch.Tensor:
     descriptor, inputs = from_text(text), tensors[:4]
     layout = Layout.from_layout(layout_text, tensors[4 : 4 + count_of(layout_text)])
-    checks.check_operands(descriptor, (layout, *inputs))
+    operation.check_operands(descriptor, (layout, *inputs))
     return whole(*inputs, layout, descriptor, debug)
 
 

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
-from kernlib.families.blocksparse.checks import check_layout, check_values
-from kernlib.families.blocksparse.layout import Layout
+from kernlib.families.blocksparse.checks import (
+    LAYOUT_NAMES,
+    Call,
+    check_dtype,
+    check_layout,
+    check_place,
+    check_scale,
+    check_values,
+)
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime.arguments import autocast_device, check_broadcast, check_out
 from kernlib.runtime.dtypes import KERNEL_TYPES
-from kernlib.runtime.numbers import check_host, check_kind, check_tensor, host_value
-from kernlib.runtime.tensors import check_dense, check_memory
+from kernlib.runtime.tensors import (
+    check_dense,
+    check_memory,
+    refuse_any_overlap,
+    refuse_partial_overlap,
+)
 
-TYPES = (*KERNEL_TYPES, torch.float64)
 NAMES = ("rpe", "key_padding_mask", "attn_mask")
-ANY_NUMBER: frozenset[str] = frozenset()  # of the numbers, those that must be positive
 
 
-class Call(NamedTuple):
-    """A checked call, of so many elements."""
-
-    count: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def given(rpe, key_padding_mask, attn_mask) -> dict:
+def given(rpe=None, key_padding_mask=None, attn_mask=None) -> dict:
     """The tensors besides x that a call has."""
     values = (rpe, key_padding_mask, attn_mask)
     return {name: value for name, value in zip(NAMES, values, strict=True) if value is not None}
@@ -52,7 +51,7 @@ def check_call(descriptor, operands: tuple, out, scale, parameters: dict) -> Cal
     check_kinds(descriptor, operands)
     _, x = operands
     check_operands(descriptor, operands, parameters)
-    check_scale(scale, x, True)
+    check_scale(scale, "x", x, True)
     if out is not None:
         check_dense((), out=out)
         check_out(out, x, tuple(x.shape))
@@ -63,7 +62,8 @@ def check_call(descriptor, operands: tuple, out, scale, parameters: dict) -> Cal
 def check_operands(descriptor, operands: tuple, parameters: dict) -> None:
     """Shapes, dtypes and devices. Raises ValueError and TypeError; sizes may be symbols."""
     layout, x = operands
-    check_x(layout, "x", x)
+    check_dtype("x", x)
+    check_place(layout, "x", x)
     lead = check_values("x", x, layout)
     _check_names(descriptor, parameters)
     (rows, cols), heads = layout.shape, () if layout.heads is None else (layout.heads,)
@@ -78,18 +78,6 @@ def check_operands(descriptor, operands: tuple, parameters: dict) -> None:
             raise ValueError(wrong_mask((rows, cols), tuple(value.shape)))
         check_broadcast(shapes[name], name, value)
         _check_kind(name, value, x)
-
-
-def check_x(layout: Layout, name: str, x: torch.Tensor) -> None:
-    """A dtype that is computed, and the layout's device. Raises ValueError and TypeError."""
-    if x.dtype not in TYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-        raise TypeError(f"{name} must be one of {known}, got {x.dtype}")
-    if layout.device != x.device:
-        raise ValueError(
-            f"layout must be on the device of {name}, {x.device}, got {layout.device}; "
-            "layout.to(device) makes a copy there"
-        )
 
 
 def _check_names(descriptor: BlockSparseSoftmax, parameters: dict) -> None:
@@ -116,21 +104,14 @@ def _check_kind(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
         raise ValueError(f"{name} must be on the device of x, {x.device}, got {value.device}")
 
 
-def check_scale(scale, x: torch.Tensor, look: bool) -> None:
-    """A real number, or a real tensor of shape () in host memory or on x's device; ``look`` at
-    values in host memory. Raises ValueError and TypeError."""
-    if isinstance(scale, (torch.SymInt, torch.SymFloat)):
+def refuse_overlap(operands: tuple, out, scale, parameters: dict) -> None:
+    """Raises ValueError for an ``out`` that shares memory with an argument, but x itself."""
+    if out is None or out.is_meta:
         return
-    number = host_value("scale", scale, 0)
-    if number is not None:
-        check_host("scale", number, ANY_NUMBER)
-        return
-    if look and not torch._C._functorch.is_functorch_wrapped_tensor(scale):
-        check_tensor("scale", scale, ANY_NUMBER, dimensions=0)
-    else:
-        check_kind("scale", scale, 0)
-    if scale.device != x.device and scale.device.type != "cpu":
-        raise ValueError(f"scale is on {scale.device}, x on {x.device}: move it there")
+    layout, x = operands
+    refuse_partial_overlap(out, x=x)
+    named = dict(zip(LAYOUT_NAMES, layout.tensors, strict=True))
+    refuse_any_overlap(out, scale=scale, **parameters, **named)
 
 
 def autocast(operands: tuple, parameters: dict) -> dict:

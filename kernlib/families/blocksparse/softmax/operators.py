@@ -7,14 +7,16 @@ from __future__ import annotations
 import torch
 
 from kernlib.descriptors.text import from_text
+from kernlib.families.blocksparse.checks import check_scale
 from kernlib.families.blocksparse.kinds import LAYOUT, SCALE
 from kernlib.families.blocksparse.layout import Layout, count_of
-from kernlib.families.blocksparse.softmax import arguments, gradients, reference
+from kernlib.families.blocksparse.softmax import arguments, operation, reference
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
-from kernlib.families.blocksparse.softmax.gradients import Kept, Needs
-from kernlib.families.blocksparse.softmax.primitive import (
+from kernlib.families.blocksparse.softmax.operation import (
     GRADIENT,
     SOFTMAX,
+    Kept,
+    Needs,
     by_reference,
     calls,
     gradient_by_torch,
@@ -44,7 +46,7 @@ def _by_torch(x, layout, scale, descriptor, rpe, key_padding_mask, attn_mask, de
 
 def _backward(saved, grad) -> dict:
     needs = saved.needs
-    dense = zip(arguments.NAMES, gradients.differentiable(saved.descriptor), strict=True)
+    dense = zip(arguments.NAMES, operation.differentiable(saved.descriptor), strict=True)
     asked = Needs(needs.x, needs.scale, *(getattr(needs, name) and may for name, may in dense))
     shapes = tuple(getattr(saved.shapes, name) for name in arguments.NAMES)
     (y,) = saved.outputs
@@ -53,7 +55,7 @@ def _backward(saved, grad) -> dict:
     def pair(*request) -> list:
         return gradient_pair(*request, saved.debug)
 
-    grads = gradients.gradients(kept, grad, asked, pair)
+    grads = operation.gradients(kept, grad, asked, pair)
     return dict(zip(("x", "scale", *arguments.NAMES), grads, strict=True))
 
 
@@ -173,7 +175,7 @@ def _traced(text: str, names: str, layout_text: str, debug: bool, x, scale, *ten
     parameters = dict(zip(names.split(), tensors[count:], strict=True))
     parameters = arguments.autocast(operands, parameters)
     arguments.check_operands(descriptor, operands, parameters)
-    arguments.check_scale(scale, x, False)
+    check_scale(scale, "x", x, False)
     if takes_derivatives():  # where operators that take lists of tensors have no gradients
         return by_reference(descriptor, operands, None, scale, parameters)
     dense = [parameters.get(name) for name in arguments.NAMES]

@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.families.blocksparse.checks import Call, scale_of
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.lowering.softmax import Gradient, Operand, Options, Softmax
-from kernlib.families.blocksparse.softmax.arguments import ANY_NUMBER, Call
+from kernlib.families.blocksparse.softmax.arguments import NAMES, refuse_overlap
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
+from kernlib.runtime import devices
 from kernlib.runtime.arguments import address_of, folded
 from kernlib.runtime.devices import allocator, arch_of
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
-from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_device
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.sequence import Steps, load_lowered
 
@@ -67,7 +68,7 @@ def problem_of(
     views += [_dense(layout, name, t, x.shape[:-3]) for name, t in parameters.items()]
     views.append(_new(x.shape) if out is None else _values(out))
     batch, (seen, *dense, written), copies = _batch(x.shape[:-3], views)
-    found = dict(zip(parameters, dense, strict=True))
+    named = dict(zip(parameters, dense, strict=True))
     problem = Softmax(
         dtype=DTYPE_NAMES[x.dtype],
         blocks=layout.sizes,
@@ -75,9 +76,9 @@ def problem_of(
         options=options_of(descriptor, parameters),
         x=seen,
         out=written,
-        rpe=found.get("rpe"),
-        key=found.get("key_padding_mask"),
-        attn=found.get("attn_mask"),
+        rpe=named.get("rpe"),
+        key=named.get("key_padding_mask"),
+        attn=named.get("attn_mask"),
     )
     return problem, copies[:-1], copies[-1] is not None
 
@@ -101,11 +102,11 @@ def plan(call: Call, descriptor, operands: tuple, out, scale, parameters: dict) 
     return _plan(x, tuple(parameters), copies, apart, launch)
 
 
-def gradient_plan(layout: Layout, grad: torch.Tensor, y: torch.Tensor) -> SoftmaxPlan:
+def gradient_plan(call: Call, layout: Layout, grad, y, scale, needs: tuple) -> SoftmaxPlan:
     """The plan of a gradient on CUDA tensors, its kernel loaded."""
     problem, copies = gradient_of(layout, grad, y)
     launch = None
-    if y.numel():
+    if call.count:
         launch = load_lowered(lowering.lower(problem), lowering.GRADIENT_OPERANDS, y.device)
     return _plan(y, (), copies, False, launch)
 
@@ -114,28 +115,6 @@ def _plan(x: torch.Tensor, names: tuple, copies: Shapes, apart: bool, launch) ->
     result = allocator(tuple(x.shape), x.dtype, x.device)
     sums = accumulator(x.dtype)
     return SoftmaxPlan(x.get_device(), x.device, sums, names, copies, apart, result, launch)
-
-
-def read(plan: SoftmaxPlan, tensors: tuple) -> tuple:
-    """The tensors, or copies where kernels need some."""
-    if not any(plan.copies):
-        return tensors
-    return tuple(
-        t if shape is None else t.expand(shape).contiguous()
-        for t, shape in zip(tensors, plan.copies, strict=True)
-    )
-
-
-def numbers_of(plan: SoftmaxPlan, scale) -> tuple[tuple, torch.Tensor | None]:
-    """The scale as a launch takes it, and a tensor to keep until then."""
-    number = host_value("scale", scale, 0)
-    if number is not None:
-        check_host("scale", number, ANY_NUMBER)
-        return (number, 0), None
-    if scale.device.type == "cpu":
-        check_tensor("scale", scale, ANY_NUMBER, dimensions=0)
-    tensor = on_device("scale", scale, plan.device, plan.sums)
-    return (0.0, tensor.data_ptr()), tensor
 
 
 # Tensors as kernels see them.
@@ -177,20 +156,20 @@ def _batch(lead: tuple, views: list[View]) -> tuple[tuple[int, int], list[Operan
         pairs = [(*(0,) * len(empty), *each) for each in strides]
         operands = [_operand(pair, view) for pair, view in zip(pairs, views, strict=True)]
         return (*empty, *sizes), operands, (None,) * len(views)
-    found = []
+    as_read = []
     for view in views:
         outer = folded(lead, view.batch)
-        found.append((view, outer, None) if outer is not None else _copied(lead, view))
-    operands = [_operand((0, outer), view) for view, outer, _ in found]
-    return (1, math.prod(lead)), operands, tuple(shape for *_, shape in found)
+        as_read.append((view, outer, None) if outer is not None else _copied(lead, view))
+    operands = [_operand((0, outer), view) for view, outer, _ in as_read]
+    return (1, math.prod(lead)), operands, tuple(shape for *_, shape in as_read)
 
 
 def _copied(lead: tuple, view: View) -> tuple[View, int, tuple[int, ...]]:
     """A contiguous copy, its stride from one entry of the batch to the next, and its shape."""
-    own = view.shape[len(lead) :]
-    strides = [math.prod(own[index + 1 :]) for index in range(len(own))]
-    inner = (*(0,) * (3 - len(own)), *strides)
-    return view._replace(inner=inner, alignment=16), math.prod(own), view.shape
+    ends = view.shape[len(lead) :]
+    strides = [math.prod(ends[index + 1 :]) for index in range(len(ends))]
+    inner = (*(0,) * (3 - len(ends)), *strides)
+    return view._replace(inner=inner, alignment=16), math.prod(ends), view.shape
 
 
 def _operand(batch: tuple, view: View) -> Operand:
@@ -211,3 +190,55 @@ def _merged(lead: tuple, strides: list[tuple]) -> tuple[tuple, list[tuple]]:
             sizes.append(size)
             columns.append(column)
     return tuple(sizes), list(zip(*columns, strict=True)) if columns else [()] * len(strides)
+
+
+# The launch.
+
+
+def launch(plan: SoftmaxPlan, descriptor, operands: tuple, out, scale, parameters: dict):
+    """The result of a call by its plan."""
+    if devices.current_device() != plan.index:
+        with torch.cuda.device(plan.index):
+            return launch(plan, descriptor, operands, out, scale, parameters)
+    layout, x = operands
+    if out is not None:
+        refuse_overlap(operands, out, scale, parameters)
+        if not out.is_inference():  # those have no version to count
+            torch.autograd.graph.increment_version(out)
+    target = plan.result() if out is None or plan.apart else out
+    if plan.launch is not None:
+        *numbers, factor = scale_of(scale, plan.device, plan.sums)
+        tensors = _read(plan, (x, *parameters.values()))
+        places = dict(zip(plan.names, [t.data_ptr() for t in tensors[1:]], strict=True))
+        _, row_ranks, _, _, cols, counts = layout.addresses
+        dense = [places.get(name, 0) for name in NAMES]
+        addresses = row_ranks, cols, counts, tensors[0].data_ptr(), target.data_ptr(), *dense
+        plan.launch.launch(addresses, numbers)
+        del tensors, factor  # the stream orders the reuse of their memory behind the launch
+    return out.copy_(target) if plan.apart else target
+
+
+def launch_gradient(plan: SoftmaxPlan, layout: Layout, grad, y, scale, needs: tuple) -> list:
+    """The gradients by x and by the logits by their plan, None where there is no need."""
+    if devices.current_device() != plan.index:
+        with torch.cuda.device(plan.index):
+            return launch_gradient(plan, layout, grad, y, scale, needs)
+    results = [plan.result() if need else None for need in needs]
+    if plan.launch is not None:
+        *numbers, factor = scale_of(scale, plan.device, plan.sums)
+        grad, y = _read(plan, (grad, y))
+        _, row_ranks, _, _, _, counts = layout.addresses
+        places = [0 if t is None else t.data_ptr() for t in results]
+        plan.launch.launch((row_ranks, counts, y.data_ptr(), grad.data_ptr(), *places), numbers)
+        del factor, grad, y
+    return results
+
+
+def _read(plan: SoftmaxPlan, tensors: tuple) -> tuple:
+    """The tensors, or copies where kernels need some."""
+    if not any(plan.copies):
+        return tensors
+    return tuple(
+        t if shape is None else t.expand(shape).contiguous()
+        for t, shape in zip(tensors, plan.copies, strict=True)
+    )

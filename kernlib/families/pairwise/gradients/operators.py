@@ -58,7 +58,7 @@ def points_gradient(made: Sums, x, z, weights, first: bool) -> torch.Tensor:
     return _gradient(x, z, weights, first, made)
 
 
-def _fields(sums: Sums) -> tuple:
+def _flattened(sums: Sums) -> tuple:
     pairs = [(None, v) if isinstance(v, torch.Tensor) else (v, None) for v in (sums.p, sums.scale)]
     numbers, tensors = zip(*pairs, strict=True)
     return sums.descriptor.text, *numbers, *tensors
@@ -173,7 +173,7 @@ def _gradient_backward(saved, along) -> dict:
 _SUMS = Kind(
     "sums",
     ("str descriptor", "float? p_number", "float? scale_number", "Tensor? p", "Tensor? scale"),
-    _fields,
+    _flattened,
     _sums_of,
 )
 _POINTS = "Tensor x", "Tensor z", "Tensor weights"

@@ -11,7 +11,7 @@ from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.families.blocksparse.lowering.softmax import Gradient, Operand, Options, Softmax
 from kernlib.families.blocksparse.softmax.functions import softmax
-from kernlib.families.blocksparse.softmax.gradients import Kept, Needs, eager_pair, gradients
+from kernlib.families.blocksparse.softmax.operation import Kept, Needs, eager_pair, gradients
 from kernlib.jit import targets
 from tests.families.blocksparse.softmax import cases
 from tests.families.blocksparse.softmax.cases import GATES, chance, dense, formula, values

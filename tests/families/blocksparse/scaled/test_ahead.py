@@ -81,12 +81,11 @@ def test_tiles_are_as_wide_as_the_columns(gpus):
 
 
 def _problem(columns: int):
-    from kernlib.families.blocksparse.scaled import plans
-    from kernlib.families.blocksparse.scaled.product import PRODUCT
+    from kernlib.families.blocksparse.scaled.operation import PRODUCT, problem_of
 
     tensors = tuple(given(size=columns))
     call = PRODUCT.check(LAYER, tensors, None, {})
-    return plans.problem_of(call, LAYER, tensors, None)[0]
+    return problem_of(call, LAYER, tensors, None)[0]
 
 
 def test_what_torch_computes_is_ready():
