@@ -18,6 +18,7 @@ from kernlib.runtime import expressions, products, rehearsal
 from kernlib.runtime.arguments import refuse_out_of_recorded
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operation import REFERENCE, Bound, by_operator, operators_of
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import stand_ins
 
 ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))  # types that stand for no other tensor
@@ -62,6 +63,14 @@ def parts(descriptor: Product, product: Product, axis: int) -> Parts:
     return Parts(product, bias, frozenset([bias] if biased else ()), rest, names, axis)
 
 
+def bias_gradient(grad: torch.Tensor, axis: int) -> torch.Tensor:
+    """Of a vector that was added to each line along ``axis``, which counts from the back."""
+    if grad.dim() == 2:
+        return grad.sum(-3 - axis)
+    features = grad.movedim(axis, -1)
+    return features.reshape(-1, features.shape[-1]).sum(0)
+
+
 def is_watched(grad: torch.Tensor) -> bool:
     """Whether a backward pass must consist of operators of torch, because something traces,
     transforms or intercepts it."""
@@ -78,50 +87,85 @@ def is_watched(grad: torch.Tensor) -> bool:
 
 
 class Recording(NamedTuple):
-    """How a family records a product: ``parts``, which takes a call apart, and ``apply(descriptor,
+    """How a family records a product: ``parts``, which takes a call apart; ``apply(descriptor,
     operands, bias, plan)``, a function of torch.autograd that computes the product, by a plan if
-    that is not None."""
+    that is not None; and ``mask(descriptor, operands, y)``, what is left of a result that other
+    epilogues have finished, None for all of it."""
 
     parts: Callable[[Product], Parts]
     apply: Callable[..., torch.Tensor]
+    mask: Callable[..., torch.Tensor] | None = None
 
-    def result(self, request: tuple, plan=None) -> torch.Tensor:
+    def result(self, request: tuple) -> torch.Tensor:
         """The result of a checked request, outside of transforms of torch.func."""
         descriptor, operands, _, parameters = request
-        made = self.parts(descriptor)
-        bias = made.operands(parameters).get("bias")
-        return made.finish(self.apply(made.product, operands, bias, plan), parameters)
+        parts = self.parts(descriptor)
+        bias = parts.operands(parameters).get("bias")
+        y = self.apply(parts.product, operands, bias, None)
+        return self.finish(parts, descriptor, operands, parameters, y)
+
+    def finish(self, parts: Parts, descriptor, operands, parameters: dict, y) -> torch.Tensor:
+        """A result, from that of the product."""
+        if not parts.rest:
+            return y
+        y = parts.finish(y, parameters)
+        return y if self.mask is None else self.mask(descriptor, operands, y)
+
+
+class Route(NamedTuple):
+    """What a call of one signature is recorded by, decided at the first such call."""
+
+    parts: Parts
+    product: Product
+    bias: str | None  # the parameter of that name
+    plan: object  # of the product
 
 
 def recorder(product: products.Product, bound: Bound, recording: Recording) -> Callable:
     """The function that answers requests whose gradient is recorded, or that are in forward
     mode."""
+    key_of, routes = product.key, PlanCache()
 
     def recorded(*request) -> torch.Tensor:
         descriptor, operands, out, parameters = request
-        refuse_out_of_recorded(out)
         eager = forward_ad._current_level < 0 and not _are_functorch_transforms_active()
-        plan = kept(*request) if eager else None
-        if plan is not None:
-            return recording.result(request, plan)
+        key = None
+        if eager and out is None:
+            key = key_of(*request)
+            route = _route(key)
+            if route is not None and ORDINARY.issuperset(map(type, product.tensors(operands))):
+                bias = None if route.bias is None else parameters[route.bias]
+                y = recording.apply(route.product, operands, bias, route.plan)
+                return recording.finish(route.parts, descriptor, operands, parameters, y)
+        product.check_operands(descriptor, operands)
+        refuse_out_of_recorded(out)
         if stand_ins(*product.tensors(operands)):
             return by_operator(product, request)
         call = product.check(*request)
         if forward_ad._current_level >= 0 or product.way(call, *request) == REFERENCE:
             return products.by_reference(product, *request)
-        if eager:
-            return recording.result(request)
-        return operators_of(product).recorded(descriptor, operands, parameters)
+        if not eager:
+            return operators_of(product).recorded(descriptor, operands, parameters)
+        y = recording.result(request)
+        if key is not None:
+            keep(key, descriptor, operands, parameters)
+        return y
 
-    def kept(descriptor, operands, out, parameters):
-        """The plan of a call's product, if it is kept and the rest of the call has no parameters:
-        then nothing is left to check. Else None."""
-        made = recording.parts(descriptor)
-        if made.names or parameters.keys() != made.needed:
+    def _route(key) -> Route | None:
+        try:
+            return routes.plans.get(key)
+        except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
             return None
-        tensors = product.tensors(operands)
-        if any(type(t) not in ORDINARY for t in tensors) and stand_ins(*tensors):
-            return None
-        return bound.find(made.product, operands, None, made.operands(parameters))
+
+    def keep(key, descriptor, operands, parameters: dict) -> None:
+        """Keep the route of a call that had no error, if nothing of the next is left to check:
+        numbers in host memory are."""
+        parts = recording.parts(descriptor)
+        rest = [parameters[name] for name in parts.names]
+        if any(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in rest):
+            return
+        plan = bound.find(parts.product, operands, None, parts.operands(parameters))
+        if plan is not None:
+            routes.keep(key, Route(parts, parts.product, parts.bias, plan))
 
     return recorded

@@ -78,7 +78,8 @@ class ProductPlan(NamedTuple):
     vector_spans: tuple[int, ...]
     out_span: int
     apart: bool  # whether a given out is written by a copy
-    result: Callable[[], torch.Tensor]  # makes a new result
+    shape: tuple[int, ...]  # of the result
+    result: Callable[[], torch.Tensor]  # makes a new one
     steps: tuple[tuple[Plan, Callable, int], ...]  # see kernlib.runtime.sequence.Loaded
     launch: Callable[..., None]  # launches the steps, given addresses: operands, out, vectors
     workspace: int  # bytes
@@ -122,6 +123,7 @@ def make_plan(
         vector_spans=tuple(span(parameters[name]) for name in vectors),
         out_span=0 if out is None else span(out),
         apart=apart,
+        shape=call.out_shape,
         result=allocator(call.out_shape, call.dtype, device),
         steps=steps,
         launch=launcher(steps, inner, device, lowered.workspace),
@@ -215,7 +217,6 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
         if forward_ad._current_level >= 0 or (
             torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands, out)
         ):
-            product.check_operands(descriptor, operands)
             return recorded(descriptor, operands, out, parameters)
         key = key_of(descriptor, operands, out, parameters)  # which unpacks the operands
         plan = cache.plans.get(key)

@@ -23,9 +23,17 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime import autograd, products
 from kernlib.runtime.arguments import autocast, parameter_key
-from kernlib.runtime.autograd import Parts, is_biased, is_watched, recorder
+from kernlib.runtime.autograd import (
+    Parts,
+    Recording,
+    bias_gradient,
+    is_biased,
+    is_watched,
+    recorder,
+)
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS, REFERENCE, operators_of
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import UNREADABLE, as_rows, check_dense, is_wrapped, signature
 
@@ -174,17 +182,11 @@ def _folded(term: Term, layout: Layout, tensors: dict, operand) -> tuple:
     return as_rows(left), as_rows(right)
 
 
-def bias_gradient(descriptor: BlockSparseMatmul, grad: torch.Tensor) -> torch.Tensor:
-    """Of a vector that was added to each line of the result's features."""
-    features = grad.movedim(descriptor.axis, -1)
-    return features.reshape(-1, features.shape[-1]).sum(0)
-
-
-def masked(descriptor: BlockSparseMatmul, layout: Layout, y: torch.Tensor) -> torch.Tensor:
+def masked(descriptor: BlockSparseMatmul, operands: tuple, y: torch.Tensor) -> torch.Tensor:
     """What torch's epilogues made of a result, 0 in slots that hold no block."""
-    if descriptor.mode != "sdd" or not parts(descriptor).rest:
+    if descriptor.mode != "sdd":
         return y
-    return torch.where(reference.is_stored(layout), y, 0.0)
+    return torch.where(reference.is_stored(operands[0]), y, 0.0)
 
 
 # Eager calls that record them.
@@ -193,19 +195,72 @@ def masked(descriptor: BlockSparseMatmul, layout: Layout, y: torch.Tensor) -> to
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, descriptor, layout, plan, bias, a, b):
-        ctx.descriptor, ctx.layout = descriptor, layout
-        ctx.save_for_backward(a, b, *layout.tensors)
+        ctx.descriptor, ctx.layout, ctx.plan = descriptor, layout, plan
+        # Of the layout too, for torch to see what was written since: who writes one writes all.
+        ctx.save_for_backward(a, b, layout.tensors[0])
         request = descriptor, (layout, a, b), None, {} if bias is None else {"bias": bias}
         return calls.execute(*request) if plan is None else calls.launch(plan, *request)
 
     @staticmethod
     def backward(ctx, grad):
-        descriptor, needs = ctx.descriptor, ctx.needs_input_grad
-        a, b, *_ = ctx.saved_tensors  # of the layout too, for torch to see what was written
-        to_bias = bias_gradient(descriptor, grad) if needs[3] else None
-        tensors = {"grad": grad, "a": a, "b": b}
-        grads = gradients(descriptor, ctx.layout, tensors, needs[4:], _multiply)
-        return None, None, None, to_bias, *grads
+        descriptor, needs, plan = ctx.descriptor, ctx.needs_input_grad, ctx.plan
+        a, b, _ = ctx.saved_tensors
+        to_bias = bias_gradient(grad, descriptor.axis) if needs[3] else None
+        request = descriptor, ctx.layout, {"grad": grad, "a": a, "b": b}, needs[4:]
+        if plan is None or torch.is_grad_enabled() or is_watched(grad):
+            return None, None, None, to_bias, *gradients(*request, _multiply)
+        return None, None, None, to_bias, *_by_plans(plan, *request)
+
+
+class _Step(NamedTuple):
+    """A gradient that a backward pass computes."""
+
+    plan: products.ProductPlan
+    term: Term
+    rows: bool  # whether both factors go in as rows
+    shape: torch.Size | None  # of what the product is summed to
+
+
+_backwards = PlanCache()
+
+
+def _by_plans(
+    plan: products.ProductPlan, descriptor, layout: Layout, tensors: dict, needs: tuple
+) -> list[torch.Tensor | None]:
+    """Gradients by the kernels alone, their plans decided once for those of one signature and one
+    plan of the forward pass."""
+    permitted = float32_precision() if descriptor.precision is None else None
+    # The entry holds the plan, so that no other has its id.
+    key = id(plan), permitted, layout.key, needs, *map(signature, tensors.values())
+    steps = _backwards.plans.get(key)
+    if steps is None:
+        grads = gradients(descriptor, layout, tensors, needs, _multiply)
+        steps = [
+            _step(term, layout, tensors, tensors[name]) if need else None
+            for term, name, need in zip(terms(descriptor), "ab", needs, strict=True)
+        ]
+        if all(step is None or step.plan is not None for step in steps):
+            _backwards.keep(key, (plan, *steps))
+        return grads
+    grads = []
+    for step in steps[1:]:
+        if step is None:
+            grads.append(None)
+            continue
+        left, right = tensors[step.term.left], tensors[step.term.right]
+        if step.rows:
+            left, right = as_rows(left), as_rows(right)
+        product = calls.launch(step.plan, step.term.descriptor, (layout, left, right), None, {})
+        grads.append(product if step.shape is None else product.sum_to_size(step.shape))
+    return grads
+
+
+def _step(term: Term, layout: Layout, tensors: dict, operand: torch.Tensor) -> _Step:
+    left, right = _folded(term, layout, tensors, operand)
+    plan = calls.find(term.descriptor, (layout, left, right), None, {})
+    rows = left is not tensors[term.left]
+    shape = operand.shape if plan is not None and plan.shape != operand.shape else None
+    return _Step(plan, term, rows, shape)
 
 
 def _multiply(descriptor: BlockSparseMatmul, layout: Layout, a, b) -> torch.Tensor:
@@ -223,17 +278,8 @@ def _apply(descriptor: BlockSparseMatmul, operands: tuple, bias, plan) -> torch.
     return _Product.apply(descriptor, layout, plan, bias, a, b)
 
 
-class _Recording(autograd.Recording):
-    """Recorded as other products are, with 0 where the result has slots without a block."""
-
-    __slots__ = ()
-
-    def result(self, request: tuple, plan=None) -> torch.Tensor:
-        y = super().result(request, plan)
-        return masked(request[0], request[1][0], y)
-
-
-run = products.front_door(PRODUCT, calls, recorder(PRODUCT, calls, _Recording(parts, _apply)))
+_recorded = recorder(PRODUCT, calls, Recording(parts, _apply, masked))
+run = products.front_door(PRODUCT, calls, _recorded)
 RUNS = {BlockSparseMatmul: run}
 
 

@@ -33,6 +33,7 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
+from kernlib.runtime.autograd import bias_gradient
 from kernlib.runtime.operators import Operator, in_front, register
 from kernlib.runtime.schema import DESCRIPTOR, PARAMETERS, Schema, all_placed, is_mapped
 from kernlib.runtime.tensors import takes_derivatives
@@ -55,7 +56,7 @@ def recorded(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict, d
     made = operation.parts(descriptor)
     bias = made.operands(parameters).get("bias")
     y = made.finish(multiply(made.product, layout, a, b, bias, debug), parameters)
-    return operation.masked(descriptor, layout, y)
+    return operation.masked(descriptor, operands, y) if made.rest else y
 
 
 def _compute(a, b, layout, descriptor, parameters: dict, debug: bool) -> torch.Tensor:
@@ -92,7 +93,7 @@ def _backward(saved, grad) -> dict:
     to_a, to_b = operation.gradients(
         descriptor, saved.layout, tensors, (needs.a, needs.b), multiply
     )
-    to_bias = operation.bias_gradient(descriptor, grad) if needs.bias else None
+    to_bias = bias_gradient(grad, descriptor.axis) if needs.bias else None
     return {"a": to_a, "b": to_b, "bias": to_bias}
 
 

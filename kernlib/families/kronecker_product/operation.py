@@ -27,7 +27,14 @@ from kernlib.runtime.arguments import (
     check_same_kind,
     parameter_key,
 )
-from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, recorder
+from kernlib.runtime.autograd import (
+    Parts,
+    Recording,
+    bias_gradient,
+    is_biased,
+    is_watched,
+    recorder,
+)
 from kernlib.runtime.devices import arch_of
 from kernlib.runtime.dtypes import DTYPE_NAMES, FLOAT_TYPES
 from kernlib.runtime.operation import KERNELS, REFERENCE, Operation
@@ -312,10 +319,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _, _, of_bias, *needs = ctx.needs_input_grad
-        to_bias = None
-        if of_bias:
-            features = grad.movedim(ctx.descriptor.axis, -1)
-            to_bias = features.reshape(-1, features.shape[-1]).sum(0)
+        to_bias = bias_gradient(grad, ctx.descriptor.axis) if of_bias else None
         gradients = _gradients(_plain(ctx.descriptor), grad, ctx.saved_tensors, needs)
         return None, None, to_bias, *gradients
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,9 +29,17 @@ from kernlib.runtime.arguments import (
     no_autocast,
     parameter_key,
 )
-from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, recorder
+from kernlib.runtime.autograd import (
+    Parts,
+    Recording,
+    bias_gradient,
+    is_biased,
+    is_watched,
+    recorder,
+)
 from kernlib.runtime.dtypes import FLOAT_TYPES, KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS, REFERENCE, Operation, operators_of
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import float32_precision, kernel_precision
 from kernlib.runtime.products import Call, front_door
 from kernlib.runtime.tensors import (
@@ -287,9 +295,7 @@ def product_gradients(
     if needs[1]:
         to_weight = weight_gradient(grad, x, pattern, *options)
     if needs[2]:
-        features = grad.shape[0 if options[0] else -1]
-        flat = grad.reshape(features, -1).mT if options[0] else grad.reshape(-1, features)
-        to_bias = flat.sum(0)
+        to_bias = bias_gradient(grad, -grad.dim() if options[0] else -1)
     return to_x, to_weight, to_bias
 
 
@@ -314,7 +320,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, descriptor, plan):
         needs = ctx.needs_input_grad
-        ctx.pattern, ctx.options = weight.shape, (descriptor.batch_last, descriptor.precision)
+        ctx.pattern, ctx.descriptor, ctx.plan = weight.shape, descriptor, plan
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         parameters = {} if bias is None else {"bias": bias}
         if plan is None:
@@ -323,9 +329,62 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        needs, options, ways = ctx.needs_input_grad, (*ctx.options, False), _ways(grad)
-        tensors = *ctx.saved_tensors, ctx.pattern
-        return *product_gradients(grad, *tensors, needs, options, *ways), None, None
+        x, weight = ctx.saved_tensors
+        request = grad, x, weight, ctx.pattern, ctx.needs_input_grad[:3]
+        options = ctx.descriptor.batch_last, ctx.descriptor.precision
+        if ctx.plan is None or torch.is_grad_enabled() or is_watched(grad):
+            grads = product_gradients(*request, (*options, False), *_ways(grad))
+        else:
+            grads = _by_plans(ctx.plan, *request, *options)
+        return *grads, None, None
+
+
+class _Steps(NamedTuple):
+    """What a backward pass launches, decided once."""
+
+    forward: products.ProductPlan
+    product: products.ProductPlan | None
+    descriptor: KroneckerSparse | None  # of the product
+    weight_gradient: plans.GradientPlan | None
+
+
+_backwards = PlanCache()
+
+
+def _by_plans(
+    plan, grad, x, weight, pattern, needs: tuple, batch_last: bool, precision: str | None
+) -> tuple:
+    """:func:`product_gradients` by the kernels alone, their plans decided once for those of one
+    signature and one plan of the forward pass."""
+    settings = None
+    if grad.dtype is _FLOAT32:
+        settings = float32_precision(), _is_deterministic()
+    tensors = [None if t is None else signature(t) for t in (grad, x, weight)]
+    key = id(plan), settings, needs, *tensors  # no other plan has its id: an entry holds it
+    steps = _backwards.plans.get(key)
+    options = batch_last, precision
+    if steps is None:
+        request = grad, x, weight, pattern, needs, (*options, False)
+        grads = product_gradients(*request, product, weight_gradient)
+        pattern, descriptor, by_x, by_weight = tuple(pattern), None, None, None
+        if needs[0]:
+            turned = weight.transpose(1, 2)
+            descriptor = _linear(tuple(turned.shape), *options, False)
+            by_x = calls.find(descriptor, (grad, turned), None, {})
+        if needs[1]:
+            by_weight = _gradients.find(grad, x, pattern, *options)
+        if (by_x is not None or not needs[0]) and (by_weight is not None or not needs[1]):
+            _backwards.keep(key, _Steps(plan, by_x, descriptor, by_weight))
+        return grads
+    to_x = to_weight = to_bias = None
+    if needs[0]:
+        operands = grad, weight.transpose(1, 2)
+        to_x = calls.launch(steps.product, steps.descriptor, operands, None, {})
+    if needs[1]:
+        to_weight = _launch_gradient(steps.weight_gradient, grad, x)
+    if needs[2]:
+        to_bias = bias_gradient(grad, -grad.dim() if batch_last else -1)
+    return to_x, to_weight, to_bias
 
 
 class _WeightGradient(torch.autograd.Function):
