@@ -16,12 +16,12 @@ import torch
 
 from kernlib import events
 from kernlib.descriptors.text import from_text
-from kernlib.families.sparse import checks, gradients, reference
+from kernlib.families.sparse import operation, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.layout import count_of, shape_of
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.product import calls, multiply
+from kernlib.families.sparse.operation import calls, multiply
 from kernlib.families.sparse.tensors import TURNED, check_frozen, state_of
 from kernlib.runtime.arguments import (
     autocast,
@@ -76,7 +76,7 @@ def recorded(descriptor: SparseMatmul, operands: tuple, parameters: dict) -> tor
 def _recorded(descriptor, x, matrix: tuple, parameters: dict, debug: bool) -> torch.Tensor:
     """The product with the leading bias by its operator, the other epilogues by torch's own on the
     rounded result."""
-    made = gradients.parts(descriptor)
+    made = operation.parts(descriptor)
     bias = made.operands(parameters).get("bias")
     return made.finish(product(x, *matrix, bias, False, debug), parameters)
 
@@ -95,7 +95,7 @@ def _product(x, matrix, transposed, layout, transposed_layout, bias, turned, deb
     with events.on_stderr() if debug else nullcontext():
         if not turned:
             return multiply(w, x, bias)
-        return gradients.turned_product(w, _given_transpose(w, transposed_layout, transposed), x)
+        return operation.turned_product(w, _given_transpose(w, transposed_layout, transposed), x)
 
 
 def _given_transpose(w: SparseMatrix, layout: str, tensors: list) -> SparseMatrix | None:
@@ -120,13 +120,13 @@ def _whole_recorded(x, *rest) -> torch.Tensor | None:
 
 def _fake_whole(x, matrix, transposed, layout, *rest):
     shape, dtype = shape_of(layout, matrix)
-    return x.new_empty(checks.check_x(shape, dtype, matrix[0].device, x))
+    return x.new_empty(operation.check_x(shape, dtype, matrix[0].device, x))
 
 
 def _fake_product(x, matrix, transposed, layout, transposed_layout, bias, turned, debug):
     shape, dtype = shape_of(layout, matrix)
     shape = shape[::-1] if turned else shape
-    made = checks.check_x(shape, dtype, matrix[0].device, x)
+    made = operation.check_x(shape, dtype, matrix[0].device, x)
     if bias is not None:
         check_vector(shape[0], "bias", bias, x)
     return x.new_empty(made)
@@ -156,7 +156,7 @@ def _backward(ctx, grad):
     if ctx.needs_input_grad[0]:
         to_x = product(grad, *lists, layout, transposed_layout, None, not turned, debug)
     if ctx.needs_input_grad[5]:
-        to_bias = gradients.bias_gradient(grad)
+        to_bias = operation.bias_gradient(grad)
     constant = [[None] * len(tensors) for tensors in lists]
     return to_x, *constant, None, None, to_bias, None, None
 
@@ -252,7 +252,7 @@ def run(
     Nothing is compressed while a program is recorded. So gradients of few vectors use the matrix's
     transpose only if ``w.transpose()`` has been called before, else the matrix laid out densely.
     """
-    checks.check_kinds(descriptor, operands)
+    operation.check_kinds(descriptor, operands)
     w, x = operands
     turned = None
     # Numbers that change are symbols, which Dynamo does not let be asked.
@@ -278,7 +278,7 @@ def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool,
     check_dense(("x",), x=x)
     shape, dtype = shape_of(layout, matrix)
     (x,), parameters = autocast((x,), parameters, dtype)
-    checks.check_x(shape, dtype, matrix[0].device, x)
+    operation.check_x(shape, dtype, matrix[0].device, x)
     check_parameters(descriptor, shape[0], parameters, x, look=False)
     if takes_derivatives():  # where operators that take lists of tensors have no gradients
         with no_autocast(x):
