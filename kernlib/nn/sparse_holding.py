@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.families.sparse.layout import untransformed
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.moved import check_written, refuse_capture
+from kernlib.families.sparse.tensors import check_written, refuse_capture
 from kernlib.nn.indexed import (
     DIGITS,
     EXTRA,

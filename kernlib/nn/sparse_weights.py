@@ -19,6 +19,7 @@ from kernlib.families.sparse.matrix import (
 )
 from kernlib.families.sparse.matrix import rounded as in_dtype
 from kernlib.families.sparse.prune import check_density, check_per, magnitude
+from kernlib.families.sparse.tensors import loaded
 from kernlib.nn.linears import plain_linear, refuse_stand_in
 from kernlib.runtime.tensors import check_dense, check_layout, stand_ins
 
@@ -103,8 +104,6 @@ def counted(matrix: SparseMatrix, nnz: int | None) -> SparseMatrix:
 def restored(layout: str, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
     """The matrix of a pickled layer, whose tensors are looked at as those of a state are, but where
     they have no values. Raises ValueError."""
-    from kernlib.families.sparse.state import loaded  # which only loading needs
-
     format, *kind, facts = parse_layout(layout)
     if not stand_ins(*tensors.values()) and not any(t.is_meta for t in tensors.values()):
         tensors = loaded(format, *kind, facts, tensors)

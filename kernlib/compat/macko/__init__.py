@@ -24,8 +24,7 @@ from torch.compiler import is_compiling
 from kernlib.compat.macko import product
 from kernlib.descriptors.base import as_int, shown
 from kernlib.families.sparse.formats import macko as codec
-from kernlib.families.sparse.state import check_whole
-from kernlib.families.sparse.tensors import placed
+from kernlib.families.sparse.tensors import check_whole, placed
 from kernlib.runtime.arguments import no_autocast
 from kernlib.runtime.tensors import check_dense, refuse_gradients, stand_ins
 

@@ -1,7 +1,6 @@
 """Products with unstructured sparse matrices.
 
 In reading order: ``descriptor``; ``matrix``, with ``layout`` and ``formats``, and with ``tensors``,
-``moved``, ``state``, ``csr`` and ``fitted``, which look after its tensors; ``checks``,
-``lowering``, ``kept``, ``reference``, ``plans``, ``product``, ``gradients``, ``operation``,
-``operators`` and ``ahead``. ``prune`` makes zeros in weights.
+``entries``, ``fitted`` and ``packed``, which look after its tensors; ``lowering``, ``reference``,
+``plans``, ``operation``, ``operators`` and ``rules``. ``prune`` makes zeros in weights.
 """

@@ -20,9 +20,18 @@ from kernlib.families.sparse.layout import (
     untransformed,
 )
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.moved import kind_of, measured, refuse_capture, said_of
-from kernlib.families.sparse.state import loaded
-from kernlib.families.sparse.tensors import LIVE, MARK, PLACES, next_mark, placed
+from kernlib.families.sparse.tensors import (
+    LIVE,
+    MARK,
+    PLACES,
+    kind_of,
+    loaded,
+    measured,
+    next_mark,
+    placed,
+    refuse_capture,
+    said_of,
+)
 
 
 def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:

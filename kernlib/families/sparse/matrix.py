@@ -24,11 +24,13 @@ from kernlib.families.sparse.layout import (
     untransformed,
 )
 from kernlib.families.sparse.lowering.rates import check_columns
-from kernlib.families.sparse.moved import check_place
 from kernlib.families.sparse.tensors import (
     TURNED,
     State,
+    check_place,
+    checked_header,
     freeze,
+    loaded,
     mark,
     placed,
     settle,
@@ -94,12 +96,10 @@ class SparseMatrix:
         wrong, such as a version that this kernlib does not know; TypeError for what is no dict or
         tensor.
         """
-        from kernlib.families.sparse import state as sparse_state  # which only loading needs
-
-        given = sparse_state.checked_header(header)
-        parts = given["format"], given["shape"], DTYPES[given["dtype"]]
-        found = sparse_state.loaded(*parts, given["facts"], tensors)
-        return cls(*parts, found, given["facts"], given["nnz"])
+        fields = checked_header(header)
+        parts = fields["format"], fields["shape"], DTYPES[fields["dtype"]]
+        tensors = loaded(*parts, fields["facts"], tensors)
+        return cls(*parts, tensors, fields["facts"], fields["nnz"])
 
     @classmethod
     def from_layout(cls, layout: str, operands: tuple[torch.Tensor, ...]) -> SparseMatrix:
@@ -178,7 +178,7 @@ class SparseMatrix:
         count = self.known_nnz()
         if count is None:
             if _is_laid_out(self):
-                count = int(torch.count_nonzero(_dense_of(self)))
+                count = int(torch.count_nonzero(dense_of(self)))
             else:
                 count = sum(part.bits.numel() for part in _entries(self))
             _count(self, count)
@@ -255,7 +255,7 @@ class SparseMatrix:
             if format == "auto":
                 format = formats().auto_entries(entries, columns)
             return self if format == self._format else of_entries(entries, format, columns)
-        dense = _dense_of(self)
+        dense = dense_of(self)
         if format == "auto":
             format = formats().auto(dense, columns)
         return self if format == self._format else compressed(dense, format)
@@ -401,9 +401,13 @@ def _is_laid_out(w: SparseMatrix) -> bool:
     return w._format == "dense" or _is_small(w._shape, w._dtype)
 
 
-def _dense_of(w: SparseMatrix) -> torch.Tensor:
-    """To be read: in the dense format it is what is there."""
-    return w._operands[0] if w._format == "dense" else w.to_dense()
+def dense_of(w: SparseMatrix) -> torch.Tensor:
+    """The matrix laid out densely, to be read: in the dense format it is what is there."""
+    if w._format == "dense":
+        return w._operands[0]
+    if 0 in w._shape:
+        return w._operands[0].new_empty(w._shape, dtype=w._dtype)
+    return w.to_dense()
 
 
 def _entries(w: SparseMatrix) -> Iterator[Triplets]:
@@ -423,7 +427,7 @@ def rounded(w: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
         entries = by_entries(w, False).to(dtype)
         fits = format.measure_entries(entries) is not None
         return of_entries(entries, w.format if fits else "auto", 1)
-    dense = _dense_of(w).to(dtype)
+    dense = dense_of(w).to(dtype)
     return compressed(dense, w.format if format.nbytes(dense) is not None else "auto")
 
 
@@ -442,7 +446,7 @@ def _turned(w: SparseMatrix) -> SparseMatrix:
         entries = by_entries(w, True)
         fits = format_of(w.format).measure_entries(entries) is not None
         return of_entries(entries, w.format if fits else "auto", 1)
-    dense = _dense_of(w).t()
+    dense = dense_of(w).t()
     fits = format_of(w.format).nbytes(dense) is not None
     made = compressed(dense, w.format if fits else "auto")
     _count(made, w.known_nnz())

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 
 from kernlib.descriptors.text import from_text
-from kernlib.families.sparse import checks, gradients, reference
+from kernlib.families.sparse import operation, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.layout import count_of, shape_of
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.product import calls, multiply
+from kernlib.families.sparse.operation import calls, multiply
 from kernlib.families.sparse.tensors import TURNED, check_frozen, state_of
 from kernlib.runtime.arguments import (
     autocast,
@@ -102,7 +102,7 @@ def _recorded(
 ) -> torch.Tensor:
     """The product with the leading bias by its operator, the other epilogues by torch's own on the
     rounded result."""
-    parts = gradients.parts(descriptor)
+    parts = operation.parts(descriptor)
     bias = parts.operands(parameters).get("bias")
     return parts.finish(product(x, matrix, bias, False, debug), parameters)
 
@@ -121,7 +121,7 @@ def _product(x, matrix: Matrix, bias, turned: bool, debug: bool) -> torch.Tensor
     w = matrix.fitted
     if not turned:
         return multiply(w, x, bias)
-    return gradients.turned_product(w, matrix.transpose_of(w), x)
+    return operation.turned_product(w, matrix.transpose_of(w), x)
 
 
 def _fake_whole(x, matrix: Matrix, *rest) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _fake_whole(x, matrix: Matrix, *rest) -> torch.Tensor:
 def _fake_product(x, matrix: Matrix, bias, turned: bool, debug: bool = False) -> torch.Tensor:
     shape, dtype = shape_of(matrix.layout, matrix.matrix)
     shape = shape[::-1] if turned else shape
-    size = checks.check_x(shape, dtype, matrix.matrix[0].device, x)
+    size = operation.check_x(shape, dtype, matrix.matrix[0].device, x)
     if bias is not None:
         check_vector(shape[0], "bias", bias, x)
     return x.new_empty(size)
@@ -151,7 +151,7 @@ def _backward(saved, grad) -> dict:
     if saved.needs.x:
         grads["x"] = product(grad, saved.matrix, None, not saved.turned, saved.debug)
     if saved.needs.bias:
-        grads["bias"] = gradients.bias_gradient(grad)
+        grads["bias"] = operation.bias_gradient(grad)
     return grads
 
 
@@ -243,7 +243,7 @@ def run(
     Nothing is compressed while a program is recorded. So gradients of few vectors use the matrix's
     transpose only if ``w.transpose()`` has been called before, else the matrix laid out densely.
     """
-    checks.check_kinds(descriptor, operands)
+    operation.check_kinds(descriptor, operands)
     w, x = operands
     turned = None
     # Numbers that change are symbols, which Dynamo does not let be asked.
@@ -269,7 +269,7 @@ def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool,
     check_dense(("x",), x=x)
     shape, dtype = shape_of(layout, matrix)
     (x,), parameters = autocast((x,), parameters, dtype)
-    checks.check_x(shape, dtype, matrix[0].device, x)
+    operation.check_x(shape, dtype, matrix[0].device, x)
     check_parameters(descriptor, shape[0], parameters, x, look=False)
     if takes_derivatives():  # where operators that take lists of tensors have no gradients
         with no_autocast(x):

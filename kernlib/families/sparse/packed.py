@@ -12,7 +12,7 @@ import math
 import torch
 
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.state import check_whole
+from kernlib.families.sparse.tensors import check_whole
 from kernlib.runtime.tensors import materialised
 
 MAGIC = b"kernlib\x01"

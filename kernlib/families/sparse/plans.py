@@ -15,9 +15,8 @@ from kernlib.families.sparse import reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
-from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.moved import check_place
-from kernlib.families.sparse.tensors import check_frozen
+from kernlib.families.sparse.matrix import SparseMatrix, dense_of
+from kernlib.families.sparse.tensors import check_frozen, check_place
 from kernlib.lowering.arithmetic import round_up
 from kernlib.runtime import rehearsal
 from kernlib.runtime.arguments import address_of, folded, no_autocast
@@ -91,36 +90,20 @@ def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
     )
 
 
-def by_kernels(call: Call, w: SparseMatrix, problem: Problem, arch: str) -> bool:
-    """Whether the format's own kernels compute a call. cuBLAS computes the others."""
-    if 0 in (call.batch, *w.shape) or w.format not in choose.FORMATS:
-        return False
-    if call.batch > choose.kernels_of(w.format).MOST_COLUMNS:
-        return False
-    return choose.takes(w.format, problem, arch)
-
-
-def lower(epilogue: tuple, call: Call, w: SparseMatrix, problem: Problem, arch: str, count: int):
-    """The kernels of a call on GPUs of an arch with ``count`` multiprocessors; None if cuBLAS
-    computes it."""
-    if not by_kernels(call, w, problem, arch):
-        return None
-    return choose.lower(w.format, epilogue, problem, arch, count)
-
-
 def plan(call: Call, descriptor: SparseMatmul, operands: tuple, out, parameters) -> ProductPlan:
     """The plan of a checked call on CUDA tensors, its kernels loaded."""
     w, x = operands
     device = x.get_device()
     arch = arch_of(device)  # one too old is refused for cuBLAS as well
     problem = problem_of(call, w, x, out)
-    epilogue = descriptor.epilogue
-    lowered = lower_on(lambda count: lower(epilogue, call, w, problem, arch, count), device)
-    copy = compute = None
+    lowered = copy = compute = None
+    if 0 not in (call.batch, *w.shape) and choose.takes(w.format, problem, arch):
+        lower = partial(choose.lower, w.format, descriptor.epilogue, problem, arch)
+        lowered = lower_on(lower, device)
     if lowered is None:
         compute = by_cublas if call.batch else partial(_nothing, call.out_shape)
         if call.batch and rehearsal.of(device) is not None:
-            laid_out(w)  # whose kernel is noted
+            dense_of(w)  # whose kernel is noted
     else:
         if problem.x_padded:
             copy = partial(padded, (call.batch, w.shape[1], round_up(w.shape[1], WIDTH)))
@@ -174,15 +157,6 @@ def _place(copy: Callable | None, operands: tuple) -> tuple[list[int], torch.Ten
 # Many vectors, and matrices in the dense format.
 
 
-def laid_out(w: SparseMatrix) -> torch.Tensor:
-    """The matrix laid out densely. In the dense format it is there already."""
-    if w.format == "dense":
-        return w.operands[0]
-    if 0 in w.shape:
-        return torch.empty(w.shape, dtype=w.dtype, device=w.device)
-    return w.to_dense()
-
-
 def by_cublas(
     descriptor: SparseMatmul, operands: tuple, parameters: dict, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -190,7 +164,7 @@ def by_cublas(
     added by the same call; other epilogues are applied in float32 to the rounded product.
     ``parameters`` are numbers and tensors on the device."""
     w, x = operands
-    return by_dense(descriptor, laid_out(w), x, parameters, out)
+    return by_dense(descriptor, dense_of(w), x, parameters, out)
 
 
 def _nothing(shape: tuple[int, ...], descriptor, operands: tuple, parameters, out) -> torch.Tensor:

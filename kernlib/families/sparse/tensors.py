@@ -1,16 +1,10 @@
-"""The tensors of a matrix: where they lie, the writes to them that torch counts, and the promise
-that nothing writes them.
-
-A product with a frozen matrix may read the matrix before the previous launch on its stream has
-ended, which hides the start of a launch. What that launch writes may not be there yet. Torch does
-not count every write: not those by ``.data``, DLPack, storages, collectives, other kernels and
-replays of graphs. So only the owner of a matrix can know that nothing writes it any more. Unless
-the owner says so, by freezing it, products wait. The writes that torch counts are compared at each
-product.
-"""
+"""The tensors of a matrix: their checks when they are loaded, where they lie, the writes to them
+that torch counts, and the promise that nothing writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from os import urandom
 from typing import TYPE_CHECKING
@@ -18,13 +12,25 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from kernlib.descriptors.base import shown
 from kernlib.errors import CaptureError
-from kernlib.families.sparse.layout import form_text, sizes_as_tensors, untransformed
-from kernlib.runtime.tensors import materialised, stand_ins
+from kernlib.families.sparse.formats.encoding import check_names
+from kernlib.families.sparse.layout import (
+    DTYPES,
+    VERSION,
+    form_text,
+    format_of,
+    sizes_as_tensors,
+    untransformed,
+)
+from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself, span, stand_ins
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.matrix import SparseMatrix
 
+# Version 1 held the rows of u8, u4 and u2 as int16, which collectives do not support.
+READABLE = (1, VERSION)
+MOST_BYTES = 2**63 - 1  # of the dense matrix, as torch counts them
 ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
 # Attributes of tensors. MARK: a number that the tensors of a matrix share, their layout, and the
 # place and version that were checked, or None. TURNED, of a first tensor: the states in which its
@@ -44,6 +50,118 @@ def placed(t: torch.Tensor) -> torch.Tensor:
     if t.is_meta or stand_ins(t) or t.data_ptr() % ALIGNMENT == 0:
         return t
     return t.clone()
+
+
+# Loading. Whatever bytes a state holds, it is checked before anything addresses memory by it:
+# sizes, facts, places and steps, so that no kernel reads or writes beyond the tensors. Values may
+# be any.
+
+
+def checked_header(header: Mapping[str, object]) -> dict:
+    """A header whose values have been checked and converted to plain types. Raises ValueError, and
+    TypeError for what is no mapping."""
+    if not isinstance(header, Mapping):
+        raise TypeError(
+            "header must be a dict, the first of what SparseMatrix.state() gives, got "
+            f"{type(header).__name__}"
+        )
+    names = ("format", "version", "shape", "dtype", "nnz", "facts")
+    missing = [name for name in names if name not in header]
+    if missing:
+        raise ValueError(
+            f"header of a SparseMatrix lacks {', '.join(missing)}: pass what state() gives"
+        )
+    fields = {name: header[name] for name in names}
+    _check_names_of(fields)
+    shape = _integers("shape", fields["shape"])
+    if len(shape) != 2:
+        raise ValueError(f"shape must be (rows, columns), got {fields['shape']!r}")
+    if max(1, shape[0]) * max(1, shape[1]) * DTYPES[fields["dtype"]].itemsize > MOST_BYTES:
+        raise ValueError(f"shape must be that of at most {MOST_BYTES} bytes, got {shape}")
+    if not isinstance(fields["facts"], Mapping):
+        raise ValueError(f"facts must be a dict of ints, got {shown(fields['facts'])}")
+    facts = dict(zip(fields["facts"], _integers("facts", fields["facts"].values()), strict=True))
+    (nnz,) = _integers("nnz", [fields["nnz"]])
+    if nnz > shape[0] * shape[1]:
+        raise ValueError(f"nnz must be at most {shape[0]} * {shape[1]}, got {shown(nnz)}")
+    return {**fields, "shape": shape, "facts": facts, "nnz": nnz}
+
+
+def _check_names_of(fields: Mapping[str, object]) -> None:
+    """Raises ValueError for a version, format or dtype that is not known."""
+    version, format, dtype = (fields[name] for name in ("version", "format", "dtype"))
+    if type(version) is not int or version not in READABLE:
+        versions = " and ".join(map(str, READABLE))
+        raise ValueError(
+            f"header is of version {shown(version)}, this kernlib reads versions {versions}: "
+            "compress the matrix again"
+        )
+    format_of(format)
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
+
+
+def _integers(name: str, values) -> tuple[int, ...]:
+    """Raises ValueError unless all are ints of at least 0."""
+    try:
+        numbers = tuple(values)
+    except TypeError:
+        raise ValueError(f"{name} must hold ints, got {shown(values)}") from None
+    for value in numbers:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} must hold ints of at least 0, got {shown(value)}")
+    return numbers
+
+
+def loaded(
+    format: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    facts: Mapping[str, int],
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The tensors of a state as kernels read them, in the layout of this version. Their content is
+    checked, which waits for the device. Raises ValueError that names the tensor and what is wrong,
+    TypeError for what is no dense tensor."""
+    codec = format_of(format)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            "tensors must be a dict, the second of what SparseMatrix.state() gives, got "
+            f"{type(tensors).__name__}"
+        )
+    check_names(format, tensors, codec.TENSORS)
+    check_dense(codec.TENSORS, **tensors)
+    for name, tensor in tensors.items():
+        check_whole(name, tensor)
+    if all(tensor.is_meta for tensor in tensors.values()):
+        raise ValueError("the tensors of a state are on meta, without values: load those that are")
+    operands = {name: placed(tensor) for name, tensor in tensors.items()}
+    rows = operands.get("rows")
+    if rows is not None and rows.dtype == torch.int16:
+        operands["rows"] = placed(rows.view(torch.uint8))
+    codec.check(operands, facts, shape, dtype)
+    return operands
+
+
+def check_whole(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless each element of a dense tensor has memory of its own."""
+    if stand_ins(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ValueError(
+            f"{name} has no values here to look at (a fake tensor, or one inside a transform of "
+            "torch.func): load outside"
+        )
+    if overlaps_itself(tensor):  # a copy of it might be far larger than its memory
+        raise ValueError(
+            f"{name} must have memory for each of its elements, got shape {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()}"
+        )
+    reach = tensor.storage_offset() * tensor.element_size() + span(tensor)
+    if not tensor._is_zerotensor() and tensor.untyped_storage().nbytes() < reach:
+        raise ValueError(f"{name} has no memory: its storage has been freed or cut")
+
+
+# Where tensors lie. Those that have moved since a product last used them are checked again, which
+# waits for the device.
 
 
 def mark(w: SparseMatrix) -> None:
@@ -82,6 +200,84 @@ def settle(w: SparseMatrix) -> None:
     there and know nothing of this one, may read it as soon as it is."""
     if w._device.type == "cuda":
         torch.cuda.current_stream(w._device).synchronize()
+
+
+def check_place(w: SparseMatrix, addresses: list[int]) -> None:
+    """Check tensors that are not at the addresses where they were checked before, and note the new
+    addresses. Raises ValueError for tensors that kernels cannot read, and for those of another
+    matrix; CaptureError while a CUDA graph is captured, if they need a check that waits for the
+    device."""
+    if addresses == w._addresses:
+        return
+    for index, (address, tensor) in enumerate(zip(addresses, w._operands, strict=True)):
+        if address % ALIGNMENT or not tensor.is_contiguous():
+            place = f"w.tensors[{[*w.tensors][index]!r}]"
+            raise ValueError(
+                f"{place} must be contiguous and begin at whole {ALIGNMENT} bytes of memory, got "
+                f"address {address:#x} and strides {tensor.stride()}: give it memory of its own, "
+                f"{place}.data = {place}.clone()"
+            )
+    if w._addresses is not None:
+        check_written(w)
+    object.__setattr__(w, "_addresses", addresses)
+
+
+def check_written(w: SparseMatrix) -> None:
+    """Check tensors that were written or have moved. Raises ValueError for what is no matrix of the
+    layout, CaptureError while a CUDA graph is captured."""
+    refuse_capture(w.operands)
+    with said_of(w.layout):
+        facts = {**w.facts, **measured(w.format, w.tensors)}
+        format_of(w.format).check(w.tensors, facts, w.shape, w.dtype)
+    if facts != w.facts:
+        raise ValueError(
+            f"the tensors of w were written or lie elsewhere now, and are those of another matrix: "
+            f"{facts} for {dict(w.facts)}; make it anew, by SparseMatrix.from_state"
+        )
+
+
+@contextmanager
+def said_of(layout: str) -> Iterator[None]:
+    """A context in which errors of a check also say which layout the tensors should have had."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:  # RuntimeError is torch's own, for odd tensors
+        kind = " ".join(kind_of(layout))
+        raise ValueError(f"these tensors are no matrix of kind {kind!r}: {error}") from error
+
+
+def measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The facts of a matrix as its tensors have them. For u8, u4 and u2 there are none: their width
+    cannot be found in the tensors."""
+    if format == "bitmap":
+        units = tensors["offsets"].long().diff()
+        return {"largest": 16 * int(units.max()) if units.numel() else 0}
+    if format == "macko":
+        entries = int(torch.count_nonzero(tensors["values"]))
+        return format_of(format).facts_of(tensors["row_ptr"], entries)
+    return {}
+
+
+def kind_of(layout: str) -> list[str]:
+    """Format, shape and dtype of a layout, as text."""
+    return layout.split(" ")[:3]
+
+
+def refuse_capture(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises CaptureError while a CUDA graph is captured."""
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "these tensors of a compressed matrix are not those it was made of, and have not been "
+            "checked, which waits for the device: make the same call once before the capture"
+        )
+
+
+# The promise that nothing writes them. A product with a frozen matrix may read the matrix before
+# the previous launch on its stream has ended, which hides the start of a launch. What that launch
+# writes may not be there yet. Torch does not count every write: not those by .data, DLPack,
+# storages, collectives, other kernels and replays of graphs. So only the owner of a matrix can know
+# that nothing writes it any more. Unless the owner says so, by freezing it, products wait. The
+# writes that torch counts are compared at each product.
 
 
 def freeze(w: SparseMatrix) -> None:

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from kernlib.errors import CaptureError
 from kernlib.families.sparse import fitted as sparse_fitted
-from kernlib.families.sparse import moved
+from kernlib.families.sparse import tensors as sparse_tensors
 from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.layout import format_of
@@ -41,8 +41,8 @@ def gpus(monkeypatch):
 @pytest.fixture
 def checks(monkeypatch):
     """The formats whose tensors were looked at, in order."""
-    found, inner = [], moved.measured
-    for module in (sparse_fitted, moved):
+    found, inner = [], sparse_tensors.measured
+    for module in (sparse_fitted, sparse_tensors):
         monkeypatch.setattr(module, "measured", lambda *a: found.append(a[0]) or inner(*a))
     return found
 
@@ -278,6 +278,6 @@ def test_tensors_that_were_moved_are_looked_at(gpus, checks, seed):
 def test_formats_measure_all_their_facts(seed):
     for format in FORMATS:
         dense, w = made(40, 600, format)
-        found = moved.measured(format, w.tensors)
+        found = sparse_tensors.measured(format, w.tensors)
         assert {**w.facts, **found} == w.facts
         format_of(format).check(w.tensors, w.facts, w.shape, dense.dtype)

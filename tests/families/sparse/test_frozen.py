@@ -11,11 +11,10 @@ import torch
 
 import kernlib as kl
 from kernlib.errors import CaptureError
-from kernlib.families.sparse import gradients as autograd
-from kernlib.families.sparse import kept
+from kernlib.families.sparse import operation, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.families.sparse.kept import laid_out
 from kernlib.families.sparse.lowering import choose
+from kernlib.families.sparse.reference import laid_out
 from kernlib.families.sparse.tensors import state_of
 from kernlib.jit import targets
 from kernlib.runtime import driver
@@ -240,7 +239,7 @@ def test_nothing_is_kept_of_tensors_whose_writes_are_not_counted(seed):
         w.operands[0].zero_()
     assert w.nnz == 0 and not w.transpose().to_dense().any()
     y = torch.ones(1, 64).as_subclass(OnGpu)
-    assert autograd.transpose_for(w, y) is None
+    assert operation.transpose_for(w, y) is None
 
 
 @pytest.mark.parametrize("format", ["bitmap", "u4", "macko"])
@@ -291,7 +290,7 @@ def test_it_ends_with_its_matrix(seed):
 
 
 def test_no_more_than_the_budget_is_kept(monkeypatch, seed):
-    monkeypatch.setattr(kept, "MOST_BYTES", 3 * 9 * 40 * 4)
+    monkeypatch.setattr(reference, "MOST_BYTES", 3 * 9 * 40 * 4)
     matrices = [made(9, 40)[1] for _ in range(4)]
     first = [laid_out(w) for w in matrices]
     again = [laid_out(w) for w in reversed(matrices)]
@@ -329,7 +328,7 @@ def test_gradients_and_transforms_take_what_was_laid_out(seed):
 
 def recorded(w, x):
     """A product as eager calls on a GPU record it, on the CPU."""
-    return autograd.RECORDING.result((autograd.PLAIN, (w, x), None, {}))
+    return operation.RECORDING.result((operation.PLAIN, (w, x), None, {}))
 
 
 @every_format
@@ -349,7 +348,7 @@ def test_a_write_before_the_gradient_raises_as_in_torch(format, seed):
 def test_the_gradient_of_the_bias_alone_needs_no_matrix(seed):
     dense, w = made(40, 70, dtype=torch.float32)
     x, bias = torch.randn(3, 70), torch.randn(40, requires_grad=True)
-    y = autograd.RECORDING.result((autograd.BIASED, (w, x), None, {"bias": bias}))
+    y = operation.RECORDING.result((operation.BIASED, (w, x), None, {"bias": bias}))
     written(w, dense)
     (found,) = torch.autograd.grad(y.sum(), bias)
     assert torch.equal(found, torch.full((40,), 3.0))

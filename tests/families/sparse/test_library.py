@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernlib.families.sparse import gradients as autograd
-from kernlib.families.sparse import operators
+from kernlib.families.sparse import operation, operators
 from kernlib.runtime import expressions
 from kernlib.sparse import compress
 from tests.families.sparse.library_cases import DENSE, GAIN, GELU, PLAIN, SCALED, TURNED, B, W, X
@@ -92,7 +91,7 @@ def test_eager_functions_are_the_operators(w):
         return expressions.apply(descriptor.epilogue, x @ DENSE.double().mT, given)
 
     def eager(descriptor, w, x, given):
-        return autograd.RECORDING.result((descriptor, (w, x), None, given))
+        return operation.RECORDING.result((descriptor, (w, x), None, given))
 
     def recorded(descriptor, w, x, given):
         return operators.recorded(descriptor, (w, x), given)

@@ -7,10 +7,9 @@ import torch
 import kernlib as kl
 from kernlib import ahead
 from kernlib.errors import CaptureError
-from kernlib.families.sparse import checks, operators, plans
-from kernlib.families.sparse import gradients as autograd
+from kernlib.families.sparse import operation, operators, plans
 from kernlib.families.sparse.descriptor import SparseMatmul
-from kernlib.families.sparse.product import calls
+from kernlib.families.sparse.operation import calls
 from kernlib.runtime import expressions, products
 from kernlib.sparse import SparseMatrix, matmul
 from tests.families.sparse import fake_kernels
@@ -324,7 +323,7 @@ def test_a_gradient_inside_a_capture_makes_no_transpose(gpus, seed):
     _, w = matrix(gpus)
     grad = gpu(3, 9)
     gpus.capturing = True
-    assert autograd.transpose_for(w, grad) is None
+    assert operation.transpose_for(w, grad) is None
 
 
 def test_vmap_goes_by_the_operator(gpus, seed, monkeypatch):
@@ -333,7 +332,7 @@ def test_vmap_goes_by_the_operator(gpus, seed, monkeypatch):
     monkeypatch.setattr(operators, "called", lambda *a: seen.append(a) or a[2].sum(-1))
     _, w = matrix(gpus)
     monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
-    monkeypatch.setattr(checks, "check_operands", lambda w, x: (2, w.shape[0]))
+    monkeypatch.setattr(operation, "check_x", lambda shape, *_: (2, shape[0]))
     torch.vmap(lambda x: matmul(w, x))(torch.randn(3, 2, 40).half())
     assert len(seen) == 1
 

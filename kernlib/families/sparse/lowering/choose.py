@@ -3,7 +3,6 @@
 Pure arithmetic on plain data. Each format that has kernels of its own has a module, or for u8, u4
 and u2 an object of the module ``slices``, with
 
-    MOST_COLUMNS                                        vectors that one call takes
     takes(problem, arch) -> whether it computes a problem
     lower(epilogue, problem, arch, multiprocessors) -> Lowered
     variants(epilogue, dtypes, arch) -> every spec that its lower() can choose

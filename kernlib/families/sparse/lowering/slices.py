@@ -74,7 +74,6 @@ class SlicesKernels(NamedTuple):
     steps."""
 
     code: Code
-    MOST_COLUMNS = MOST_COLUMNS
     READS_AHEAD = True
 
     def takes(self, problem: Problem, arch: str) -> bool:
