@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.pairwise.cpu.products import product
 from kernlib.families.pairwise.descriptor import dot_product
 from kernlib.run import run_kernel
 from kernlib.runtime import rehearsal
 from kernlib.runtime.devices import model
-from kernlib.runtime.precision import float32_precision, without_autocast
+from kernlib.runtime.precision import float32_precision, product, without_autocast
 
 KERNEL_COLUMNS = 128  # of a product, from which the kernel of dot products beats SGEMM
 KERNEL_TILE = (128, 192)  # its rows and columns
