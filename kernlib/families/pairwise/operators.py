@@ -22,7 +22,6 @@ from kernlib.families.pairwise.categories import arguments as category_arguments
 from kernlib.families.pairwise.categories import operators as categories
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
-from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.operators import recorded
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.operators import register
@@ -152,7 +151,7 @@ def _shape(a, b, out, names, tensors) -> tuple:
     given, tensors = names.split(), tensors or ()
     values = dict(zip(given[len(given) - len(tensors) :], tensors, strict=True))
     if torch.is_grad_enabled():
-        eager.refuse_out(a, b, out, values)
+        checks.refuse_out(out, a=a, b=b, out=out, **values)
     return checks.check_shapes(a, b, out, values)
 
 

@@ -1,6 +1,6 @@
 """Matrices with categories as an operator of ``torch.library``, for whoever records calls and runs
 them later. With a gradient to record it is what
-:mod:`kernlib.families.pairwise.categories.formula` makes of it."""
+:func:`kernlib.families.pairwise.categories.operation.matrix` makes of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from kernlib import events
 from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks
-from kernlib.families.pairwise.categories import arguments, formula, matrix
+from kernlib.families.pairwise.categories import arguments, operation
 from kernlib.families.pairwise.categories.arguments import Tables
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.request import Request
@@ -61,7 +61,7 @@ def _compute(*given) -> torch.Tensor:
         shape, dtype = _shape(request), accumulator(request.a.dtype)
         request = request._replace(out=request.a.new_empty(shape, dtype=dtype))
     with torch.no_grad(), events.on_stderr() if debug else nullcontext():
-        return matrix.execute(request, tables)
+        return operation.execute(request, tables)
 
 
 def _shape(request: Request) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def _recorded(*given) -> torch.Tensor | None:
     if not any(t.requires_grad for t in (*first[:5], *(tensors or ()))):
         return None
     request, tables = _read(*first, descriptor, names, numbers, tensors, rows, columns)
-    made = formula.matrix(request, tables)
+    made = operation.matrix(request, tables)
     return made.to(request.a.dtype).contiguous()
 
 
