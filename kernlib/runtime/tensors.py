@@ -209,11 +209,14 @@ def is_mapped(*values) -> bool:
 def common_batch(sizes: dict[str, int]) -> int:
     """The batch that arguments of these broadcast to, 1 of none. Raises ValueError when two
     differ."""
-    large = [size for size in sizes.values() if size != 1]  # no set: symbols have no hash
-    if any(size != large[0] for size in large):
-        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(f"batches must be 1 or equal, got {listed}")
-    return large[0] if large else 1
+    batch = 1
+    for size in sizes.values():  # no set: symbols have no hash
+        if size != 1:
+            if batch != 1 and size != batch:
+                listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+                raise ValueError(f"batches must be 1 or equal, got {listed}")
+            batch = size
+    return batch
 
 
 def check_out_shape(out: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -124,17 +124,29 @@ def _reference(call: checks.Call, *request) -> torch.Tensor:
     return cpu.plan(call, *request).compute(*request)
 
 
+class Scalars(NamedTuple):
+    """How the kernels of one signature take hyperparameters."""
+
+    slots: dict[str, int]  # of a hyperparameter's number
+    count: int  # of hyperparameters
+    root: bool  # the outer exponent follows from the inner one
+    positive: frozenset[str]  # hyperparameters that must be greater than zero
+
+    @classmethod
+    def of(cls, descriptor: Pairwise, hyperparameters: dict) -> Scalars:
+        root = checks.follows_inner(descriptor, hyperparameters)
+        count = lowering.scalar_count(descriptor)
+        return cls(checks.slots(descriptor), count, root, descriptor.positive)
+
+
 class PairwisePlan(NamedTuple):
     """What a call of one signature needs besides its pointers and numbers."""
 
     out_shape: tuple[int, ...]
     out_dtype: torch.dtype
     out_device: torch.device
-    slots: dict[str, int]  # of a hyperparameter's number
+    scalars: Scalars
     spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
-    count: int  # of hyperparameters
-    root: bool  # the outer exponent follows from the inner one
-    positive: frozenset[str]  # hyperparameters that must be greater than zero
     swapped: bool  # its launch takes b ahead of a
     quotients: bool  # of points by a bandwidth
     launch: Plan | Steps | None  # None for an output without elements
@@ -163,11 +175,8 @@ def loaded_plan(request: Request, call: checks.Call, lowered: Lowered | None) ->
         out_shape=call.out_shape,
         out_dtype=call.out_dtype,
         out_device=request.a.device,
-        slots=checks.slots(descriptor),
+        scalars=Scalars.of(descriptor, request.hyperparameters),
         spans=tuple(span(t) for t in (request.a, request.second, request.target(call))),
-        count=lowering.scalar_count(descriptor),
-        root=checks.follows_inner(descriptor, request.hyperparameters),
-        positive=descriptor.positive,
         swapped=swapped,
         quotients=is_of_quotients(descriptor, request.hyperparameters),
         launch=None if lowered is None else load_lowered(lowered, operands, request.a.device),
@@ -197,21 +206,21 @@ def precision(descriptor: Pairwise) -> str | None:
     return "fp32" if permitted == "fp32" else "tf32"
 
 
-def numbers_of(plan: PairwisePlan, a, hyperparameters) -> tuple[list, list]:
+def numbers_of(scalars: Scalars, a, hyperparameters) -> tuple[list, list]:
     """A number and a pointer for each hyperparameter, and tensors to keep until the launch."""
-    numbers, kept = [0.0, 0] * plan.count, []
+    numbers, kept = [0.0, 0] * scalars.count, []
     for name, value in hyperparameters.items():
-        slot = plan.slots[name]
+        slot = scalars.slots[name]
         number = host_value(name, value)
         if number is not None:
             if not number > 0:  # as all but NaN mostly are: it saves two calls
-                checks.check_host(name, number, plan.positive)
+                checks.check_host(name, number, scalars.positive)
             numbers[slot] = number
-            if plan.root and slot == checks.INNER_SLOT:
+            if scalars.root and slot == checks.INNER_SLOT:
                 numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
             continue
         if value.device.type == "cpu":
-            checks.check_tensor(name, value, plan.positive)
+            checks.check_tensor(name, value, scalars.positive)
         tensor = on_device(name, value, a.device, accumulator(a.dtype))
         if tensor.is_neg() and tensor.numel():  # memory holds the values without their sign
             tensor = _positive(tensor)
@@ -236,7 +245,7 @@ def _launch(
         return plan.run(descriptor, a, b, out, accumulate, row_offset, col_offset, values)
     numbers = kept = None
     if values:
-        numbers, kept = numbers_of(plan, a, values)
+        numbers, kept = numbers_of(plan.scalars, a, values)
     second = a if b is None else b
     given = out is not None
     if not given:
@@ -310,7 +319,7 @@ def repeated(plan: PairwisePlan, call: checks.Call, request: tuple, shared) -> C
     request = Request(*request)
     numbers = converted = None
     if request.hyperparameters:
-        numbers, converted = numbers_of(plan, request.a, request.hyperparameters)
+        numbers, converted = numbers_of(plan.scalars, request.a, request.hyperparameters)
     like = request.target(call)
     shape = like.shape, like.stride()
     out = shared.out(partial(request.a.new_empty_strided, *shape, dtype=like.dtype))

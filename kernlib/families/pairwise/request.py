@@ -102,8 +102,8 @@ def scalar_strides(descriptor, hyperparameters, like) -> tuple[int, ...]:
     slots = checks.slots(descriptor)
     strides = [0] * lowering.scalar_count(descriptor)
     for name, value in hyperparameters.items():
-        if (stride := scalar_stride(value, like)) > 0:
-            strides[slots[name] // 2] = stride
+        if isinstance(value, torch.Tensor):
+            strides[slots[name] // 2] = scalar_stride(value, like)
     return tuple(strides)
 
 

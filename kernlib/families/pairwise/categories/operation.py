@@ -191,7 +191,7 @@ def categories_of(tables: Tables, batch: int) -> Categories:
 
 
 def _launch(plan: PairwisePlan, request: Request, tables: Tables) -> torch.Tensor:
-    numbers, kept = numbers_of(plan, request.a, request.hyperparameters)
+    numbers, kept = numbers_of(plan.scalars, request.a, request.hyperparameters)
     out = request.out
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)

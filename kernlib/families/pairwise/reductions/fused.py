@@ -21,11 +21,10 @@ from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.lowering import gradient as pair_gradient
 from kernlib.families.pairwise.lowering import points as many
 from kernlib.families.pairwise.lowering.backward_source import Derivatives
-from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.finish import EXACT_SUMS
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import MAX_BLOCKS, SMALL_K
-from kernlib.families.pairwise.matrix import kind_of_number, numbers_of
+from kernlib.families.pairwise.matrix import Scalars, kind_of_number, numbers_of
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.arithmetic import ceil_div
@@ -69,13 +68,9 @@ class Launch(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the gradients of one signature take. The first four are what
-    :func:`kernlib.families.pairwise.matrix.numbers_of` reads."""
+    """What the gradients of one signature take."""
 
-    slots: dict[str, int]
-    count: int
-    root: bool
-    positive: frozenset[str]
+    scalars: Scalars
     hyper: tuple[str, ...]  # hyperparameters, in the order of their totals
     launches: tuple[Launch, ...]
 
@@ -171,10 +166,7 @@ def _new_plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) 
     lowered = _lowered(request, problem, derivatives, roles, columns, each)
     build([spec for one, *_ in lowered for spec in one.specs], request.a.get_device())
     return Gradients(
-        slots=checks.slots(descriptor),
-        count=scalar_count(descriptor),
-        root=problem.root,
-        positive=descriptor.positive,
+        scalars=Scalars.of(descriptor, request.hyperparameters),
         hyper=hyper,
         launches=tuple(
             Launch(
@@ -328,7 +320,7 @@ def _of_role(
 def _launched(plan: Gradients, request: Request, shape: Shape, grad) -> dict:
     """The sums of all launches."""
     a, b, v, values = request.a, request.b, request.v, request.hyperparameters
-    numbers, kept = numbers_of(plan, a, values) if values else (None, None)
+    numbers, kept = numbers_of(plan.scalars, a, values) if values else (None, None)
     grads: dict[str, torch.Tensor] = {}
     parts_of_v = []
     for launch in plan.launches:

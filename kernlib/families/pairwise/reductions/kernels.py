@@ -10,9 +10,8 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.lowering import product
 from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering import split_reduce as products
-from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.matrix import precision
+from kernlib.families.pairwise.matrix import Scalars, precision
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
@@ -46,13 +45,9 @@ def _nearest() -> ModuleType:
 
 
 class ReductionPlan(NamedTuple):
-    """What a call of one signature launches. The first four are what
-    :func:`kernlib.families.pairwise.matrix.numbers_of` reads."""
+    """What a call of one signature launches."""
 
-    slots: dict[str, int]
-    count: int
-    root: bool
-    positive: frozenset[str]
+    scalars: Scalars
     # Each with the bytes by which its columns begin further on: in v, and in the values.
     launches: tuple[tuple[Plan | Steps | Silence, int, int], ...]
     splits: int
@@ -116,10 +111,7 @@ def plan(
         parts = _lowered(reduction, request, shape, strides, rows)
     build([spec for lowered, *_ in parts for spec in lowered.specs], device)
     return ReductionPlan(
-        slots=checks.slots(descriptor),
-        count=scalar_count(descriptor),
-        root=checks.follows_inner(descriptor, numbers),
-        positive=descriptor.positive,
+        scalars=Scalars.of(descriptor, numbers),
         launches=tuple(
             (load_lowered(lowered, lowering.OPERANDS, request.a.device), *offsets)
             for lowered, *offsets in parts

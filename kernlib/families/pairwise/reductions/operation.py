@@ -223,7 +223,7 @@ def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: 
     """The result of the kernels."""
     launch, numbers, kept = plan.launch, None, None
     if values:
-        numbers, kept = numbers_of(launch, a, values)
+        numbers, kept = numbers_of(launch.scalars, a, values)
     places, direct = None, plan.writes_out and launch.splits == 1
     made = out if direct else torch.empty(plan.partial, dtype=plan.wide, device=plan.device)
     if reduction == "min" or isinstance(reduction, Nearest):
