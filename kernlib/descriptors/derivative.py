@@ -1,12 +1,12 @@
 """Derivatives of expressions, as expressions: what a kernel must compute for a gradient.
 
 Where there is none, they are those of a distance of equal points
-(:mod:`kernlib.families.pairwise.powers`): 0 for ``abs`` and ``sqrt`` at 0, and for ``x ** y`` at 0
-with y between 0 and 2 other than 1. Where two sides of ``max`` or ``min`` are equal, ``tie_share``
-of :mod:`kernlib.descriptors.expression` says what each is given. The language of epilogues has no
-comparison. In place of one stands a product that saturates, ``min(x / smallest, 1)``, which is 0 at
-0 and 1 from ``smallest`` on. Scores have conditions, of which none has a derivative: that of
-``where`` is the derivative of what is selected.
+(:mod:`kernlib.families.pairwise.stages_reference`): 0 for ``abs`` and ``sqrt`` at 0, and for
+``x ** y`` at 0 with y between 0 and 2 other than 1. Where two sides of ``max`` or ``min`` are
+equal, ``tie_share`` of :mod:`kernlib.descriptors.expression` says what each is given. The language
+of epilogues has no comparison. In place of one stands a product that saturates,
+``min(x / smallest, 1)``, which is 0 at 0 and 1 from ``smallest`` on. Scores have conditions, of
+which none has a derivative: that of ``where`` is the derivative of what is selected.
 """
 
 from __future__ import annotations

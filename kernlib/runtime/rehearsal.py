@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch._C import _is_tracing
+from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.jit.spec import KernelSpec
 
@@ -60,3 +63,10 @@ def of(device: int) -> Rehearsal | None:
 def on_gpu(device: torch.device) -> bool:
     """Whether kernels compute on a device: a GPU, or in a rehearsal one that stands for it."""
     return device.type == "cuda" or (device.type == "meta" and _current.get() is not None)
+
+
+def is_traced() -> bool:
+    """Whether somebody records calls and runs them later: Dynamo, a mode of the dispatcher, which
+    sees no rehearsal, or torch.jit.trace."""
+    in_mode = is_in_torch_dispatch_mode() and _current.get() is None
+    return is_dynamo_compiling() or in_mode or _is_tracing()

@@ -60,6 +60,11 @@ def materialised(t: torch.Tensor) -> torch.Tensor:
     return t.clone() if t._is_zerotensor() else t.resolve_neg()
 
 
+def normal(t):
+    """A tensor that may be saved for a gradient: a copy of one that was made in inference mode."""
+    return t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t
+
+
 def as_device(device: object, advice: str = "") -> torch.device:
     """A device of torch, which may not be there. Raises TypeError, with ``advice``, for what is no
     device, such as a dtype, ValueError for a text that names none."""
@@ -199,6 +204,19 @@ def is_mapped(*values) -> bool:
         return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return any(isinstance(value, torch.Tensor) and wrapped(value) for value in values)
+
+
+def common_batch(sizes: dict[str, int]) -> int:
+    """The batch that arguments of these broadcast to, 1 of none. Raises ValueError when two
+    differ."""
+    batch = 1
+    for size in sizes.values():  # no set: symbols have no hash
+        if size != 1:
+            if batch != 1 and size != batch:
+                listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+                raise ValueError(f"batches must be 1 or equal, got {listed}")
+            batch = size
+    return batch
 
 
 def check_out_shape(out: torch.Tensor, shape: tuple[int, ...]) -> None:

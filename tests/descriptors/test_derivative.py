@@ -13,7 +13,7 @@ from kernlib.descriptors import derivative as rules
 from kernlib.descriptors.derivative import Derivative, derivative, size
 from kernlib.descriptors.expression import FUNCTIONS, Name, Number, Operation, parse
 from kernlib.descriptors.text import from_text
-from kernlib.families.pairwise.powers import power, square_root
+from kernlib.families.pairwise.stages_reference import power, square_root
 from kernlib.jit.compiler import compile_spec
 from kernlib.lowering.epilogue_source import EpilogueSource
 from kernlib.runtime import expressions

@@ -1,6 +1,6 @@
 """Distance and kernel matrices of points, their gradients and reductions.
 
-In reading order ``descriptor`` and its ``stages``, ``checks`` and ``request``, ``lowering``,
-``reference``, ``plans``, ``matrix``, ``gradients``, ``operation``, ``operators``, ``ahead``,
-``reductions``, ``functions``.
+In reading order, each of what stands before it: ``descriptor`` and its ``stages``, ``lowering``,
+``checks``, ``request``, ``reference`` and ``cpu``, ``matrix``, ``gradients``, ``categories``,
+``reductions``, ``functions``, ``operation``, ``operators``.
 """

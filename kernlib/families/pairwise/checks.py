@@ -24,6 +24,7 @@ from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
     check_out_shape,
+    common_batch,
     refuse_any_overlap,
     refuse_other,
     refuse_transforms,
@@ -341,16 +342,18 @@ def _batch(a, b, out, values: dict) -> int:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim() == 1:
             sizes[name] = value.shape[0]
-    found = [size for size in sizes.values() if size != 1]  # no set: symbols have no hash
-    if any(size != found[0] for size in found):
-        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(f"batches must be 1 or equal, got {listed}")
-    return found[0] if found else 1
+    return common_batch(sizes)
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, shape: tuple[int, ...], batch: int) -> None:
     if out.dim() == 2 and batch != 1:
         raise ValueError(f"out must be 3-D for a batch of {batch}, got shape {tuple(out.shape)}")
+    check_result(out, shape, a)
+
+
+def check_result(out: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor) -> None:
+    """Raises ValueError or TypeError for an ``out`` of another shape, device or dtype than a call
+    on ``a`` writes."""
     check_out_shape(out, shape)
     if out.device != a.device:
         raise ValueError(f"out must be on the inputs' device {a.device}, got {out.device}")

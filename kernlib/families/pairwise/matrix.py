@@ -3,37 +3,49 @@ of features and without a record of gradients.
 
 A request is ``(descriptor, a, b, out, accumulate, row_offset, col_offset, values)``, the last being
 the hyperparameters. CPU tensors are computed by torch (:mod:`kernlib.families.pairwise.cpu`).
+In order: the key of a call, its check, its plan, its numbers, its launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from kernlib.families.pairwise import checks, plans
+from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
-from kernlib.families.pairwise.plans import PairwisePlan
-from kernlib.families.pairwise.request import Request
-from kernlib.families.pairwise.units import LEAST_USUAL, MOST_USUAL, in_unit, unit_of
-from kernlib.runtime import operation, rehearsal
+from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
+from kernlib.families.pairwise.units import (
+    LEAST_USUAL,
+    MOST_USUAL,
+    in_unit,
+    is_of_quotients,
+    unit_of,
+)
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime import operation, rehearsal, tuned
+from kernlib.runtime.devices import arch_of, lower_on, model
 from kernlib.runtime.dtypes import accumulator
-from kernlib.runtime.numbers import check_kind, host_value
+from kernlib.runtime.numbers import check_kind, host_value, on_device
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation
+from kernlib.runtime.plan import Plan
 from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.sequence import Steps, load_lowered
 from kernlib.runtime.tensors import (
     LOWEST_ADDRESS,
     UNREADABLE,
     is_lazy,
     is_mapped,
-    materialised,
     refuse_any_overlap,
     refuse_overlap,
     refuse_transforms,
     signature,
+    span,
     stand_ins,
 )
 
@@ -112,12 +124,118 @@ def _reference(call: checks.Call, *request) -> torch.Tensor:
     return cpu.plan(call, *request).compute(*request)
 
 
+class Scalars(NamedTuple):
+    """How the kernels of one signature take hyperparameters."""
+
+    slots: dict[str, int]  # of a hyperparameter's number
+    count: int  # of hyperparameters
+    root: bool  # the outer exponent follows from the inner one
+    positive: frozenset[str]  # hyperparameters that must be greater than zero
+
+    @classmethod
+    def of(cls, descriptor: Pairwise, hyperparameters: dict) -> Scalars:
+        root = checks.follows_inner(descriptor, hyperparameters)
+        count = lowering.scalar_count(descriptor)
+        return cls(checks.slots(descriptor), count, root, descriptor.positive)
+
+
+class PairwisePlan(NamedTuple):
+    """What a call of one signature needs besides its pointers and numbers."""
+
+    out_shape: tuple[int, ...]
+    out_dtype: torch.dtype
+    out_device: torch.device
+    scalars: Scalars
+    spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
+    swapped: bool  # its launch takes b ahead of a
+    quotients: bool  # of points by a bandwidth
+    launch: Plan | Steps | None  # None for an output without elements
+
+
 def _plan(call: checks.Call, descriptor, a, *rest):
+    """The plan of a checked call. Raises UnsupportedError for devices that have no backend."""
     if a.device.type == "cpu":
         from kernlib.families.pairwise.cpu import plans as cpu  # which calls on GPUs do without
 
         return cpu.plan(call, descriptor, a, *rest)
-    return plans.plan(Request(descriptor, a, *rest), call)
+    request = Request(descriptor, a, *rest)
+    device = request.device()
+    arch_of(device)  # one too old is refused for an empty out as well
+    lowered = None if is_empty(call) else lower(request, call, device)
+    return loaded_plan(request, call, lowered)
+
+
+def loaded_plan(request: Request, call: checks.Call, lowered: Lowered | None) -> PairwisePlan:
+    """The plan of a checked call, its kernel loaded; ``lowered`` is None for an empty out."""
+    descriptor, swapped = request.descriptor, False
+    if lowered is not None and len(lowered.steps) == 1:
+        swapped = lowered.steps[0].pointers[0][0] == "b"
+    operands = ("b", "a", "out") if swapped else lowering.OPERANDS
+    return PairwisePlan(
+        out_shape=call.out_shape,
+        out_dtype=call.out_dtype,
+        out_device=request.a.device,
+        scalars=Scalars.of(descriptor, request.hyperparameters),
+        spans=tuple(span(t) for t in (request.a, request.second, request.target(call))),
+        swapped=swapped,
+        quotients=is_of_quotients(descriptor, request.hyperparameters),
+        launch=None if lowered is None else load_lowered(lowered, operands, request.a.device),
+    )
+
+
+def lower(request: Request, call: checks.Call, device: int) -> Lowered:
+    """The kernels for a call on a device: the tuned ones, else by rule."""
+    problem, strides = problem_of(request, call)
+    descriptor, arch = request.descriptor, arch_of(device)
+    permitted, choice = precision(descriptor) or "fp32", None
+    candidates = choose.candidates(descriptor, problem, arch, permitted)
+    if len(candidates) > 1 or tuned.is_trial():
+        tuning = tuning_signature(descriptor, problem)
+        choice = tuned.choice(descriptor.family, model(device), tuning, lambda: candidates)
+    return lower_on(
+        lambda n: choose.lower(descriptor, problem, arch, n, strides, permitted, choice), device
+    )
+
+
+def precision(descriptor: Pairwise) -> str | None:
+    """What the products of float32 tensors may be, where a kernel takes products: "fp32" or "tf32";
+    "bf16" permits "tf32" too, which is what the kernels make of it."""
+    if not descriptor.takes_products:
+        return None
+    permitted = descriptor.precision or float32_precision()
+    return "fp32" if permitted == "fp32" else "tf32"
+
+
+def numbers_of(scalars: Scalars, a, hyperparameters) -> tuple[list, list]:
+    """A number and a pointer for each hyperparameter, and tensors to keep until the launch."""
+    numbers, kept = [0.0, 0] * scalars.count, []
+    for name, value in hyperparameters.items():
+        slot = scalars.slots[name]
+        number = host_value(name, value)
+        if number is not None:
+            if not number > 0:  # as all but NaN mostly are: it saves two calls
+                checks.check_host(name, number, scalars.positive)
+            numbers[slot] = number
+            if scalars.root and slot == checks.INNER_SLOT:
+                numbers[checks.OUTER_SLOT] = 1.0 / number if number else 1.0
+            continue
+        if value.device.type == "cpu":
+            checks.check_tensor(name, value, scalars.positive)
+        tensor = on_device(name, value, a.device, accumulator(a.dtype))
+        if tensor.is_neg() and tensor.numel():  # memory holds the values without their sign
+            tensor = _positive(tensor)
+        address = tensor.data_ptr()
+        if address >= LOWEST_ADDRESS or not tensor._is_zerotensor():  # else its number is 0
+            numbers[slot + 1] = address
+        kept.append(tensor)
+    return numbers, kept
+
+
+def _positive(value: torch.Tensor) -> torch.Tensor:
+    """A negated view's values in memory of their own, by the strides that the plan knows."""
+    count = 1 + sum(s * (n - 1) for s, n in zip(value.stride(), value.shape, strict=True))
+    memory = value._neg_view().as_strided((count,), (1,)).neg()
+    return memory.as_strided(value.shape, value.stride(), 0)
 
 
 def _launch(
@@ -127,7 +245,7 @@ def _launch(
         return plan.run(descriptor, a, b, out, accumulate, row_offset, col_offset, values)
     numbers = kept = None
     if values:
-        numbers, kept = plans.numbers_of(plan, a, values)
+        numbers, kept = numbers_of(plan.scalars, a, values)
     second = a if b is None else b
     given = out is not None
     if not given:
@@ -165,15 +283,7 @@ def _materialised(descriptor, a, b, out, *rest) -> tuple | None:
     if not (is_lazy(a) or (b is not None and is_lazy(b))):
         return None
     refuse_any_overlap(out, a=a, b=b)
-    return tuple(readable(Request(descriptor, a, b, out, *rest)))
-
-
-def readable(request: Request) -> Request:
-    """A request with inputs that a kernel may read, zero tensors among them. Raises TypeError for
-    what is no dense tensor."""
-    made = request.readable()
-    b = made.b if made.b is None else materialised(made.b)
-    return made._replace(a=materialised(made.a), b=b)
+    return tuple(Request(descriptor, a, b, out, *rest).readable())
 
 
 def _rehearsed(plan: PairwisePlan, descriptor, a, b, out, *rest) -> torch.Tensor:
@@ -209,7 +319,7 @@ def repeated(plan: PairwisePlan, call: checks.Call, request: tuple, shared) -> C
     request = Request(*request)
     numbers = converted = None
     if request.hyperparameters:
-        numbers, converted = plans.numbers_of(plan, request.a, request.hyperparameters)
+        numbers, converted = numbers_of(plan.scalars, request.a, request.hyperparameters)
     like = request.target(call)
     shape = like.shape, like.stride()
     out = shared.out(partial(request.a.new_empty_strided, *shape, dtype=like.dtype))

@@ -12,6 +12,7 @@ from kernlib.errors import KernlibError
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.matrix import calls, key_of
+from kernlib.families.pairwise.request import Request
 from kernlib.run import run_kernel
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import host_value
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
 
+_OPTIONS = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
 _plans, _launch, _first = calls.plans, calls.launch, calls.first
 
 
@@ -38,6 +40,21 @@ def _execute(*request) -> torch.Tensor:
     except TypeError:  # an argument cannot be hashed, which is said there
         return calls.execute(*request)
     return _respelled(key, *request) if plan is None else _launch(plan, *request)
+
+
+def _recorded(*request) -> torch.Tensor:
+    """The result of a request whose gradient is recorded."""
+    from kernlib.families.pairwise.gradients import autograd  # which most calls do without
+
+    _, _, _, out, *_, values = request
+    several = [isinstance(value, torch.Tensor) and value.dim() > 0 for value in values.values()]
+    if out is None and True in several:
+        from kernlib.families.pairwise import per_point  # which most calls do without
+
+        respelled = per_point.computed(run, *request)
+        if respelled is not None:
+            return respelled
+    return autograd.record(*request)
 
 
 def _respelled(key, *request) -> torch.Tensor:
@@ -124,11 +141,7 @@ def run(
     if torch.is_grad_enabled() and True in [
         getattr(value, "requires_grad", False) for value in (a, b, out, *hyperparameters.values())
     ]:
-        from kernlib.families.pairwise.gradients import (
-            eager,  # which calls without a gradient do without
-        )
-
-        return eager.run(*request)
+        return _recorded(*request)
     return _execute(*request)
 
 
@@ -276,8 +289,7 @@ def planned(descriptor: Pairwise, tensors: tuple, arguments: dict) -> list[Plann
     loaded."""
     if "reduction" in arguments:
         return []
-    from kernlib.families.pairwise.matrix import MATRIX, readable, repeated
-    from kernlib.families.pairwise.request import Request
+    from kernlib.families.pairwise.matrix import MATRIX, repeated
     from kernlib.runtime.ahead import Planned, is_recorded
 
     if not tensors:
@@ -285,8 +297,38 @@ def planned(descriptor: Pairwise, tensors: tuple, arguments: dict) -> list[Plann
     a, b, *more = (*tensors, None) if len(tensors) == 1 else tensors
     checks.refuse_out(arguments.get("out"), **{"a": a, "b": b, **arguments})
     recorded = is_recorded(None, *tensors, *arguments.values())
-    request = tuple(readable(Request.of(descriptor, a, b, arguments, tuple(more))))
+    request = tuple(_request_of(descriptor, a, b, arguments, tuple(more)).readable())
     return [Planned(MATRIX, calls, request, request, recorded, repeated)]
+
+
+def _request_of(descriptor: Pairwise, a, b, arguments: dict, more: tuple) -> Request:
+    """The request of a call with keyword ``arguments``, mapped and spelt as kernels take it. Raises
+    TypeError for ``more`` tensors."""
+    if more:
+        checks.refuse_more(descriptor, more)
+    if descriptor.categories:
+        checks.refuse_categories(descriptor)
+    if arguments.get("lengthscale") is not None:
+        from kernlib.families.pairwise.functions.feature_map import scaled
+
+        out, mapped = arguments.get("out"), arguments.get("feature_map")
+        a, b, arguments = scaled(descriptor, arguments["lengthscale"], mapped, a, b, out, arguments)
+    elif arguments.get("feature_map") is not None:
+        from kernlib.families.pairwise.functions import (
+            feature_map,  # which most calls do without
+        )
+
+        a, b = feature_map.apply(arguments["feature_map"], a, b, arguments.get("out"))
+    options = [arguments.get(name, default) for name, default in _OPTIONS.items()]
+    known = (*_OPTIONS, "feature_map", "lengthscale")
+    values = {name: arguments[name] for name in arguments if name not in known}
+    if any(isinstance(value, torch.Tensor) and value.dim() for value in values.values()):
+        from kernlib.families.pairwise import per_point  # which most calls do without
+
+        respelled = per_point.respelled(a, b, values, options[0], tuple(options[2:]))
+        if respelled is not None:  # the diagonal is added behind the kernel
+            a, b, values, _ = respelled
+    return Request(descriptor, a, b, *options, values)
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:

@@ -19,7 +19,6 @@ from kernlib.families.pairwise.categories import arguments as category_arguments
 from kernlib.families.pairwise.categories import operators as categories
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
-from kernlib.families.pairwise.gradients import eager
 from kernlib.families.pairwise.gradients.operators import recorded
 from kernlib.runtime.arguments import tensors_of
 from kernlib.runtime.operators import register
@@ -119,7 +118,7 @@ def _shape(descriptor, a, b, out, values: dict) -> tuple:
     tensors = tensors_of(values)
     checks.check_names(descriptor, [*tensors])
     if torch.is_grad_enabled():
-        eager.refuse_out(a, b, out, tensors)
+        checks.refuse_out(out, a=a, b=b, out=out, **tensors)
     return checks.check_shapes(a, b, out, tensors)
 
 

@@ -7,9 +7,9 @@ import math
 import torch
 
 from kernlib.families.pairwise import stages
-from kernlib.families.pairwise.cpu.products import product
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime import expressions
+from kernlib.runtime.precision import product
 
 BLOCK_ELEMENTS = 1 << 22  # of (rows, N, K) at once: 16 MB in float32, so that it stays in cache
 

@@ -14,8 +14,7 @@ from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.rehearsal import on_gpu
-
-OPTIONS = {"out": None, "accumulate": False, "row_offset": 0, "col_offset": 0}
+from kernlib.runtime.tensors import materialised
 
 
 class Request(NamedTuple):
@@ -30,44 +29,12 @@ class Request(NamedTuple):
     col_offset: int
     hyperparameters: dict
 
-    @classmethod
-    def of(cls, descriptor: Pairwise, a, b, arguments: dict, more: tuple = ()) -> Request:
-        """From the keyword arguments of a call. Raises TypeError for ``more`` tensors."""
-        if more:
-            checks.refuse_more(descriptor, more)
-        if descriptor.categories:
-            checks.refuse_categories(descriptor)
-        if arguments.get("lengthscale") is not None:
-            from kernlib.families.pairwise.functions.feature_map import scaled
-
-            out, mapped = arguments.get("out"), arguments.get("feature_map")
-            a, b, arguments = scaled(
-                descriptor, arguments["lengthscale"], mapped, a, b, out, arguments
-            )
-        elif arguments.get("feature_map") is not None:
-            from kernlib.families.pairwise.functions import (
-                feature_map,  # which most calls do without
-            )
-
-            a, b = feature_map.apply(arguments["feature_map"], a, b, arguments.get("out"))
-        options = (arguments.get(name, default) for name, default in OPTIONS.items())
-        known = (*OPTIONS, "feature_map", "lengthscale")
-        rest = {name: arguments[name] for name in arguments if name not in known}
-        if any(isinstance(value, torch.Tensor) and value.dim() for value in rest.values()):
-            from kernlib.families.pairwise import per_point  # which most calls do without
-
-            offsets = tuple(arguments.get(name, 0) for name in ("row_offset", "col_offset"))
-            made = per_point.respelled(a, b, rest, arguments.get("out"), offsets)
-            if made is not None:  # the diagonal is added behind the kernel
-                a, b, rest, _ = made
-        return cls(descriptor, a, b, *options, rest)
-
     def readable(self) -> Request:
-        """With inputs that a kernel may read: the lazy negation of a view is not in its memory.
-        Raises TypeError for what is no dense tensor."""
+        """With inputs that a kernel may read, no lazy negations or zero tensors among them. Raises
+        TypeError for what is no dense tensor."""
         checks.check_tensors(self.a, self.b, self.out)
-        b = self.b if self.b is None else self.b.resolve_neg()
-        return self._replace(a=self.a.resolve_neg(), b=b)
+        b = self.b if self.b is None else materialised(self.b)
+        return self._replace(a=materialised(self.a), b=b)
 
     @property
     def second(self) -> torch.Tensor:
@@ -129,12 +96,21 @@ def layout_of(t: torch.Tensor, batch: int) -> Layout:
     return Layout(step, rows, columns, address & 15)
 
 
-def scalar_strides(descriptor, hyperparameters, call) -> tuple[int, ...]:
+def scalar_strides(descriptor, hyperparameters, like) -> tuple[int, ...]:
+    """The strides of the hyperparameters, in the order of a plan's numbers, for a call on tensors
+    ``like`` one."""
     slots = checks.slots(descriptor)
     strides = [0] * lowering.scalar_count(descriptor)
     for name, value in hyperparameters.items():
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] > 1:
-            # One that must be copied to the device or converted arrives contiguous.
-            same = value.device == call.device and value.dtype == accumulator(call.dtype)
-            strides[slots[name] // 2] = value.stride(0) if same else 1
+        if isinstance(value, torch.Tensor):
+            strides[slots[name] // 2] = scalar_stride(value, like)
     return tuple(strides)
+
+
+def scalar_stride(value, like) -> int:
+    """That of a hyperparameter over the batch of a call, 0 for one of all entries."""
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.shape[0] == 1:
+        return 0
+    # One that must be copied to the device or converted arrives contiguous.
+    same = value.device == like.device and value.dtype == accumulator(like.dtype)
+    return value.stride(0) if same else 1

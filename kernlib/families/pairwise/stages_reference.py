@@ -1,6 +1,10 @@
 """The stages of a pairwise kernel in PyTorch, ``out = finish(sums)``, differentiable in everything
-as often as is asked for. At singularities the derivatives are those of
-:mod:`kernlib.families.pairwise.powers`, and the sign of 0 is 0.
+as often as is asked for.
+
+``|v|^p`` and its root have an infinite first or second derivative at 0 where the exponent is no
+whole number and smaller than 1 or 2. Distances of equal points are 0, and there the derivative is
+said to be 0, as ``torch.cdist`` has it: never an infinity, and no NaN of 0 times one. The sign of 0
+is 0.
 """
 
 from __future__ import annotations
@@ -14,12 +18,72 @@ from kernlib import sharding
 from kernlib.descriptors.epilogues import Matern
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.matern import matern
-from kernlib.families.pairwise.powers import power, square_root
 from kernlib.runtime import expressions
 from kernlib.runtime.tensors import broadcast_shapes
 
+_VANISHED = 800.0  # minus a logarithm that no float64 has
+
+
+def power(x, y):
+    """``x ** y`` of tensors or numbers, of which one is a tensor. Where ``x`` is 0 and ``y``
+    between 0 and 2, and not 1, the derivatives of every order are 0. So are those that name ``y``
+    where ``x`` is 0, whatever it is from 0 on: they are powers of x times some of its logarithm,
+    which go to 0, but for that by ``x`` and a ``y`` of 1, which is infinite."""
+    if not isinstance(x, torch.Tensor):
+        return x**y if x else power(torch.zeros_like(y), y)
+    if isinstance(y, torch.Tensor):
+        zero = (x == 0) & (y > 0) & (y < 2) & (y != 1)
+        if y.requires_grad:
+            return _by_exponents(x, y, zero)
+    elif 0 < y < 2 and y != 1:
+        zero = x == 0
+    else:
+        return x**y
+    # Twice: a derivative that one `where` leaves out is multiplied by 0 all the same.
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x) ** y)
+
+
+def _by_exponents(x: torch.Tensor, y: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """:func:`power` with derivatives by y, whose logarithm never sees a 0. Where ``zero`` is true
+    there are none."""
+    at_zero = (x == 0) & (y >= 0)
+    smooth = torch.where(at_zero & ~zero, x, 1.0) ** y.detach()
+    result = torch.where(at_zero, smooth, torch.where(at_zero, 1.0, x) ** y)
+    return torch.where(zero, 0.0, result)
+
+
+def square_root(x: torch.Tensor) -> torch.Tensor:
+    """``sqrt(x)``, with derivatives 0 where ``x`` is 0."""
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
+
+
 _FINITE = {"**": power, "pow": power, "sqrt": square_root}  # of an epilogue
+
+
+def matern(u: torch.Tensor, nu: float) -> torch.Tensor:
+    """The Matérn kernel of ``nu`` 0.5, 1.5 or 2.5 and ``u = t ** 2``, where t is ``sqrt(2 nu)``
+    times the distance over the bandwidth. Recorded, with derivatives of every order accurate next
+    to 0, which are kernels of smaller ``nu``. torch's of ``(1 + t) exp(-t)`` subtract numbers near
+    1 from each other, and divide by t: for points 1e-7 apart nothing is left in float32, and 1e-9
+    of it wrong in float64."""
+    return torch.exp(-square_root(u)) if nu == 0.5 else _Matern.apply(u, nu)
+
+
+class _Matern(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u, nu):
+        ctx.save_for_backward(u)
+        ctx.nu = nu
+        t = u.sqrt()
+        finite = t.clamp(max=_VANISHED)  # an infinity times 0 would be NaN
+        return (1 + finite + (finite * finite / 3 if nu == 2.5 else 0)) * torch.exp(-t)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (u,) = ctx.saved_tensors
+        factor = -1 / 6 if ctx.nu == 2.5 else -1 / 2
+        return factor * grad * matern(u, ctx.nu - 1), None
 
 
 def sums(

@@ -7,7 +7,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.functions.agop import agop
-from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import backward
 
 Q, T, K, O, L = 9, 6, 4, 3, 2
 DOUBLE = torch.float64
@@ -54,8 +54,8 @@ def wanted(descriptor, x, z, c, values, batch=1, centred=False):
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("case", KERNELS)
 def test_it_is_the_average_product_of_gradients(case, centred, entries, monkeypatch, seed):
-    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", entries)
-    monkeypatch.setattr(autograd, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(backward, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(backward, "FEWEST_ROWS", 2)
     descriptor, values = KERNELS[case]
     x, z, c = points(Q, K), points(T, K), points(O, T)
     x[1] = z[2]  # a query that is a point
@@ -71,8 +71,8 @@ def test_it_is_the_average_product_of_gradients(case, centred, entries, monkeypa
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("batched", ["x", "z", "c", "bandwidth", "x z c", "all"])
 def test_batches_broadcast(batched, centred, entries, monkeypatch, seed):
-    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", entries)
-    monkeypatch.setattr(autograd, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(backward, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(backward, "FEWEST_ROWS", 2)
     names = batched.split() if batched != "all" else ["x", "z", "c", "bandwidth"]
     shapes = {"x": (Q, K), "z": (T, K), "c": (O, T)}
     x, z, c = (points(*((L,) if n in names else ()), *shape) for n, shape in shapes.items())

@@ -10,7 +10,7 @@ import kernlib as kl
 from kernlib import ahead
 from kernlib.cli.options import Sizes
 from kernlib.errors import UnsupportedError
-from kernlib.families.pairwise.gradients import eager, plans, products
+from kernlib.families.pairwise.gradients import backward, products
 from kernlib.families.pairwise.reductions import blocks
 from kernlib.families.pairwise.reductions import gradients as reduced
 from kernlib.families.pairwise.reductions.arguments import Request
@@ -51,7 +51,7 @@ def used(monkeypatch):
 
     monkeypatch.setattr(service, "loaded", noted)
     # What autograd hands over has forgotten that it is on a GPU.
-    for module in (eager, reduced):
+    for module in (backward, reduced):
         real = module.gradients
         monkeypatch.setattr(module, "gradients", lambda *given, f=real: f(*map(there, given)))
     yield seen
@@ -153,7 +153,7 @@ def test_what_is_listed_is_what_a_call_loads(name, small, used, monkeypatch):
     if small:
         monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * 700)
         monkeypatch.setattr(reduced, "MOST_BYTES", 4 * 3 * 2900)
-        monkeypatch.setattr(eager, "BLOCK_ENTRIES", 3000)
+        monkeypatch.setattr(backward, "BLOCK_ENTRIES", 3000)
     descriptor, tensors, values = calls()[name]
     listed = ahead.specs(descriptor, "sm_90a", tensors, values, 0)
     fakes.forget()
@@ -165,8 +165,7 @@ def test_what_is_listed_is_what_a_call_loads(name, small, used, monkeypatch):
 def test_products_of_gradients_are_listed(used, monkeypatch):
     """Those of large calls, which are said to be large here, by the kernel of dot products."""
     monkeypatch.setattr(products, "is_torchs", lambda *given: False)
-    monkeypatch.setattr(eager, "FEWEST", 1)
-    monkeypatch.setattr(plans.products, "FEWEST", 1)
+    monkeypatch.setattr(products, "FEWEST", 1)
     monkeypatch.setattr(products, "SHORTEST_PART", 8)
     a, b = points(64, 24), points(96, 24)
     for descriptor, values in ((GAUSSIAN, {"bandwidth": number()}), (kl.dot_product(), {})):

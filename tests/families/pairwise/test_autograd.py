@@ -9,8 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import kernlib as kl
 from kernlib.families.pairwise import stages as norms
-from kernlib.families.pairwise.gradients import eager as autograd
-from kernlib.families.pairwise.gradients import operators
+from kernlib.families.pairwise.gradients import backward, operators
 from tests.support.speeds import slow_but
 
 M, N, K, L = 4, 3, 5, 2
@@ -342,8 +341,8 @@ def test_blocks_add_up(symmetric, accuracy, monkeypatch, seed):
     along = torch.randn(3, 7, 7 if symmetric else 6, dtype=DOUBLE)
     wanted = found()
     fewest, entries = {"whole": (128, 1), "rows": (2, 1), "batch": (128, 100)}[accuracy]
-    monkeypatch.setattr(autograd, "FEWEST_ROWS", fewest)
-    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(backward, "FEWEST_ROWS", fewest)
+    monkeypatch.setattr(backward, "BLOCK_ENTRIES", entries)
     assert_same(found(), wanted)
 
 

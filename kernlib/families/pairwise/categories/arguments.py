@@ -15,7 +15,7 @@ from kernlib.families.pairwise.descriptor import CODES, Pairwise
 from kernlib.families.pairwise.lowering.layout import MOST_ELEMENTS
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import extremes, host_value
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, common_batch
 
 CODE_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -179,8 +179,4 @@ def _batch(a: torch.Tensor, b: torch.Tensor, made: Tables) -> int | None:
         name: t.shape[0] for name, t in {"a": a, "b": b, **made.tensors()}.items()
         if t.dim() == (2 if name == "tables" else 3)
     }  # fmt: skip
-    found = [size for size in sizes.values() if size != 1]
-    if any(size != found[0] for size in found):
-        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(f"batches must be 1 or equal, got {listed}")
-    return found[0] if found else (1 if sizes else None)
+    return common_batch(sizes) if sizes else None

@@ -1,35 +1,53 @@
 """Calls of pairwise descriptors with categories, and their gradients.
 
 A call is ``finish(S + T)``, with the sums S of the numerical features and what the tables add, T.
-Forward is one kernel, of which the inputs are kept. Backward makes blocks of rows of the matrix
-again out of operators that are differentiable themselves
-(:mod:`kernlib.families.pairwise.categories.formula`), so that it takes memory for a block.
+Forward is one kernel, on a CPU blocks by torch, of which the inputs are kept. Backward makes blocks
+of rows of the matrix again out of operators that are differentiable themselves, so that it takes
+memory for a block.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
 
+from kernlib import events
 from kernlib.families.pairwise import checks
-from kernlib.families.pairwise.categories import arguments, formula, matrix
+from kernlib.families.pairwise.categories import arguments
 from kernlib.families.pairwise.categories.arguments import Tables
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
-from kernlib.families.pairwise.gradients.eager import refuse_out
-from kernlib.families.pairwise.request import Request
+from kernlib.families.pairwise.gradients.autograd import kernel_matrix
+from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.lowering.layout import TABLE_OPERANDS, Categories
+from kernlib.families.pairwise.matrix import PairwisePlan, key_of, loaded_plan, numbers_of
+from kernlib.families.pairwise.request import Request, is_empty, layout_of, problem_of
+from kernlib.families.pairwise.stages_reference import finish
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime import rehearsal
+from kernlib.runtime.devices import arch_of, model
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import plain
+from kernlib.runtime.plan import PlanCache
+from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.sequence import load_lowered
 from kernlib.runtime.tensors import (
     is_mapped,
+    materialised,
     refuse_any_overlap,
+    refuse_overlap,
     refuse_transforms,
+    signature,
     stand_ins,
 )
 
+OPERANDS = (*TABLE_OPERANDS, *direct.OPERANDS)
+CPU_ENTRIES = 1 << 20  # of a block of rows: 4 MB in float32, of which torch makes a few
 BLOCK_ENTRIES = 1 << 24  # of the matrix at once in a backward pass, which stores about eight
+_OF_SUMS = ("p", "inner_p", "inner_scale")
+_plans = PlanCache()
 
 
 def run(
@@ -65,18 +83,18 @@ def run(
     if stand_ins(out, *given) or a.is_meta:
         return _by_operator(request, codes)
     if out is None and is_mapped(*given):
-        return formula.matrix(request, tables).to(a.dtype)
+        return matrix(request, tables).to(a.dtype)
     refuse_transforms(checks.MAPPED_ALONE, out=out, a=a, b=b, **tables.tensors())
     arguments.check_exponents(descriptor, values)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *_some(out))):
-        refuse_out(a, b, out, {"tables": tables.flat, **values})
-        matrix.check(request)
+        checks.refuse_out(out, a=a, b=b, out=out, tables=tables.flat, **values)
+        check(request)
         if _are_functorch_transforms_active():  # of which a Function knows none
-            return formula.matrix(request, tables).to(a.dtype)
+            return matrix(request, tables).to(a.dtype)
         names = tuple(name for name, v in values.items() if isinstance(v, torch.Tensor))
         call = Call(request._replace(a=None, b=None), tables._replace(flat=None), names)
         return _Recorded.apply(call, a, b, tables.flat, *(values[name] for name in names))
-    return matrix.execute(request, tables)
+    return execute(request, tables)
 
 
 def _by_operator(request: Request, codes: tuple) -> torch.Tensor:
@@ -95,6 +113,183 @@ def _some(t: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return () if t is None else (t,)
 
 
+# A call without a record of gradients.
+
+
+@lru_cache(maxsize=256)
+def numerical(descriptor: Pairwise) -> Pairwise:
+    """The descriptor without its categories, whose checks are those of the other arguments."""
+    return descriptor.replace(categories=0)
+
+
+def check(request: Request) -> checks.Call:
+    """Check all but codes and tables. Raises ValueError and TypeError."""
+    checks.check_names(request.descriptor, request.hyperparameters)
+    return checks.check_call(numerical(request.descriptor), *request[1:])
+
+
+def execute(request: Request, tables: Tables) -> torch.Tensor:
+    """The result. Raises ValueError and TypeError, UnsupportedError for other devices."""
+    if request.a.device.type == "cpu":
+        call = check(request)
+        _refuse_overlap(request, tables)
+        if events.listening():
+            events.emit("torch", "", "", "pairwise on cpu: no kernel, computed by torch")
+        return _on_cpu(request, call, tables)
+    request = request.readable()
+    tables = tables._replace(flat=materialised(tables.flat))
+    key = (key_of(*request), *map(signature, tables[:3]), tables.sizes)
+    try:
+        plan = _plans.plans.get(key)
+    except TypeError:  # something in the call cannot be hashed, and is wrong for that alone
+        check(request)
+        raise
+    if plan is None:
+        plan = _plan(request, check(request), tables)
+        _plans.keep(key, plan)
+    _refuse_overlap(request, tables)
+    return _launch(plan, request, tables)
+
+
+def _refuse_overlap(request: Request, tables: Tables) -> None:
+    """Raises ValueError where ``out`` shares memory with an argument."""
+    if request.out is not None:
+        given = {"a": request.a, "b": request.b, **tables.tensors(), **request.hyperparameters}
+        tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+        refuse_overlap(request.out, **tensors)
+
+
+def _plan(request: Request, call: checks.Call, tables: Tables) -> PairwisePlan:
+    device = request.device()
+    arch_of(device)  # one too old is refused for an empty out as well
+    lowered = None if is_empty(call) else lower(request, call, tables, device)
+    made = loaded_plan(request, call, None)
+    if lowered is None:
+        return made
+    return made._replace(launch=load_lowered(lowered, OPERANDS, call.device))
+
+
+def lower(request: Request, call: checks.Call, tables: Tables, device: int) -> Lowered:
+    """The kernel of a checked call on a device."""
+    problem, strides = problem_of(request, call)
+    count = model(device).multiprocessors
+    given = categories_of(tables, call.batch)
+    return direct.lower(
+        request.descriptor, problem, arch_of(device), count, strides, categories=given
+    )
+
+
+def categories_of(tables: Tables, batch: int) -> Categories:
+    """Codes and tables as lowering sees them."""
+    several = tables.flat.dim() == 2 and tables.flat.shape[0] > 1
+    return Categories(
+        *(layout_of(t, batch) for t in (tables.a_codes, tables.b_codes)),
+        tables.sizes,
+        tables.flat.stride(0) if several else 0,
+        tables.a_codes.dtype == torch.int64,
+    )
+
+
+def _launch(plan: PairwisePlan, request: Request, tables: Tables) -> torch.Tensor:
+    numbers, kept = numbers_of(plan.scalars, request.a, request.hyperparameters)
+    out = request.out
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
+    elif not out.is_inference():  # those have no version to count
+        torch.autograd.graph.increment_version(out)
+    if plan.launch is not None:
+        operands = (*tables[:3], request.a, request.b, out)
+        plan.launch.launch(tuple(t.data_ptr() for t in operands), numbers)
+    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    return out
+
+
+def of_rows(request: Request, rows: slice) -> Request:
+    """The request of some rows of its matrix."""
+    a, row_offset = request.a[..., rows, :], request.row_offset + rows.start
+    return request._replace(a=a, row_offset=row_offset)
+
+
+def _on_cpu(request: Request, call: checks.Call, tables: Tables) -> torch.Tensor:
+    """By blocks of rows."""
+    out = request.out
+    if out is None:
+        out = torch.empty(call.out_shape, dtype=call.out_dtype, device=call.device)
+    if is_empty(call):
+        return out
+    step = max(1, CPU_ENTRIES // (call.n * call.batch))
+    with without_autocast(call.device):
+        for start in range(0, call.m, step):
+            rows = slice(start, start + step)
+            block = out[..., rows, :]  # (M, N) perhaps of a batch of 1
+            made = matrix(of_rows(request, rows), tables.of_rows(rows)).view(block.shape)
+            block.copy_(made + block if request.accumulate else made)
+    return out
+
+
+# The matrix by operators that are differentiable.
+
+
+@lru_cache(maxsize=256)
+def of_sums(descriptor: Pairwise) -> Pairwise:
+    """The descriptor of the numerical features' sums alone."""
+    return Pairwise(
+        descriptor.operator,
+        descriptor.inner,
+        precision=descriptor.precision,
+        direct=descriptor.direct,
+    )
+
+
+def matrix(request: Request, tables: Tables) -> torch.Tensor:
+    """The matrix of a checked call out of operators of torch and the kernel of its numerical sums,
+    differentiable in all of it, in the arithmetic's dtype: (M, N), or (L, M, N) where
+    something has a batch. ``out`` and ``accumulate`` are not looked at."""
+    descriptor, a, b, _, _, row_offset, col_offset, values = request
+    wide, diagonal = accumulator(a.dtype), row_offset - col_offset
+    given = {name: values[name] for name in _OF_SUMS if name in values}
+    sums = kernel_matrix(of_sums(descriptor), a.to(wide), b.to(wide), **given)
+    s = sums + gathered(tables)
+    flat = s.dim() == 2
+    root = checks.follows_inner(descriptor, values)
+    made = finish(descriptor, s[None] if flat else s, values, root=root, diagonal=diagonal)
+    return made[0] if flat and made.shape[0] == 1 else made
+
+
+def gathered(tables: Tables) -> torch.Tensor:
+    """``sum_c tables[c][a_codes[m, c], b_codes[n, c]]``, (M, N) or (L, M, N); NaN where a code is
+    outside its table."""
+    total = None
+    for feature, size in enumerate(tables.sizes):
+        table = tables.table(feature)
+        # Whose last row and column are where other codes lead.
+        padded = torch.nn.functional.pad(table, (0, 1, 0, 1), value=float("nan"))
+        places = (_inside(t[..., feature], size) for t in (tables.a_codes, tables.b_codes))
+        found = _entries(padded, *places)
+        total = found if total is None else total + found
+    return total
+
+
+def _inside(codes: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.where((codes >= 0) & (codes < size), codes, size).long()
+
+
+def _entries(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Rows, then columns, so that a gradient sorts no more than codes."""
+    if table.dim() == rows.dim() + 1 == columns.dim() + 1 == 2:
+        return table[rows][:, columns]
+    batch = max(table.shape[0] if table.dim() == 3 else 1,
+                *(t.shape[0] if t.dim() == 2 else 1 for t in (rows, columns)))  # fmt: skip
+    several = torch.arange(batch, dtype=torch.int64, device=table.device)[:, None]
+    table = table.expand(batch, *table.shape[-2:])
+    found = table[several, rows.expand(batch, rows.shape[-1])]
+    columns = columns.expand(batch, columns.shape[-1])
+    return found.mT[several, columns].mT
+
+
+# Gradients.
+
+
 class Call(NamedTuple):
     """What of a call is not given to autograd: ``names`` are those of hyperparameters that are."""
 
@@ -104,7 +299,7 @@ class Call(NamedTuple):
 
     def computed(self, *sides) -> torch.Tensor:
         """The matrix, by operators that are differentiable."""
-        return formula.matrix(*self.of(*sides))
+        return matrix(*self.of(*sides))
 
     def of(self, a, b, flat, *tensors) -> tuple[Request, Tables]:
         """The call of these."""
@@ -124,7 +319,7 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx, call, a, b, flat, *tensors):
         ctx.call = call
         ctx.save_for_backward(a, b, flat, *tensors)
-        return matrix.execute(*call.of(a, b, flat, *tensors))
+        return execute(*call.of(a, b, flat, *tensors))
 
     @staticmethod
     def backward(ctx, grad):

@@ -1,13 +1,13 @@
 """Matrices with categories as an operator of ``torch.library``, for whoever records calls and runs
 them later. With a gradient to record it is what
-:mod:`kernlib.families.pairwise.categories.formula` makes of it."""
+:func:`kernlib.families.pairwise.categories.operation.matrix` makes of it."""
 
 from __future__ import annotations
 
 import torch
 
 from kernlib.families.pairwise import checks
-from kernlib.families.pairwise.categories import arguments, formula, matrix
+from kernlib.families.pairwise.categories import arguments, operation
 from kernlib.families.pairwise.categories.arguments import Tables
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.request import Request
@@ -51,7 +51,7 @@ def _compute(a, b, tables, wide, descriptor, values, rows, columns, debug) -> to
             out=a.new_empty(_shape(a, b, values), dtype=accumulator(a.dtype))
         )
     with torch.no_grad():
-        return matrix.execute(request, tables)
+        return operation.execute(request, tables)
 
 
 def _shape(a, b, values: dict) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ def _fake(a, b, tables, wide, descriptor, values, *options) -> torch.Tensor:
 
 
 def _recorded(a, b, tables, wide, descriptor, values, rows, columns, debug) -> torch.Tensor:
-    k = formula.matrix(_request(a, b, descriptor, values, rows, columns), tables)
+    k = operation.matrix(_request(a, b, descriptor, values, rows, columns), tables)
     return k.to(a.dtype).contiguous()
 
 

@@ -1,1 +1,1 @@
-"""The pairwise op on CPU tensors: plans, the sums they take, and squared distances by products."""
+"""The pairwise op on CPU tensors: plans, and the sums they take."""

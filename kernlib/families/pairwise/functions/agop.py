@@ -8,9 +8,10 @@ from kernlib.debug import eager_only
 from kernlib.descriptors.base import check_flag, refuse_descriptor
 from kernlib.families.pairwise import checks, per_point
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager, norms, routes
-from kernlib.families.pairwise.gradients.eager import Block, Call
-from kernlib.families.pairwise.gradients.weights import by_norms, by_sums
+from kernlib.families.pairwise.gradients import backward, formula, norms, primitive
+from kernlib.families.pairwise.gradients.arguments import Kind, Operands
+from kernlib.families.pairwise.gradients.backward import Block, Call
+from kernlib.families.pairwise.gradients.weights import by_norms, by_sums, is_plain
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import check_kind, plain
@@ -19,6 +20,7 @@ from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
     check_out_shape,
+    common_batch,
     is_lazy,
     materialised,
     refuse_any_overlap,
@@ -34,7 +36,7 @@ def _sum_products(call: Call, total, x, z, coefficients, tensors: dict, centred:
     arguments that all have a batch, in its dtype."""
     outputs, (queries, features) = coefficients.shape[1], x.shape[1:]
     diagonal, largest = total.dim() == 2, max(z.shape[1], outputs * features)
-    for block in eager.blocks(total.shape[0], queries, largest, eager.BLOCK_ENTRIES):
+    for block in backward.blocks(total.shape[0], queries, largest, backward.BLOCK_ENTRIES):
         part = total[block.part]
         found = _gradients(call, block, len(part), x, z, coefficients, tensors)
         if centred:
@@ -53,14 +55,12 @@ def _sum_products(call: Call, total, x, z, coefficients, tensors: dict, centred:
 
 def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors: dict):
     """``d/dx_q sum_t c[o,t] K(x_q, z_t)`` of a block of queries: (L, O, Q, K) or (1, O, Q, K)."""
-    from kernlib.families.pairwise.gradients import points as pairs
-
     rows, points, c = block.of(x), block.entries(z), block.entries(coefficients)
     values = call.numbers | {name: block.entries(t) for name, t in tensors.items()}
-    made = routes.sums_of(call.descriptor, values)
+    made = formula.sums_of(call.descriptor, values)
     shape = max(t.shape[0] for t in (rows, points, c)), c.shape[1], *rows.shape[1:]
     scales = None
-    if routes.is_plain(call.descriptor, values):
+    if is_plain(call.descriptor, values):
         sides = max(rows.shape[0], points.shape[0])
         weights = x.new_ones(()).expand(sides, rows.shape[1], points.shape[1])
     elif x.device.type == "cpu" and norms.are_values(call.descriptor, values):
@@ -73,14 +73,14 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
         weights = by_sums(call.descriptor, made, values, rows, points)
     if weights is None or 0 in (*weights.shape, *shape):
         return x.new_zeros(shape)
-    if scales is None and eager.by_formula(made):
-        each = [eager.points_gradient(made, rows, points, weights * one[:, None], True)
+    if scales is None and backward.by_formula(made):
+        each = [backward.points_gradient(made, rows, points, weights * one[:, None], True)
                 for one in c.unbind(1)]  # fmt: skip
         return torch.stack(each, 1)
     operator, inner = made.descriptor.operator, made.descriptor.inner
-    kind = pairs.Kind(operator, inner, True, False, scales is not None)
-    return pairs.execute(
-        kind, pairs.Operands(rows, points, weights, c, scales), None, False, made.given
+    kind = Kind(operator, inner, True, False, scales is not None)
+    return primitive.execute(
+        kind, Operands(rows, points, weights, c, scales), None, False, made.given
     )
 
 
@@ -156,7 +156,7 @@ def agop(
 
 def _ready(t: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     t = (t[None] if t.dim() == 1 else t).to(wide)
-    return eager.batched(materialised(t) if is_lazy(t) else t)
+    return backward.batched(materialised(t) if is_lazy(t) else t)
 
 
 # What may be wrong.
@@ -222,13 +222,8 @@ def _check_batch(x, z, coefficients, values: dict) -> int | None:
         check_kind(name, value)
         if value.dim():
             sizes[name] = value.shape[0]
-    found = {size for size in sizes.values() if size != 1}
-    if len(found) > 1:
-        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(f"batches must be 1 or equal, got {listed}")
-    if found:
-        return found.pop()
-    return 1 if any(t.dim() == 3 for t in named.values()) else None
+    batch = common_batch(sizes)
+    return batch if batch != 1 or any(t.dim() == 3 for t in named.values()) else None
 
 
 def _check_out(out: torch.Tensor, x: torch.Tensor, shape: tuple) -> None:

@@ -24,6 +24,7 @@ from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
     check_out_shape,
+    common_batch,
     refuse_any_overlap,
     refuse_distributed,
     refuse_gradients,
@@ -269,11 +270,7 @@ def _batch(given: dict[str, torch.Tensor], out: torch.Tensor | None, numbers: di
     sizes |= {name: x.shape[0] for name, x in vectors.items()}
     if out is not None and out.dim() == 4:
         sizes["out"] = out.shape[0]
-    found = {size for size in sizes.values() if size != 1}
-    if len(found) > 1:
-        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(f"batches must be 1 or equal, got {listed}")
-    return found.pop() if found else 1
+    return common_batch(sizes)
 
 
 def _check_out(

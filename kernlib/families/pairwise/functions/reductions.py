@@ -21,6 +21,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
+from kernlib.runtime.rehearsal import is_traced
 from kernlib.runtime.tensors import (
     check_layout,
     check_memory,
@@ -150,10 +151,8 @@ def kernel_min(
     if isinstance(descriptor, Pairwise) and descriptor.categories:
         return _with_categories("min", descriptor, a, b, None, None, *offsets, hyperparameters)
     recorded = torch.is_grad_enabled() and _requires_gradient(a, b, None, None, hyperparameters)
-    if recorded or operation.is_recorded():
-        from kernlib.families.pairwise.reductions import pairs
-
-        return pairs.run("min", descriptor, a, b, 1, False, *offsets, hyperparameters)
+    if recorded or is_traced():
+        return operation.choose("min", descriptor, a, b, 1, False, *offsets, hyperparameters)
     return operation.run("min", descriptor, a, b, None, None, *offsets, hyperparameters)
 
 
@@ -202,8 +201,6 @@ def kernel_topk(
     ValueError for a k that is not from 1 to N. Values are differentiable, each by its own pair.
     After the KMin_ArgKMin reduction of the KeOps project.
     """
-    from kernlib.families.pairwise.reductions import pairs
-
     if debug is not False:
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
         return heard(debug, kernel_topk, descriptor, a, b, k, largest, **maps, **hyperparameters)
@@ -220,7 +217,7 @@ def kernel_topk(
     if isinstance(descriptor, Pairwise) and descriptor.categories:
         nearest = arguments.Nearest(k, largest)
         return _with_categories(nearest, descriptor, a, b, None, None, *offsets, hyperparameters)
-    return pairs.run("topk", descriptor, a, b, k, largest, *offsets, hyperparameters)
+    return operation.choose("topk", descriptor, a, b, k, largest, *offsets, hyperparameters)
 
 
 def _run(
@@ -239,7 +236,7 @@ def _run(
     request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
     if isinstance(descriptor, Pairwise) and descriptor.categories:
         return _with_categories(*request)
-    if operation.is_recorded():
+    if is_traced():
         from kernlib import run
 
         return run.pairwise_reduce_operators.run(*request)
@@ -297,11 +294,11 @@ def _refuse_diagonal(name: str) -> NoReturn:
 
 def _with_categories(reduction, *request):
     """A reduction by blocks of a matrix with categories."""
-    from kernlib.families.pairwise.categories import reductions
+    from kernlib.families.pairwise.reductions import categories
 
     nearest = isinstance(reduction, arguments.Nearest)
-    named = reductions.Reduction("topk", reduction) if nearest else reductions.Reduction(reduction)
-    return reductions.run(named, *request)
+    named = categories.Reduction("topk", reduction) if nearest else categories.Reduction(reduction)
+    return categories.run(named, *request)
 
 
 def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:

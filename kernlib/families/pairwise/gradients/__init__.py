@@ -1,1 +1,1 @@
-"""By points and hyperparameters: ``formula``, ``weights``, ``points``, then ``eager``."""
+"""By points and hyperparameters: ``primitive``, ``formula``, ``weights``, then ``backward``."""

@@ -9,11 +9,12 @@ import torch
 
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.pairwise import stages
+from kernlib.families.pairwise.checks import check_result
 from kernlib.families.pairwise.descriptor import OPERATORS
 from kernlib.runtime import numbers
-from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
+from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.tensors import check_dense, check_memory, check_out_shape, refuse_distributed
+from kernlib.runtime.tensors import check_dense, check_memory, common_batch, refuse_distributed
 
 SMALLEST = {torch.float32: 2.0**-126, torch.float64: 2.0**-1022}  # that no instruction flushes
 STAGES = (
@@ -102,7 +103,8 @@ def check_call(kind: Kind, operands: Operands, out, accumulate: bool, values: di
         raise ValueError("accumulate=True adds to out, and no out is given")
     dtype = operands.x.dtype
     if out is not None:
-        _check_out(operands.x, out, shape)
+        check_result(out, shape, operands.x)
+        check_memory(out)
     written = dtype if out is None else out.dtype
     return Call(*sizes, batch, shape, dtype, written, operands.x.device)
 
@@ -200,38 +202,24 @@ def check_eps(eps) -> float:
     return value
 
 
-def _output(kind: Kind, operands: Operands, out, values: dict, sizes) -> tuple:
+def _output(kind: Kind, operands: Operands, out, values: dict, counts) -> tuple:
     """The batch and the output's shape."""
-    queries, _, features, sets = sizes
+    queries, _, features, sets = counts
     plane = (features, queries) if kind.plain else (queries, features)
     shape = plane if operands.coefficients is None else (sets, *plane)
     named = dict(zip(kind.names, operands, strict=True)).items()
-    found = {name: t.shape[0] for name, t in named if t is not None and t.dim() == 3}
+    sizes = {name: t.shape[0] for name, t in named if t is not None and t.dim() == 3}
     for name in kind.exponents:
         value = values.get(name)
         if isinstance(value, torch.Tensor) and value.dim() == 1:
-            found[name] = value.shape[0]
+            sizes[name] = value.shape[0]
     if out is not None and out.dim() == len(shape) + 1:
-        found["out"] = out.shape[0]
-    large = [size for size in found.values() if size != 1]
-    if any(size != large[0] for size in large):
-        listed = ", ".join(f"{name}: {size}" for name, size in found.items())
-        raise ValueError(f"batches must be 1 or equal, got {listed}")
-    batch = large[0] if large else 1
+        sizes["out"] = out.shape[0]
+    batch = common_batch(sizes)
     batched = any(t is not None and t.dim() == 3 for t in operands) or batch != 1
     if out is not None:  # whose rank decides for a batch of 1
         batched = batch != 1 or out.dim() == len(shape) + 1
     return batch, (batch, *shape) if batched else shape
-
-
-def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-    check_out_shape(out, shape)
-    if out.device != x.device:
-        raise ValueError(f"out must be on the inputs' device {x.device}, got {out.device}")
-    if out.dtype not in (x.dtype, accumulator(x.dtype)):
-        wanted = " or ".join(str(t) for t in dict.fromkeys((x.dtype, accumulator(x.dtype))))
-        raise TypeError(f"out must be {wanted} for {x.dtype} inputs, got {out.dtype}")
-    check_memory(out)
 
 
 def refuse_gradients(kind: Kind, operands: Operands, out, values: dict) -> None:

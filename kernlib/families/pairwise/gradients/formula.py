@@ -7,14 +7,17 @@ Every difference is there at once, so whatever may go by blocks of rows does; un
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime import rehearsal
 from kernlib.runtime.precision import rounds, without_autocast
+from kernlib.runtime.tensors import normal
 
 BLOCK_ELEMENTS = 1 << 24  # of (L, rows, T, K) at once: 64 MB in float32, several times
 
@@ -50,6 +53,29 @@ class Sums(NamedTuple):
     def linear(self) -> bool:
         """Whether their gradient is products of matrices."""
         return stages.linear(self.descriptor.operator, self.descriptor.inner)
+
+
+def sums_of(descriptor: Pairwise, values: dict) -> Sums:
+    """The sums of a call."""
+    p = values.get("p", values.get("inner_p"))
+    if type(descriptor.inner) is norms.Power and not isinstance(p, torch.Tensor) and p in (1, 2):
+        return Sums(_alone(descriptor, "Abs" if p == 1 else "Square"), {})
+    return Sums(_alone(descriptor), {}).having(p, values.get("inner_scale"))
+
+
+@lru_cache(maxsize=1024)
+def _alone(descriptor: Pairwise, inner: str | None = None) -> Pairwise:
+    """The descriptor of the sums alone, perhaps of another inner stage."""
+    stage = getattr(norms, inner)() if inner else descriptor.inner
+    return descriptor.replace(inner=stage, outer=norms.Identity(), epilogue=())
+
+
+def exponent_sums(made: Sums) -> Sums | None:
+    """The sums whose terms are the derivatives by the exponent of those of ``made``, if they have a
+    kernel."""
+    if not isinstance(made.descriptor.inner, norms.Power):
+        return None
+    return made._replace(descriptor=_alone(made.descriptor, "PowerLog"))
 
 
 def gradients(made: Sums, x, z, weights, first: bool, needs: tuple) -> list:
@@ -143,11 +169,6 @@ def by_rows(
         for kept, one in zip(found, block, strict=True):
             kept.append(one)
     return [_joined(kept, i in of_rows) if needs[i] else None for i, kept in enumerate(found)]
-
-
-def normal(t):
-    """A tensor that may be saved for a gradient: a copy of one that was made in inference mode."""
-    return t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t
 
 
 def _block(value, sides: list, needs: tuple, along, create: bool) -> list:

@@ -16,7 +16,7 @@ from kernlib.descriptors.text import from_text
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager, formula, norms, routes
+from kernlib.families.pairwise.gradients import backward, formula, norms
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import matrix
 from kernlib.families.pairwise.units import in_unit, unit_of
@@ -30,15 +30,15 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     """A checked call, without ``out``, whose gradient is recorded. ``regularization`` is added
     where ``n - m == diagonal``."""
     wide = accumulator(a.dtype)
-    x = eager.batched(a).to(wide)
-    z = None if b is None else eager.batched(b).to(wide)
+    x = backward.batched(a).to(wide)
+    z = None if b is None else backward.batched(b).to(wide)
     placed = {
         k: v.to(a.device, wide) if isinstance(v, torch.Tensor) else v for k, v in values.items()
     }
     unit = unit_of(descriptor, values, wide)
     if unit is not None:
         x, z, placed, _ = in_unit(unit, x, z, placed)
-    of_norms, made = norms.are_values(descriptor, placed), routes.sums_of(descriptor, placed)
+    of_norms, made = norms.are_values(descriptor, placed), formula.sums_of(descriptor, placed)
     s = (_norms if of_norms else _sums)(x, z, made)
     root = checks.follows_inner(descriptor, placed)
     v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal, of_norms=of_norms)
@@ -52,9 +52,9 @@ def sums(made: Sums, a, b) -> torch.Tensor:
 
 
 def points_gradient(made: Sums, x, z, weights, first: bool) -> torch.Tensor:
-    """:func:`kernlib.families.pairwise.gradients.eager.points_gradient`, recorded."""
-    if eager.by_formula(made):  # torch records it, as it would not inside of an operator
-        return eager.points_gradient(made, x, z, weights, first)
+    """:func:`kernlib.families.pairwise.gradients.backward.points_gradient`, recorded."""
+    if backward.by_formula(made):  # torch records it, as it would not inside of an operator
+        return backward.points_gradient(made, x, z, weights, first)
     return _gradient(x, z, weights, first, made)
 
 
@@ -79,7 +79,7 @@ def _compute_sums(a, b, sums: Sums) -> torch.Tensor:
 
 def _compute_gradient(x, z, weights, first: bool, sums: Sums) -> torch.Tensor:
     with torch.no_grad():
-        return eager.points_gradient(sums, x, z, weights, first).contiguous()
+        return backward.points_gradient(sums, x, z, weights, first).contiguous()
 
 
 def _compute_norms(a, b, sums: Sums) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _compute_norms(a, b, sums: Sums) -> torch.Tensor:
 def _compute_norm_gradient(x, z, weights, n, first: bool, sums: Sums) -> torch.Tensor:
     with torch.no_grad():
         shared, scales = norms.shared(sums.p, weights, n)
-        return eager.points_gradient(sums, x, z, shared, first, scales).contiguous()
+        return backward.points_gradient(sums, x, z, shared, first, scales).contiguous()
 
 
 def _fake_sums(a, b, sums: Sums) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _inner_gradients(made: Sums, a, b, grad, needs: tuple) -> tuple:
     """Those with respect to exponent and scale."""
     if not any(needs):
         return None, None
-    logarithmic = routes.exponent_sums(made)
+    logarithmic = formula.exponent_sums(made)
     if logarithmic is not None:
         by_exponent = (grad * sums(logarithmic, a, b)).sum((1, 2))
         return by_exponent.sum_to_size(made.p.shape), None

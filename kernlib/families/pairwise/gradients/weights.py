@@ -17,11 +17,10 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import formula
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import calls, matrix
 from kernlib.runtime import expressions
-from kernlib.runtime.tensors import broadcast_shapes
+from kernlib.runtime.tensors import broadcast_shapes, normal
 
 _INFINITE = float("inf")
 _SMALLEST = {torch.float32: 1e-38, torch.float64: 1e-300}
@@ -93,6 +92,15 @@ def root_of(p: float | torch.Tensor) -> float | torch.Tensor:
         return 1.0 if p in (0, _INFINITE) else 1 / p
     whole = (p == 0) | p.isinf()
     return torch.where(whole, 1.0, 1 / torch.where(whole, 1.0, p))
+
+
+def is_plain(descriptor: Pairwise, values: dict) -> bool:
+    """Whether a call's values are the sums."""
+    p = values.get("p", values.get("inner_p"))
+    root = checks.follows_inner(descriptor, values)
+    same = not isinstance(p, torch.Tensor) and p in (0, 1, _INFINITE)
+    identity = same if root else isinstance(descriptor.outer, norms.Identity)
+    return identity and not descriptor.epilogue
 
 
 def derivative(
@@ -193,8 +201,8 @@ def by_torch(
     ``wanted`` tensors among ``values``, None for what nothing depends on, by torch: ten to twenty
     passes over memory."""
     with torch.inference_mode(False), torch.enable_grad():
-        s, grad = formula.normal(s).detach().requires_grad_(), formula.normal(grad)
-        values = {name: formula.normal(value) for name, value in values.items()}
+        s, grad = normal(s).detach().requires_grad_(), normal(grad)
+        values = {name: normal(value) for name, value in values.items()}
         root = checks.follows_inner(descriptor, values)
         out = stages.finish(descriptor, s, values, root=root, of_norms=of_norms)
         if not out.requires_grad:

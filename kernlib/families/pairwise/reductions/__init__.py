@@ -1,1 +1,1 @@
-"""Reductions of matrices that are not stored: ``arguments``, ``plans``, then who computes them."""
+"""Reductions of matrices that are not stored: ``arguments``, who computes them, ``operation``."""

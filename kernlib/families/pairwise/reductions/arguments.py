@@ -9,12 +9,10 @@ import torch
 from kernlib.descriptors.base import Descriptor, as_int, refuse_descriptor, shown
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import plain
 from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
-    check_out_shape,
     is_mapped,
     materialised,
     refuse_overlap,
@@ -190,12 +188,7 @@ def check_out(out: torch.Tensor, shape: tuple[int, ...], request: Request) -> No
 def check_result(out: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor) -> None:
     """Raises ValueError or TypeError for an ``out`` of the wrong kind, wherever it lies."""
     check_dense(("out",), out=out)
-    check_out_shape(out, shape)
-    if out.device != a.device:
-        raise ValueError(f"out must be on the inputs' device {a.device}, got {out.device}")
-    if out.dtype not in (a.dtype, accumulator(a.dtype)):
-        wanted = " or ".join(str(t) for t in dict.fromkeys((a.dtype, accumulator(a.dtype))))
-        raise TypeError(f"out must be {wanted} for {a.dtype} inputs, got {out.dtype}")
+    checks.check_result(out, shape, a)
 
 
 def check_k(k, n: int) -> None:

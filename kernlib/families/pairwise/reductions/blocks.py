@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
+from kernlib.families.pairwise.gradients.autograd import kernel_matrix
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
-from kernlib.run import run_kernel
 from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 
@@ -94,15 +94,14 @@ def values_of(request: Request, block: Block) -> dict:
 
 def matrix(request: Request, block: Block, a, b, values: dict, out=None) -> torch.Tensor:
     """A block of the matrix, (L, M, N), from its points and hyperparameters."""
-    return run_kernel(
-        request.descriptor,
-        a if a.dim() == 3 else a[None],
-        b,
-        out=out,
-        row_offset=request.row_offset + block[1].start,
-        col_offset=request.col_offset + block[2].start,
-        **values,
-    )
+    a = a if a.dim() == 3 else a[None]
+    row_offset = request.row_offset + block[1].start
+    col_offset = request.col_offset + block[2].start
+    if request.descriptor.categories and not rehearsal.is_traced():
+        from kernlib.families.pairwise.categories import operation
+
+        return operation.run(request.descriptor, a, b, out, False, row_offset, col_offset, values)
+    return kernel_matrix(request.descriptor, a, b, out, row_offset, col_offset, **values)
 
 
 def each(request: Request, shape: Shape, at_least: int = 1, whole_rows: bool = False):

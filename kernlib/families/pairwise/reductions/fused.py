@@ -12,21 +12,19 @@ import torch
 from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import checks, stages, units
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients import eager, norms, routes, weights
+from kernlib.families.pairwise.gradients import backward, norms, weights
 from kernlib.families.pairwise.gradients.arguments import Kind
+from kernlib.families.pairwise.gradients.backward import DECIDING, Call, Route
 from kernlib.families.pairwise.gradients.formula import Sums
-from kernlib.families.pairwise.gradients.plans import constant_of
-from kernlib.families.pairwise.gradients.routes import Route
+from kernlib.families.pairwise.gradients.primitive import constant_of
 from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.lowering import gradient as pair_gradient
 from kernlib.families.pairwise.lowering import points as many
 from kernlib.families.pairwise.lowering.backward_source import Derivatives
-from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.finish import EXACT_SUMS
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import MAX_BLOCKS, SMALL_K
-from kernlib.families.pairwise.matrix import kind_of_number
-from kernlib.families.pairwise.plans import numbers_of
+from kernlib.families.pairwise.matrix import Scalars, kind_of_number, numbers_of
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.arithmetic import ceil_div
@@ -34,17 +32,17 @@ from kernlib.lowering.steps import Lowered
 from kernlib.runtime.devices import arch_of, build, model
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.plan import Plan, PlanCache
-from kernlib.runtime.rehearsal import on_gpu
 from kernlib.runtime.sequence import Silence, Steps, load_lowered
 from kernlib.runtime.tensors import is_lazy, materialised, signature
 
 # Columns of v up to which computing the matrix once for every few of them is faster than storing
 # blocks of it.
 MOST_COLUMNS = 16
+# Of a side: a thread each, in blocks of which a grid has room for 1024 times as many.
+MOST_POINTS = MAX_BLOCKS // 1024 * lowering.THREADS
 # Of norms whose slopes are taken from sums of powers, which are right from 1e-9 to 1e9 then; others
 # from norms, by blocks.
 LARGEST_EXPONENT = 4
-_DECIDING = frozenset(("p", "inner_p", "outer_p", "epsilon"))  # numbers that choose code
 
 
 class Role(NamedTuple):
@@ -70,13 +68,9 @@ class Launch(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the gradients of one signature take. The first four are what
-    :func:`kernlib.families.pairwise.plans.numbers_of` reads."""
+    """What the gradients of one signature take."""
 
-    slots: dict[str, int]
-    count: int
-    root: bool
-    positive: frozenset[str]
+    scalars: Scalars
     hyper: tuple[str, ...]  # hyperparameters, in the order of their totals
     launches: tuple[Launch, ...]
 
@@ -85,37 +79,36 @@ _plans = PlanCache()
 
 
 def gradients(
-    request: Request, shape: Shape, wanted: list[str], gradient: torch.Tensor, shared: bool
+    request: Request, shape: Shape, names: list[str], grad: torch.Tensor, shared: bool
 ) -> dict[str, torch.Tensor] | None:
-    """The gradients of the ``wanted`` tensors of a product, or of a sum if there is no v, from that
+    """The gradients of the tensors ``names`` of a product, or of a sum if there is no v, from that
     of its result, (L, M, C) or (L, M): (L, M, K) of a, (L, N, K) of b, (L, N, C) of v and (L,) of
     hyperparameters. None where the kernels do not take them; a hyperparameter on which nothing
     depends, and v of norms whose sums leave float's range, are left out. Of one x that is a and b,
-    ``shared``, the gradient is that of a. All tensors are float32 and on one device."""
+    ``shared``, the gradient is that of a. All tensors have one dtype and are on one device."""
     if not takes(request, shape):
         return None
     request, unit = _in_unit(request)
-    given = gradient[..., None] if request.v is None else gradient
-    given = materialised(given) if is_lazy(given) else given
-    plan = _plan(request, shape, tuple(wanted), given, shared)
+    grad = grad[..., None] if request.v is None else grad
+    grad = materialised(grad) if is_lazy(grad) else grad
+    plan = _plan(request, shape, tuple(names), grad, shared)
     if plan is None:
         return None
-    found = _launched(plan, request, shape, given)
+    grads = _launched(plan, request, shape, grad)
     if unit is not None:
-        found = {name: t / unit if name in ("a", "b") else t for name, t in found.items()}
-    _regularize(found, request, shape, wanted, given)
-    return found
+        grads = {name: t / unit if name in ("a", "b") else t for name, t in grads.items()}
+    _regularize(grads, request, shape, names, grad)
+    return grads
 
 
 def takes(request: Request, shape: Shape) -> bool:
-    """Whether sizes, type and device are those of a kernel."""
-    if not on_gpu(request.a.device) or request.a.dtype != torch.float32:
+    """Whether sizes, type and device are those of a kernel: a GPU's, or meta in a rehearsal."""
+    if request.a.dtype != torch.float32 or request.a.device.type not in ("cuda", "meta"):
         return False
     columns = 1 if request.v is None else shape.columns
     if 0 in (shape.m, shape.n, shape.k, shape.batch) or not 1 <= columns <= MOST_COLUMNS:
         return False
-    blocks = ceil_div(max(shape.m, shape.n), lowering.THREADS)
-    return shape.k <= many.MOST_FEATURES and blocks <= MAX_BLOCKS // 1024
+    return shape.k <= many.MOST_FEATURES and max(shape.m, shape.n) <= MOST_POINTS
 
 
 def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
@@ -134,40 +127,36 @@ def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
     return request._replace(a=a, b=b, hyperparameters=values), unit
 
 
-def _plan(
-    request: Request, shape: Shape, wanted: tuple, gradient, shared: bool
-) -> Gradients | None:
+def _plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) -> Gradients | None:
     """The kept plan of a signature, None of what the kernels do not take; of meta tensors, that of
     a rehearsal, of which none is kept."""
     if request.a.is_meta:
-        return _made(request, shape, wanted, gradient, shared)
-    key = request.descriptor.text, wanted, shared, signature(gradient), shape
+        return _new_plan(request, shape, names, grad, shared)
+    key = request.descriptor.text, names, shared, signature(grad), shape
     key += signature(request.a), signature(request.b)
     key += (None if request.v is None else signature(request.v),)
     for name, value in request.hyperparameters.items():
         key += (name, kind_of_number(name, value))
-        key += (value,) if name in _DECIDING and not isinstance(value, torch.Tensor) else ()
+        key += (value,) if name in DECIDING and not isinstance(value, torch.Tensor) else ()
     missing = object()
     plan = _plans.plans.get(key, missing)
     if plan is missing:
-        plan = _made(request, shape, wanted, gradient, shared)
+        plan = _new_plan(request, shape, names, grad, shared)
         _plans.keep(key, plan)
     return plan
 
 
-def _made(
-    request: Request, shape: Shape, wanted: tuple, gradient, shared: bool
-) -> Gradients | None:
+def _new_plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) -> Gradients | None:
     """The plan of a signature, its kernels loaded."""
-    route = route_of(request, wanted)
-    points = "a" in wanted, "b" in wanted
-    made = None if route is None else derivatives_of(request, route, any(points))
-    if made is None:
+    route = route_of(request, names)
+    points = "a" in names, "b" in names
+    known = None if route is None else derivatives_of(request, route, any(points))
+    if known is None:
         return None
-    hyper, derivatives = made
-    descriptor, problem = request.descriptor, problem_of(request, shape, points, gradient)
+    hyper, derivatives = known
+    descriptor, problem = request.descriptor, problem_of(request, shape, points, grad)
     odd = problem.root and problem.inner not in (*EXACT_SUMS, 2.0)
-    values = "v" in wanted and not odd
+    values = "v" in names and not odd
     roles = _roles(descriptor, points, values, bool(hyper), shared and shape.m == shape.n)
     columns = max(1, shape.columns)
     arch = arch_of(request.a.get_device())
@@ -175,19 +164,16 @@ def _made(
     if not each:
         return None
     lowered = _lowered(request, problem, derivatives, roles, columns, each)
-    build([spec for made, *_ in lowered for spec in made.specs], request.a.get_device())
+    build([spec for one, *_ in lowered for spec in one.specs], request.a.get_device())
     return Gradients(
-        slots=checks.slots(descriptor),
-        count=scalar_count(descriptor),
-        root=problem.root,
-        positive=descriptor.positive,
+        scalars=Scalars.of(descriptor, request.hyperparameters),
         hyper=hyper,
         launches=tuple(
             Launch(
-                load_lowered(made, lowering.OPERANDS, request.a.device), columns, *role,
-                made.parts, blocks,
+                load_lowered(one, lowering.OPERANDS, request.a.device), columns, *role,
+                one.parts, blocks,
             )
-            for made, columns, role, blocks in lowered
+            for one, columns, role, blocks in lowered
         ),
     )  # fmt: skip
 
@@ -232,8 +218,7 @@ def _lowered(
     hyperparameters' gradients it leaves."""
     descriptor, values, device = request.descriptor, request.hyperparameters, request.a.get_device()
     arch, count = arch_of(device), model(device).multiprocessors
-    call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, values)
-    strides = scalar_strides(descriptor, values, call)
+    strides = scalar_strides(descriptor, values, request.a)
     few = problem.k <= SMALL_K
     lower = lowering.lower if few else many.lower
     made = []
@@ -257,12 +242,13 @@ def route_of(request: Request, wanted: tuple) -> Route | None:
         return None
     tensors = {k: t for k, t in request.tensors().items() if k not in ("a", "b", "v")}
     numbers = {k: t for k, t in request.hyperparameters.items() if k not in tensors}
-    call = eager.Call(request.descriptor, 0, 0, numbers, tuple(tensors))
+    call = Call(request.descriptor, 0, 0, numbers, tuple(tensors))
     needs = tuple(name in wanted for name in ("a", "b", *tensors))
-    route = routes.route_of(call, needs, (request.a, request.b, *tensors.values()), scaled=False)
-    given = {name: request.hyperparameters[source] for name, source in route.given}
+    route = backward.route_of(call, needs, (request.a, request.b, *tensors.values()), scaled=False)
+    given = {name: request.hyperparameters[source] for name, source in route.arguments}
     known = route.plain or route.finish is not None
-    return None if route.inner or not known or eager.by_formula(Sums(route.sums, given)) else route
+    known = known and not backward.by_formula(Sums(route.sums, given))
+    return route if known and not route.inner else None
 
 
 def derivatives_of(
@@ -331,16 +317,16 @@ def _of_role(
     return made._replace(factor=-made.factor) if operator == "difference" else made
 
 
-def _launched(plan: Gradients, request: Request, shape: Shape, gradient) -> dict:
+def _launched(plan: Gradients, request: Request, shape: Shape, grad) -> dict:
     """The sums of all launches."""
     a, b, v, values = request.a, request.b, request.v, request.hyperparameters
-    numbers, kept = numbers_of(plan, a, values) if values else (None, None)
-    found: dict[str, torch.Tensor] = {}
-    parts = []
+    numbers, kept = numbers_of(plan.scalars, a, values) if values else (None, None)
+    grads: dict[str, torch.Tensor] = {}
+    parts_of_v = []
     for launch in plan.launches:
         second, count = launch.role == "second", launch.columns.stop - launch.columns.start
         rows, lines, m = (b, a, shape.n) if second else (a, b, shape.m)
-        empty = [
+        outputs = [
             a.new_empty(first, shape.batch, *size) if on else None
             for on, first, size in (
                 (launch.points, launch.splits, (m, shape.k)),
@@ -348,27 +334,26 @@ def _launched(plan: Gradients, request: Request, shape: Shape, gradient) -> dict
                 (launch.totals, launch.blocks, (len(plan.hyper),)),
             )
         ]
-        given = gradient[..., launch.columns]
         pointers = (
-            rows.data_ptr(), lines.data_ptr(), given.data_ptr(),
+            rows.data_ptr(), lines.data_ptr(), grad[..., launch.columns].data_ptr(),
             0 if v is None else v[..., launch.columns].data_ptr(),
-            *(0 if t is None else t.data_ptr() for t in empty),
+            *(0 if t is None else t.data_ptr() for t in outputs),
         )  # fmt: skip
         launch.plan.launch(pointers, numbers)
-        points, some, totals = (t if t is None else _summed(t) for t in empty)
+        points, of_v, totals = (t if t is None else _summed(t) for t in outputs)
         if points is not None:
             name = "b" if second else "a"
-            found[name] = found[name] + points if name in found else points
-        if some is not None:
-            parts.append(some)
+            grads[name] = grads[name] + points if name in grads else points
+        if of_v is not None:
+            parts_of_v.append(of_v)
         if totals is not None:
             for place, name in enumerate(plan.hyper):
                 total = totals[:, place]
-                found[name] = found[name] + total if name in found else total
+                grads[name] = grads[name] + total if name in grads else total
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launches
-    if parts:
-        found["v"] = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    return found
+    if parts_of_v:
+        grads["v"] = parts_of_v[0] if len(parts_of_v) == 1 else torch.cat(parts_of_v, -1)
+    return grads
 
 
 def _summed(parts: torch.Tensor) -> torch.Tensor:
@@ -376,8 +361,8 @@ def _summed(parts: torch.Tensor) -> torch.Tensor:
     return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
-def _regularize(found: dict, request: Request, shape: Shape, wanted: list[str], given) -> None:
-    """Adds what the regularization gives v, and is given, to what is ``found``."""
+def _regularize(grads: dict, request: Request, shape: Shape, names: list[str], grad) -> None:
+    """Adds what the regularization gives v, and is given, to ``grads``."""
     value = request.hyperparameters.get("regularization")
     if value is None:
         return
@@ -385,10 +370,10 @@ def _regularize(found: dict, request: Request, shape: Shape, wanted: list[str], 
     first = max(0, -diagonal)
     last = max(first, min(shape.m, shape.n - diagonal))
     rows, lines = slice(first, last), slice(first + diagonal, last + diagonal)
-    if "v" in found:
+    if "v" in grads:
         scale = value[:, None, None] if isinstance(value, torch.Tensor) and value.dim() else value
-        found["v"][..., lines, :] += scale * given[..., rows, :]
-    if "regularization" in wanted:
-        own = given[..., rows, :]
-        own = own if request.v is None else own * request.v[..., lines, :]
-        found["regularization"] = own.sum((-2, -1))
+        grads["v"][..., lines, :] += scale * grad[..., rows, :]
+    if "regularization" in names:
+        products = grad[..., rows, :]
+        products = products if request.v is None else products * request.v[..., lines, :]
+        grads["regularization"] = products.sum((-2, -1))

@@ -1,12 +1,11 @@
 """Gradients of reductions of a kernel matrix. Nothing but a reduction's inputs and results is kept.
 
 What each entry of a block of rows is worth to the reduction, such as ``g v^T``, is the gradient
-that arrives at that block of the matrix: :mod:`kernlib.families.pairwise.gradients.eager` leads it
-on to points and hyperparameters. The gradient of v is another product by the matrix. Memory stays
-O(M + N) plus half a gigabyte. Of few columns kernels compute all of it, and store no block
-(:mod:`kernlib.families.pairwise.reductions.fused`). A gradient that is itself to be
-differentiated is recorded: its blocks, computed by :func:`kernlib.run_kernel`, and their graphs
-stay, O(M N).
+that arrives at that block of the matrix: :mod:`kernlib.families.pairwise.gradients.backward` leads
+it on to points and hyperparameters. The gradient of v is another product by the matrix. Memory
+stays O(M + N) plus half a gigabyte. Of few columns kernels compute all of it, and store no block
+(:mod:`kernlib.families.pairwise.reductions.fused`). A gradient that is itself to be differentiated
+is recorded: its blocks, computed by calls that are recorded, and their graphs stay, O(M N).
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 
-from kernlib.families.pairwise.gradients import eager
-from kernlib.families.pairwise.gradients.formula import normal
+from kernlib.families.pairwise.gradients import autograd, backward
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions import arguments, blocks, fused, operation
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
@@ -25,7 +23,7 @@ from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device
 from kernlib.runtime.operation import by_operator
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.tensors import stand_ins
+from kernlib.runtime.tensors import normal, stand_ins
 
 MOST_BYTES = 1 << 29  # of all that a gradient keeps of a block
 PARTS = 3  # tensors of a block's size among them: weights, a slope, and what packs their product
@@ -98,7 +96,7 @@ class _Reduction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         if is_legacy_batchedtensor(gradient):
-            raise RuntimeError(eager.NOT_BATCHED)
+            raise RuntimeError(autograd.NOT_BATCHED)
         *tensors, out = ctx.saved_tensors
         needs = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
         wanted = [name for name, need in needs if need]
@@ -139,12 +137,23 @@ def _gradients(reduction, request, shape, wanted, gradient, out, shared) -> dict
             return {"v": transposed_product(request, shape, gradient)}
         if torch.is_grad_enabled():
             return _recorded(reduction, request, shape, wanted, gradient, out)
-        found = None
+        leaves = request.tensors()
+        widened, grads = _widened(request, leaves), None
         if reduction != "logsumexp":
-            found = _by_kernel(request, shape, wanted, gradient, shared)
-        if found is None:
-            found = _by_blocks(reduction, request, shape, wanted, gradient, out)
-        return found
+            grads = fused.gradients(widened, shape, wanted, gradient, shared)
+        if grads is None:
+            grads = _by_blocks(reduction, widened, shape, wanted, gradient, out)
+            return {
+                name: t.to(leaves[name].device, leaves[name].dtype) for name, t in grads.items()
+            }
+        fitted = {
+            name: _fitted(grads.get(name), name, leaves[name])
+            for name in wanted
+            if name in grads or not (name == "v" or (name == "b" and shared))
+        }
+        if "v" in wanted and "v" not in grads:
+            fitted["v"] = transposed_product(request, shape, gradient)
+        return fitted
 
 
 def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) -> torch.Tensor:
@@ -171,57 +180,38 @@ def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) ->
 # Gradients that nobody differentiates.
 
 
-def _by_kernel(
-    request: Request, shape: Shape, wanted: list[str], gradient, shared: bool
-) -> dict[str, torch.Tensor] | None:
-    """The gradients of a product or a sum by the kernel that stores no block; None where it takes
-    none of the call."""
-    given, widened = request.tensors(), _widened(request)
-    found = fused.gradients(widened, shape, wanted, gradient, shared)
-    if found is None:
-        return None
-    made = {}
-    if "v" in wanted and "v" not in found:
-        made["v"] = transposed_product(request, shape, gradient)
-    for name in wanted:
-        like = given[name]
-        if name in made:
-            continue
-        if name not in found:
-            if name != "b" or not shared:
-                made[name] = torch.zeros_like(like)
-        elif name in ("a", "b", "v"):
-            made[name] = _to_shape(found[name], like)
-        else:
-            value = found[name]
-            value = value if value.numel() == like.numel() else value.sum()
-            made[name] = value.reshape(like.shape).to(like.device, like.dtype)
-    return made
+def _widened(request: Request, tensors: dict[str, torch.Tensor]) -> Request:
+    """A request whose ``tensors`` are on the device and in the arithmetic's dtype."""
+    device, wide = request.a.device, accumulator(request.a.dtype)
+    placed = {name: on_device(name, t, device, wide) for name, t in tensors.items()}
+    return _whole(request, tuple(placed), tuple(placed.values()))
+
+
+def _fitted(grad: torch.Tensor | None, name: str, leaf: torch.Tensor) -> torch.Tensor:
+    """A gradient by kernels in the form of its tensor, 0 for what there is none of."""
+    if grad is None:
+        return torch.zeros_like(leaf)
+    if name in ("a", "b", "v"):
+        return _to_shape(grad, leaf)
+    grad = grad if grad.numel() == leaf.numel() else grad.sum()
+    return grad.reshape(leaf.shape).to(leaf.device, leaf.dtype)
 
 
 def _by_blocks(
     reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the wanted tensors, a block of the matrix at a time."""
-    given, request = request.tensors(), _widened(request)
-    tensors, wide = request.tensors(), accumulator(request.a.dtype)
+    """The gradients of the wanted tensors of a widened request, a block of the matrix at a time."""
+    tensors = request.tensors()
     through = [name for name in wanted if name != "v"]
     totals = {name: torch.zeros_like(tensors[name]) for name in through}
-    entries = max(1, blocks.entries_of(request.a.device, wide, MOST_BYTES) // PARTS)
-    for block in blocks.blocks(shape, entries, FEWEST_ROWS):
+    entries = blocks.entries_of(request.a.device, request.a.dtype, MOST_BYTES)
+    for block in blocks.blocks(shape, max(1, entries // PARTS), FEWEST_ROWS):
         rows = gradient[block[:2]], None if out is None else out[block[:2]]
         for name, value in _of_block(reduction, request, block, through, *rows).items():
             _part_of(totals[name], name, block).add_(value)
     if "v" in wanted:
         totals["v"] = transposed_product(request, shape, gradient)
-    return {name: t.to(given[name].device, given[name].dtype) for name, t in totals.items()}
-
-
-def _widened(request: Request) -> Request:
-    """Its tensors on the device and in the arithmetic's dtype."""
-    device, wide = request.a.device, accumulator(request.a.dtype)
-    made = {name: on_device(name, t, device, wide) for name, t in request.tensors().items()}
-    return _whole(request, tuple(made), tuple(made.values()))
+    return totals
 
 
 def _of_block(
@@ -236,10 +226,10 @@ def _of_block(
     names = tuple(name for name in parts if name not in ("a", "b", "v"))
     numbers = {k: v for k, v in request.hyperparameters.items() if k not in names}
     offsets = request.row_offset + block[1].start, request.col_offset + block[2].start
-    call = eager.Call(request.descriptor, *offsets, numbers, names)
+    call = backward.Call(request.descriptor, *offsets, numbers, names)
     sides = ("a", "b", *names)
     needs = tuple(name in through for name in sides)
-    found = eager.gradients(call, needs, tuple(parts[name] for name in sides), weights)
+    found = backward.gradients(call, needs, tuple(parts[name] for name in sides), weights)
     return {name: x for name, x, need in zip(sides, found, needs, strict=True) if need}
 
 

@@ -10,13 +10,13 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.lowering import product
 from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering import split_reduce as products
-from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.plans import precision
-from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.families.pairwise.matrix import Scalars, precision
+from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.runtime.devices import arch_of, build, model
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime.devices import arch_of, build, lower_on, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.plan import Plan
 from kernlib.runtime.rehearsal import on_gpu
@@ -37,20 +37,23 @@ def _double() -> ModuleType:
     return double
 
 
-class ReductionPlan(NamedTuple):
-    """What a call of one signature launches. The first four are what
-    :func:`kernlib.families.pairwise.plans.numbers_of` reads."""
+def _nearest() -> ModuleType:
+    """The kernel of the k nearest, which the first call of any other reduction does without."""
+    from kernlib.families.pairwise.lowering import topk
 
-    slots: dict[str, int]
-    count: int
-    root: bool
-    positive: frozenset[str]
+    return topk
+
+
+class ReductionPlan(NamedTuple):
+    """What a call of one signature launches."""
+
+    scalars: Scalars
     # Each with the bytes by which its columns begin further on: in v, and in the values.
     launches: tuple[tuple[Plan | Steps | Silence, int, int], ...]
     splits: int
 
 
-def takes(reduction: str, request: Request, shape: Shape) -> bool:
+def takes(reduction: str | Nearest, request: Request, shape: Shape) -> bool:
     """Whether the kernels compute a reduction, and are the fastest to do so."""
     if not on_gpu(request.a.device):
         return False
@@ -58,9 +61,12 @@ def takes(reduction: str, request: Request, shape: Shape) -> bool:
     empty = empty or (request.v is not None and shape.columns == 0)
     if empty:
         return False
-    if DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
-        whole = problem_of(reduction, request, shape, shape.columns)
-        return _double().takes(request.descriptor, whole)
+    descriptor, double = request.descriptor, DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS
+    if isinstance(reduction, Nearest):
+        problem, arch = problem_of(reduction, request, shape), arch_of(request.a.get_device())
+        return not double and _nearest().takes(descriptor, problem, arch, precision(descriptor))
+    if double:
+        return _double().takes(descriptor, problem_of(reduction, request, shape, shape.columns))
     arch = arch_of(request.a.get_device())
     if by_columns(reduction, request, shape, arch):
         return True
@@ -91,24 +97,50 @@ def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> boo
     return pays and product.takes(request.descriptor, problem, arch, permitted)
 
 
-def start(plan: ReductionPlan, pointers: tuple[int, ...], numbers: list | None) -> None:
-    """Launch, for the addresses of a, b, v, of values (splits, L, M, C) in the arithmetic's dtype,
-    and of their places, (splits, L, M) or those of the nearest (L, M, k), where these are asked
-    for."""
-    a, b, v, values, places = pointers
-    for launch, in_v, in_values in plan.launches:
-        launch.launch((a, b, v + in_v, values + in_values, places), numbers)
-
-
-def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None) -> ReductionPlan:
+def plan(
+    reduction: str | Nearest, request: Request, shape: Shape, rows: int | None = None
+) -> ReductionPlan:
     """The plan of a checked call, its kernels loaded. ``rows`` is that of
-    :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
+    :func:`kernlib.families.pairwise.lowering.reduce.lower` and of its like."""
+    descriptor, device = request.descriptor, request.a.get_device()
+    numbers = request.hyperparameters
+    strides = scalar_strides(descriptor, numbers, request.a)
+    if isinstance(reduction, Nearest):
+        parts = [(_lowered_nearest(reduction, request, shape, strides, rows), 0, 0)]
+    else:
+        parts = _lowered(reduction, request, shape, strides, rows)
+    build([spec for lowered, *_ in parts for spec in lowered.specs], device)
+    return ReductionPlan(
+        scalars=Scalars.of(descriptor, numbers),
+        launches=tuple(
+            (load_lowered(lowered, lowering.OPERANDS, request.a.device), *offsets)
+            for lowered, *offsets in parts
+        ),
+        splits=1 if isinstance(reduction, Nearest) else parts[-1][0].parts,
+    )
+
+
+def _lowered_nearest(
+    reduction: Nearest, request: Request, shape: Shape, strides: tuple, rows: int | None
+) -> Lowered:
+    """The launch that keeps the nearest beside the distances."""
+    descriptor, problem = request.descriptor, problem_of(reduction, request, shape)
+    device, permitted = request.a.get_device(), precision(request.descriptor)
+    arch, largest, lower = arch_of(device), reduction.largest, _nearest().lower
+    return lower_on(
+        lambda count: lower(descriptor, problem, largest, arch, count, strides, permitted, rows),
+        device,
+    )
+
+
+def _lowered(
+    reduction: str, request: Request, shape: Shape, strides: tuple, rows: int | None
+) -> list[tuple[Lowered, int, int]]:
+    """The launches of a reduction, each with the bytes by which its columns begin further on: in v,
+    and in the values."""
     descriptor, v, device = request.descriptor, request.v, request.a.get_device()
     arch, count = arch_of(device), model(device).multiprocessors
-    numbers = request.hyperparameters
-    call = checks.check_call(descriptor, request.a, request.b, None, False, 0, 0, numbers)
-    strides = scalar_strides(descriptor, numbers, call)
-    made, per_split, splits = [], 0, 0
+    launches, per_split = [], 0
     wide = DTYPES[DTYPE_NAMES[request.a.dtype]].sums
     double = wide.cuda == "double"
     many = rows is None and not double and by_columns(reduction, request, shape, arch)
@@ -123,22 +155,10 @@ def plan(reduction: str, request: Request, shape: Shape, rows: int | None = None
             )
         else:
             lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
-        per_split, splits = lowered.per_part, lowered.parts
+        per_split = lowered.per_part
         in_v = 0 if v is None else column * v.stride(-1) * v.element_size()
-        made.append((lowered, in_v, column * wide.bytes))
-    build([spec for lowered, *_ in made for spec in lowered.specs], device)
-    launches = [
-        (load_lowered(lowered, lowering.OPERANDS, request.a.device), *offsets)
-        for lowered, *offsets in made
-    ]
-    return ReductionPlan(
-        slots=checks.slots(descriptor),
-        count=scalar_count(descriptor),
-        root=checks.follows_inner(descriptor, numbers),
-        positive=descriptor.positive,
-        launches=tuple(launches),
-        splits=splits,
-    )
+        launches.append((lowered, in_v, column * wide.bytes))
+    return launches
 
 
 def _parts(shape: Shape, double: bool, many: bool, few: bool) -> list[tuple[int, int]]:
@@ -156,11 +176,16 @@ def passes(columns: int, widest: int = lowering.WIDTHS[-1]) -> list[tuple[int, i
     return [(start, min(widest, columns - start)) for start in starts]
 
 
-def problem_of(reduction: str, request: Request, shape: Shape, width: int) -> lowering.Problem:
-    """A checked request as lowering sees it, for ``width`` columns of v."""
+def problem_of(
+    reduction: str | Nearest, request: Request, shape: Shape, width: int = 0
+) -> lowering.Problem:
+    """A checked request as lowering sees it, for ``width`` columns of v or of the nearest."""
     descriptor, a, b, v, row_offset, col_offset, numbers = request
+    name, out_columns = reduction, shape.columns
+    if isinstance(reduction, Nearest):
+        name, width, out_columns = "topk", reduction.k, reduction.k
     return lowering.Problem(
-        reduction,
+        name,
         shape.m,
         shape.n,
         shape.k,
@@ -169,7 +194,7 @@ def problem_of(reduction: str, request: Request, shape: Shape, width: int) -> lo
         layout_of(b, shape.batch),
         Layout(0, 0, 0) if v is None else layout_of(v, shape.batch),
         width,
-        shape.columns,
+        out_columns,
         DTYPE_NAMES[a.dtype],
         row_offset - col_offset,
         *checks.exponents(descriptor, numbers),

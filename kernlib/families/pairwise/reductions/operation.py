@@ -1,18 +1,17 @@
-"""Calls of reductions of kernel matrices, without gradients. A request is ``(reduction, descriptor,
-a, b, v, out, row_offset, col_offset, values, wide)``, as :func:`run` takes them."""
+"""Calls of reductions of kernel matrices, without gradients but those of chosen entries. A request
+is ``(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide)``, as :func:`run`
+takes them.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from torch._C import _is_tracing
-from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.matrix import kind_of_number
-from kernlib.families.pairwise.plans import numbers_of, precision
+from kernlib.families.pairwise.gradients.autograd import kernel_matrix
+from kernlib.families.pairwise.matrix import kind_of_number, numbers_of, precision
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks, kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
@@ -49,12 +48,6 @@ class CallPlan(NamedTuple):
     launch: kernels.ReductionPlan | None  # None where blocks are reduced
     partial: tuple[int, ...]  # shape of what the kernels write
     writes_out: bool  # whether they can write out itself
-
-
-def is_recorded() -> bool:
-    """Whether somebody records calls and runs them later, as in :func:`kernlib.run_kernel`."""
-    in_mode = is_in_torch_dispatch_mode() and rehearsal.current() is None  # which no mode sees
-    return is_dynamo_compiling() or in_mode or _is_tracing()
 
 
 def run(
@@ -154,12 +147,8 @@ def _plan(
     """The plan of a checked call, its kernels loaded."""
     request, shape, size = call
     folded = v is not None and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1
-    if isinstance(reduction, Nearest):
-        from kernlib.families.pairwise.reductions import nearest as by
-    else:
-        by = kernels
-    taken = not folded and by.takes(reduction, request, shape)
-    launch = by.plan(reduction, request, shape) if taken else None
+    taken = not folded and kernels.takes(reduction, request, shape)
+    launch = kernels.plan(reduction, request, shape) if taken else None
     arithmetic = accumulator(a.dtype)
     dtype = arithmetic if wide else a.dtype
     return CallPlan(
@@ -234,21 +223,18 @@ def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: 
     """The result of the kernels."""
     launch, numbers, kept = plan.launch, None, None
     if values:
-        numbers, kept = numbers_of(launch, a, values)
+        numbers, kept = numbers_of(launch.scalars, a, values)
     places, direct = None, plan.writes_out and launch.splits == 1
     made = out if direct else torch.empty(plan.partial, dtype=plan.wide, device=plan.device)
     if reduction == "min" or isinstance(reduction, Nearest):
         places = torch.empty(plan.partial, dtype=torch.int64, device=plan.device)
-    pointers = (
-        a.data_ptr(),
-        b.data_ptr(),
-        0 if v is None else v.data_ptr(),
-        made.data_ptr(),
-        0 if places is None else places.data_ptr(),
-    )
+    of_v = 0 if v is None else v.data_ptr()
+    of_places = 0 if places is None else places.data_ptr()
     if direct and not out.is_inference():  # those have no version to count
         torch.autograd.graph.increment_version(out)
-    kernels.start(launch, pointers, numbers)
+    for part, in_v, in_values in launch.launches:
+        pointers = a.data_ptr(), b.data_ptr(), of_v + in_v, made.data_ptr() + in_values, of_places
+        part.launch(pointers, numbers)
     del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
     if direct:
         return out
@@ -303,3 +289,89 @@ REDUCTION = Operation(
     materialised=_materialised,
 )
 _execute = bind(REDUCTION).execute
+
+
+# Reductions that choose entries of each row: the smallest, and the k nearest. Their gradients are
+# those of the chosen pairs alone.
+
+
+def choose(
+    reduction: str, descriptor: Pairwise, a, b, k: int, largest: bool, rows, columns, values: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``topk``, or ``min``, whose k is 1: values and places as
+    :mod:`kernlib.families.pairwise.functions.reductions` documents them. ``rows`` and ``columns``
+    are the offsets."""
+    traced = rehearsal.is_traced() or stand_ins(a, b) or is_mapped(a, b, *values.values())
+    if traced or (getattr(a, "is_meta", False) is True and rehearsal.current() is None):
+        from kernlib import run as ops
+
+        if not traced:  # of meta tensors operators would say less
+            shape = checks.check_meta(descriptor, a, b, None, rows, columns, values)
+            checks.check_k(k, shape.n)
+        return ops.pairwise_reduce_operators.choose(
+            reduction, descriptor, a, b, k, largest, rows, columns, values
+        )
+    request = checks.request_of(descriptor, a, b, None, rows, columns, values)
+    entries, places = chosen(reduction, request, k, largest)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in request.tensors().values()):
+        batched = places if places.dim() == 3 else places[None]
+        entries = pair_values(request, batched).view(places.shape)
+    entries = entries.to(a.dtype)
+    return (entries, places) if reduction == "topk" else (entries.squeeze(-1), places.squeeze(-1))
+
+
+def chosen(reduction: str, request: Request, k: int, largest: bool):
+    """Values and places, (M, k) or (L, M, k), without a gradient, in the arithmetic's dtype."""
+    descriptor, a, b, _, *offsets, values = request
+    with torch.no_grad():
+        if reduction == "min":
+            entry, place = run("min", descriptor, a, b, None, None, *offsets, values, wide=True)
+            return entry[..., None], place[..., None]
+        checks.check_k(k, checks.shape_of(request).n)
+        nearest = Nearest(k, largest)
+        return run(nearest, descriptor, a, b, None, None, *offsets, values, wide=True)
+
+
+def pair_values(request: Request, indices: torch.Tensor) -> torch.Tensor:
+    """The entries ``K[l,m,indices[l,m,j]]`` as (L, M, J), differentiable: a batch of as many
+    matrices of one row as there are rows."""
+    batch, rows, count = indices.shape
+    wide = accumulator(request.a.dtype)
+    a, b = (t.to(wide) if t.dim() == 3 else t[None].to(wide) for t in (request.a, request.b))
+    near = _chosen_points(b, indices)
+    features, values = a.shape[-1], dict(request.hyperparameters)
+    added = values.pop("regularization", None)
+    pairs = kernel_matrix(
+        request.descriptor,
+        a.expand(batch, -1, -1).reshape(batch * rows, 1, features),
+        near.reshape(batch * rows, count, features),
+        **{name: _for_rows(value, rows) for name, value in values.items()},
+    ).view(batch, rows, count)
+    if added is None:
+        return pairs
+    if isinstance(added, torch.Tensor):
+        added = added.to(pairs.device, pairs.dtype)
+        added = added[:, None, None] if added.dim() else added
+    on_diagonal = _places(indices, 1) + request.row_offset == indices + request.col_offset
+    return pairs + added * on_diagonal.to(pairs.dtype)
+
+
+def _chosen_points(b: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """``b[l,indices[l,m,j]]``, (L, M, J, K). In float64 where a gradient is recorded: that of a
+    point that many rows have chosen is a sum of one term after the other, of 7000 of them 1e-5 off
+    in float32."""
+    points = b.to(torch.float64) if b.requires_grad else b
+    near = points[0][indices] if b.shape[0] == 1 else points[_places(indices, 0), indices]
+    return near.to(b.dtype)
+
+
+def _places(indices: torch.Tensor, dim: int) -> torch.Tensor:
+    """0, 1, ... along a dimension, of size 1 along the others."""
+    others = [slice(None) if d == dim else slice(1) for d in range(3)]
+    return torch.ones_like(indices[tuple(others)]).cumsum(dim) - 1
+
+
+def _for_rows(value, rows: int):
+    """A hyperparameter (L,) for each row of each entry of the batch."""
+    several = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] != 1
+    return value[:, None].expand(-1, rows).reshape(-1) if several else value

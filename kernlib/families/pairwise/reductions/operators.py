@@ -16,7 +16,7 @@ from kernlib.families.pairwise.checks import check_names, check_recorded_offsets
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.operators import separate
 from kernlib.families.pairwise.reductions import arguments as checks
-from kernlib.families.pairwise.reductions import gradients, operation, pairs
+from kernlib.families.pairwise.reductions import gradients, operation
 from kernlib.families.pairwise.reductions.arguments import Request
 from kernlib.runtime import rehearsal
 from kernlib.runtime.arguments import tensors_of
@@ -28,7 +28,7 @@ from kernlib.runtime.tensors import refuse_any_overlap
 _OPTIONS = "str reduction", DESCRIPTOR, HYPERPARAMETERS, "SymInt row_offset", "SymInt col_offset"
 # After an error of a traced call Dynamo would trace what the operators run.
 _run = torch.compiler.disable(operation.run)
-_chosen = torch.compiler.disable(pairs.chosen)
+_chosen = torch.compiler.disable(operation.chosen)
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
 def choose(
     reduction: str, descriptor: Pairwise, a, b, k: int, largest: bool, rows, columns, values: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`kernlib.families.pairwise.reductions.pairs.run` by way of the operators."""
+    """:func:`kernlib.families.pairwise.reductions.operation.choose` by way of the operators."""
     checks.check_tensors(descriptor, a, b, None)
     check_recorded_offsets(rows, columns)
     made, b = checks.sides(descriptor, a, b, rows, columns)
@@ -72,7 +72,7 @@ def choose(
         named = dict(zip(names.split(), (*numbers, *tensors), strict=True))
         request = Request(made, a, b, None, rows, columns, named)
         batched = places if places.dim() == 3 else places[None]
-        found = pairs.pair_values(request, batched).view(places.shape)
+        found = operation.pair_values(request, batched).view(places.shape)
     found = found.to(a.dtype)
     return (found, places) if reduction == "topk" else (found.squeeze(-1), places.squeeze(-1))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import plans
-from kernlib.families.pairwise.categories import matrix
+from kernlib.families.pairwise import matrix
+from kernlib.families.pairwise.categories import operation
 from kernlib.families.pairwise.lowering import direct
 from tests.families.pairwise.categories.cases import Case, drawn, sums, table_sums
 from tests.support.emulation import gpus as emulated
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def gpus(monkeypatch, folder):
-    return emulated.install(monkeypatch, folder, matrix, plans)
+    return emulated.install(monkeypatch, folder, matrix, operation)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_what_is_empty_is_not_launched(gpus):
 def test_a_second_call_is_made_of_the_first_ones_plan(gpus, monkeypatch):
     case, descriptor = on_gpu(drawn(65, 34, 3, (4,), torch.float32)), kl.gaussian(categories=1)
     first = case.run(descriptor, bandwidth=2.0)
-    monkeypatch.setattr(matrix, "lower", None)
+    monkeypatch.setattr(operation, "lower", None)
     second = case.run(descriptor, bandwidth=2.0)
     assert torch.equal(first, second) and len(gpus.loads) == 1
     assert not torch.equal(case.run(descriptor, bandwidth=3.0), first)

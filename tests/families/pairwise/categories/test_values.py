@@ -167,9 +167,9 @@ def test_stages_of_ones_choice():
 
 
 def test_rows_are_computed_by_blocks(monkeypatch):
-    from kernlib.families.pairwise.categories import matrix
+    from kernlib.families.pairwise.categories import operation
 
     whole = CASE.run(kl.gaussian(categories=3), bandwidth=2.0, regularization=1.0)
-    monkeypatch.setattr(matrix, "CPU_ENTRIES", 40)
+    monkeypatch.setattr(operation, "CPU_ENTRIES", 40)
     parts = CASE.run(kl.gaussian(categories=3), bandwidth=2.0, regularization=1.0)
     torch.testing.assert_close(parts, whole, rtol=1e-14, atol=0)

@@ -7,8 +7,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.functions.agop import agop
-from kernlib.families.pairwise.gradients import eager as autograd
-from kernlib.families.pairwise.gradients import point_products, products, weights
+from kernlib.families.pairwise.gradients import backward, products, weights
 from kernlib.runtime.plan import forget_plans
 
 M, N, K, L = 6, 5, 3, 2
@@ -175,7 +174,7 @@ def test_products_of_points_are_sums_over_differences(batch, sets, accumulate, t
     before = torch.randn(batch, max(1, sets), M, K, dtype=DOUBLE)
     target = before.clone()
     laid = given.mT.contiguous().mT if turned else given
-    point_products.square(target, x, z, laid, c if sets else None, -2.5, accumulate)
+    products.weighted_squares(target, x, z, laid, c if sets else None, -2.5, accumulate)
     each = c if sets else torch.ones(1, 1, N, dtype=DOUBLE)
     whole = each[:, :, None] * given[:, None]
     wanted = -2.5 * (whole[..., None] * (x[:, :, None] - z[:, None])[:, None]).sum(-2)
@@ -197,16 +196,16 @@ def test_large_calls_take_products(case, monkeypatch, seed):
     wanted = gradients(descriptor, (a, b), values, along)
     seen, real = [], products.squares
     monkeypatch.setattr(products, "squares", lambda *given: seen.append(1) or real(*given))
-    monkeypatch.setattr(autograd, "FEWEST", 1)
+    monkeypatch.setattr(products, "FEWEST", 1)
     assert_same(gradients(descriptor, (a, b), values, along), wanted, rtol=1e-4, atol=1e-5)
     assert len(seen) == 2
 
 
 def test_only_what_takes_memory_is_computed_by_blocks(monkeypatch, seed):
-    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", 2 * N)
-    monkeypatch.setattr(autograd, "FEWEST_ROWS", 2)
-    seen, real = [], autograd.points_gradient
-    monkeypatch.setattr(autograd, "points_gradient", lambda *given: seen.append(1) or real(*given))
+    monkeypatch.setattr(backward, "BLOCK_ENTRIES", 2 * N)
+    monkeypatch.setattr(backward, "FEWEST_ROWS", 2)
+    seen, real = [], backward.points_gradient
+    monkeypatch.setattr(backward, "points_gradient", lambda *given: seen.append(1) or real(*given))
     for descriptor, calls in (
         (kl.l1_distance(), 2),
         (kl.squared_distance(), M),  # 2 in each block of 2 rows

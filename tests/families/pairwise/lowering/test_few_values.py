@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import matrix, plans
+from kernlib.families.pairwise import matrix
 from kernlib.runtime.plan import forget_plans
 from tests.support.emulation import gpus as emulated
 from tests.support.emulation.emulator import kernels_of
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def gpus(monkeypatch, folder):
     forget_plans()
-    made = emulated.install(monkeypatch, folder, matrix, plans)
+    made = emulated.install(monkeypatch, folder, matrix)
     yield made
     assert made.specs and all("few pairs" in spec.description for spec in made.specs)
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from kernlib.errors import CompileError
-from kernlib.families.pairwise.gradients import plans
+from kernlib.families.pairwise.gradients import primitive
 from kernlib.families.pairwise.lowering import gradient as direct
 from kernlib.families.pairwise.lowering import gradient_tensor as tensor
 from kernlib.families.pairwise.lowering.layout import Layout
@@ -59,7 +59,7 @@ LARGE = {"queries": 10000, "points": 10000, "features": 768}
     ],
 )
 def test_the_way_of_a_problem(changed, way):
-    assert plans.rule(problem(**changed)) == way
+    assert primitive.rule(problem(**changed)) == way
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import matrix, plans
-from kernlib.families.pairwise.gradients import eager, norms, points
-from kernlib.families.pairwise.gradients import plans as gradient_plans
+from kernlib.families.pairwise import matrix
+from kernlib.families.pairwise.gradients import backward, norms, primitive
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.runtime.plan import forget_plans
 from tests.support.emulation import gpus as emulated
@@ -21,7 +20,7 @@ BOUND = {torch.float32: 3e-6, torch.float64: 1e-13}
 def gpus(monkeypatch, tmp_path_factory):
     forget_plans()
     folder = kernels_of(tmp_path_factory)
-    return emulated.install(monkeypatch, folder, matrix, plans, points, gradient_plans)
+    return emulated.install(monkeypatch, folder, matrix, primitive)
 
 
 def drawn(*shape, seed, dtype=torch.float32):
@@ -53,8 +52,8 @@ def test_slopes_of_norms_at_any_magnitude(p, scale, m, n, k, dtype, gpus):
     given, scales = norms.shared(made.p, w, norms.of(made, x, z))
     turned = None if scales is None else scales.mT
     found = (
-        eager.points_gradient(made, x, z, given, True, scales),
-        eager.points_gradient(made, z, x, given.mT, False, turned),
+        backward.points_gradient(made, x, z, given, True, scales),
+        backward.points_gradient(made, z, x, given.mT, False, turned),
     )
     for one, (wanted, size) in zip(found, slopes_of(a, b, g, p), strict=True):
         assert ((host(one).double() - wanted).abs() <= BOUND[dtype] * size).all()

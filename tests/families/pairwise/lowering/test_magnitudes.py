@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise import matrix, plans
+from kernlib.families.pairwise import matrix
 from kernlib.families.pairwise.lowering import few
 from kernlib.families.pairwise.reductions import operation
 from kernlib.runtime.plan import forget_plans
@@ -32,7 +32,7 @@ def gpus(monkeypatch, tmp_path_factory):
     forget_plans()
     fakes.forget()
     folder = kernels_of(tmp_path_factory)
-    yield emulated.install(monkeypatch, folder, matrix, plans, operation)
+    yield emulated.install(monkeypatch, folder, matrix, operation)
     fakes.forget()
     forget_plans()
 

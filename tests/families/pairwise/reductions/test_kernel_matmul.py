@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.gradients import eager as autograd
+from kernlib.families.pairwise.gradients import backward
 from kernlib.families.pairwise.reductions import blocks as by_blocks
 from kernlib.families.pairwise.reductions import gradients
 from tests.families.pairwise.cases import draw
@@ -294,13 +294,13 @@ def test_gradients_of_narrow_types_are_summed_in_float32(reduction, dtype):
 @pytest.mark.parametrize("rows", [1, 3, 256])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_gradient_takes_each_entry_once_and_few_at_a_time(reduction, rows, monkeypatch):
-    seen, compute = [], autograd.gradients
+    seen, compute = [], backward.gradients
 
     def watched(call, needs, saved, weights):
         seen.append(weights.numel())
         return compute(call, needs, saved, weights)
 
-    monkeypatch.setattr(autograd, "gradients", watched)
+    monkeypatch.setattr(backward, "gradients", watched)
     monkeypatch.setattr(gradients, "FEWEST_ROWS", rows)
     inputs = [draw(M, K), draw(N, K, seed=1), draw(N, 2, seed=2)]
     inputs = [t.requires_grad_() for t in inputs[: 3 if reduction == "matmul" else 2]]

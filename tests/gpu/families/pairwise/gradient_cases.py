@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.gradients import plans
+from kernlib.families.pairwise.gradients import primitive
 from kernlib.families.pairwise.lowering import gradient_tensor as tensor
 from kernlib.runtime.plan import forget_plans
 
@@ -25,7 +25,7 @@ def by(way: str | None):
     rule = "tensor" if way in ("mma", "wgmma") else way
     narrow = {"mma": 1 << 40, "wgmma": 0}.get(way, tensor.NARROW)
     with (
-        mock.patch.object(plans, "rule", lambda problem: rule),
+        mock.patch.object(primitive, "rule", lambda problem: rule),
         mock.patch.object(tensor, "NARROW", narrow),
     ):
         yield

@@ -6,8 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import kernlib as kl
 from kernlib.families.pairwise.functions.agop import agop
-from kernlib.families.pairwise.gradients import eager as autograd
-from kernlib.families.pairwise.gradients import operators
+from kernlib.families.pairwise.gradients import backward, operators
 from tests.gpu.families.pairwise.cases import points, relative_error
 from tests.gpu.watched import nothing_waits, peak
 from tests.support.ties import ACTIVATIONS, CHOSEN
@@ -117,7 +116,7 @@ def test_symmetric_batches_and_blocks(case, monkeypatch, seed):
     along = torch.rand(3, 200, 200, device="cuda")
     wanted = exact(descriptor, (a,), values, along)
     for entries in (1 << 25, 30000, 1):
-        monkeypatch.setattr(autograd, "BLOCK_ENTRIES", entries)
+        monkeypatch.setattr(backward, "BLOCK_ENTRIES", entries)
         found = gradients(descriptor, (a,), values, along)
         for ours, theirs in zip(found, wanted, strict=True):
             assert relative_error(ours, theirs) <= 2e-5
@@ -126,7 +125,7 @@ def test_symmetric_batches_and_blocks(case, monkeypatch, seed):
 @pytest.mark.parametrize("case", ["l1", "gaussian", "laplace"])
 def test_the_matrix_is_not_kept(case, monkeypatch):
     descriptor, values = CASES[case]
-    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", 1 << 20)
+    monkeypatch.setattr(backward, "BLOCK_ENTRIES", 1 << 20)
     a, b = points(8192, 16).requires_grad_(), points(8192, 16).requires_grad_()
     along = torch.ones((), device="cuda").expand(8192, 8192)
     k = kl.run_kernel(descriptor, a, b, **values)
@@ -166,7 +165,7 @@ def test_compiled_gradients_match_float64(case, seed):
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_agop(case, centred, monkeypatch, seed):
-    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", 20000)
+    monkeypatch.setattr(backward, "BLOCK_ENTRIES", 20000)
     descriptor, values = CASES[case]
     x, z, c = points(257, 33), points(130, 33), points(5, 130)
     wide = [t.cpu().double() for t in (x, z, c)]
@@ -178,7 +177,7 @@ def test_agop(case, centred, monkeypatch, seed):
 
 
 def test_agop_stores_no_gradients(monkeypatch):
-    monkeypatch.setattr(autograd, "BLOCK_ENTRIES", 1 << 20)
+    monkeypatch.setattr(backward, "BLOCK_ENTRIES", 1 << 20)
     x, z, c = points(20000, 64), points(2000, 64), points(10, 2000)  # 51 MB of gradients
     agop(kl.laplace_l2(), x, z, c, bandwidth=8.0)
     _, most = peak(lambda: agop(kl.laplace_l2(), x, z, c, bandwidth=8.0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.gradients import plans
+from kernlib.families.pairwise.gradients import primitive
 from kernlib.families.pairwise.gradients.points import pair_gradient
 from tests.gpu.families.pairwise.gradient_cases import by, check, expected, operands
 from tests.gpu.watched import capture, nothing_waits
@@ -236,9 +236,11 @@ def test_a_captured_call_replays_with_another_exponent(seed):
 
 def test_the_rule_sends_large_calls_to_tensor_cores(seed):
     seen = []
-    rule = plans.rule
+    rule = primitive.rule
     given = operands(4000, 600, 250, 16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "rule", lambda problem: seen.append(rule(problem)) or rule(problem))
+        patch.setattr(
+            primitive, "rule", lambda problem: seen.append(rule(problem)) or rule(problem)
+        )
         kl.cdist_grad(*given, p=1.25)
     assert "tensor" in seen

@@ -9,7 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import split_reduce
-from kernlib.families.pairwise.reductions import nearest
+from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, request_of, shape_of
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.pairwise.cases import points, reference
@@ -23,7 +23,7 @@ PRODUCTS = 2e-5
 
 def by_kernels(descriptor, a, b, k, **values) -> bool:
     request = request_of(descriptor, a, b, None, 0, 0, values)
-    return nearest.takes(Nearest(k, False), request, shape_of(request))
+    return kernels.takes(Nearest(k, False), request, shape_of(request))
 
 
 def check(descriptor, a, b, k, largest=False, exact=False, relative=None, **values) -> None:

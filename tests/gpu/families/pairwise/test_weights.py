@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.gradients import eager as autograd
-from kernlib.families.pairwise.gradients import products, weights
+from kernlib.families.pairwise.gradients import backward, products, weights
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.pairwise.cases import points, relative_error
 
@@ -76,12 +75,12 @@ def test_products_are_as_good_as_differences(shape, turned, seed):
 @pytest.mark.parametrize("case", ["gaussian", "l2"])
 def test_large_calls_by_blocks_and_products(case, monkeypatch, seed):
     descriptor, values = CASES[case]
-    monkeypatch.setattr(autograd, "FEWEST", 1)
+    monkeypatch.setattr(products, "FEWEST", 1)
     tensors = points(1031, 100).requires_grad_(), points(517, 100).requires_grad_()
     along = torch.rand(1031, 517, device="cuda") + 0.5
     wide = [t.detach().cpu().double().requires_grad_() for t in tensors]
     wanted = gradients(descriptor, wide, values, along.cpu().double())
     for entries in (1 << 27, 200_000):
-        monkeypatch.setattr(autograd, "BLOCK_ENTRIES", entries)
+        monkeypatch.setattr(backward, "BLOCK_ENTRIES", entries)
         for ours, theirs in zip(gradients(descriptor, tensors, values, along), wanted, strict=True):
             assert relative_error(ours, theirs) <= 1e-5

@@ -1,11 +1,14 @@
-"""Plans of pair gradients: which of three ways computes a call, and what it launches.
+"""The primitive of pair gradients: the key of a call, its plan, its numbers, its launch. A request
+is (kind, operands, out, accumulate, values).
 
-``direct`` is the kernel of the FP32 or FP64 lanes, which takes everything; ``tensor`` that of the
-tensor cores, for large calls in float32; ``products`` are matrix products.
+One of three ways computes a call: ``direct`` is the kernel of the FP32 or FP64 lanes, which takes
+everything; ``tensor`` that of the tensor cores, for large calls in float32; ``products`` are matrix
+products.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,19 +16,71 @@ import torch
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import stages
-from kernlib.families.pairwise.gradients import arguments
-from kernlib.families.pairwise.gradients import point_products as products
+from kernlib.families.pairwise.gradients import arguments, products, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.families.pairwise.lowering import gradient_tensor
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.request import layout_of, scalar_stride
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.runtime import operation, rehearsal
 from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
-from kernlib.runtime.numbers import host_value
+from kernlib.runtime.numbers import check_kind, host_value, on_device, plain
+from kernlib.runtime.operation import KERNELS, REFERENCE, Operation
+from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.rehearsal import on_gpu
 from kernlib.runtime.sequence import load_lowered
-from kernlib.runtime.tensors import span
+from kernlib.runtime.tensors import (
+    LOWEST_ADDRESS,
+    UNREADABLE,
+    is_lazy,
+    materialised,
+    ranges_meet,
+    refuse_any_overlap,
+    refuse_overlap,
+    refuse_transforms,
+    signature,
+    span,
+)
+
+
+def key_of(kind: Kind, operands: Operands, out, accumulate, values: dict) -> tuple:
+    """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
+    key = (kind, accumulate)
+    try:
+        for t in operands:
+            key += (None,) if t is None else signature(t)
+        if out is not None:
+            key += signature(out)
+    except UNREADABLE:
+        arguments.check_tensors(kind, operands, out)
+        named = dict(zip(kind.names, operands, strict=True))
+        refuse_transforms(arguments.NO_TRANSFORMS, **named, out=out)
+        raise
+    for name, value in values.items():
+        key += (name, _kind(name, value))
+    return key
+
+
+def _kind(name: str, value: object):
+    """Of a number only its kind; of an exponent the value, where it has code of its own."""
+    if isinstance(value, torch.Tensor):
+        try:
+            return value.shape, value.stride(), value.dtype, value.get_device()
+        except (RuntimeError, NotImplementedError):  # of what is not dense
+            check_kind(name, value)
+            raise
+    if name != "p":
+        return None
+    number = value if type(value) is float else host_value(name, value)  # which saves a call
+    if not number >= 0:
+        arguments.check_host(name, number)
+    return lowering.exponent_kind(number)
+
+
+def _way(call: Call, *request) -> str:
+    return REFERENCE if call.device.type in ("cpu", "meta") else KERNELS
 
 
 class GradientPlan(NamedTuple):
@@ -54,24 +109,23 @@ def make_plan(call: Call, kind: Kind, operands, out, accumulate, values: dict) -
         target = torch.empty(call.out_shape, dtype=call.out_dtype, device="meta")
     compute = None
     if not call.empty:
-        compute = _way(kind, call, operands, target, accumulate, values)
+        compute = _computed_by(kind, call, operands, target, accumulate, values)
     return GradientPlan(
         call.out_shape, call.out_dtype, accumulator(call.dtype), call.device,
         tuple(0 if t is None else span(t) for t in operands), span(target), compute,
     )  # fmt: skip
 
 
-def _way(kind: Kind, call: Call, operands, target, accumulate: bool, values: dict) -> Callable:
+def _computed_by(
+    kind: Kind, call: Call, operands, target, accumulate: bool, values: dict
+) -> Callable:
     """What computes a call."""
     problem = problem_of(kind, call, operands, target, accumulate, values)
-    if rule(problem) == "products":
+    way, device = rule(problem), operands.x.get_device()
+    if way == "products":
         return _products(kind, call, problem)
-    device = operands.x.get_device()
-    if rule(problem) == "tensor":
-        found = _tensor(kind, call, problem, operands, device)
-        if found is not None:
-            return found
-    return _direct(kind, call, problem, device)
+    compute = _tensor(kind, call, problem, operands, device) if way == "tensor" else None
+    return _direct(kind, call, problem, device) if compute is None else compute
 
 
 def rule(problem: lowering.Problem) -> str:
@@ -102,9 +156,9 @@ def _products(kind: Kind, call: Call, problem: lowering.Problem) -> Callable:
         if out.dtype != wide:
             sums, add = torch.empty(target.shape, dtype=wide, device=out.device), False
         if problem.operation == "Dot":
-            products.dot(sums, z, weights, coefficients, add)
+            products.weighted_dots(sums, z, weights, coefficients, add)
         else:
-            products.square(sums, x, z, weights, coefficients, problem.factor, add)
+            products.weighted_squares(sums, x, z, weights, coefficients, problem.factor, add)
         if sums is not target:
             put(target, sums, problem.accumulate)
 
@@ -116,12 +170,12 @@ def _tensor(
 ) -> Callable | None:
     """By the kernel of tensor cores, None where it cannot."""
     sign = problem.slope == gradient_tensor.SIGN
-    x, z, weights, coefficients, _ = given = arranged(kind, operands)
+    x, z, weights, c, _ = arranged(kind, operands)
     problem = problem._replace(
-        x=layout(x, call.batch),
-        z=layout(z, call.batch),
-        weights=layout(weights, call.batch),
-        coefficients=problem.coefficients if coefficients is None else layout(given[3], call.batch),
+        x=layout_of(x, call.batch),
+        z=layout_of(z, call.batch),
+        weights=layout_of(weights, call.batch),
+        coefficients=problem.coefficients if c is None else layout_of(c, call.batch),
         extremes=2 * call.features if z.dim() == 3 and z.shape[0] > 1 else 0,
     )
     arch = arch_of(device)
@@ -207,8 +261,8 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
     out = arguments.transposed_out(kind, target, call.sets)
     return lowering.Problem(
         call.queries, call.points, call.features, call.sets, call.batch,
-        *(layout(t, call.batch) for t in (x, z, weights)),
-        Layout(0, 0, 0) if coefficients is None else layout(coefficients, call.batch),
+        *(layout_of(t, call.batch) for t in (x, z, weights)),
+        Layout(0, 0, 0) if coefficients is None else layout_of(coefficients, call.batch),
         out_layout(out),
         operation_of(kind),
         slope,
@@ -218,10 +272,8 @@ def problem_of(kind: Kind, call: Call, operands, target, accumulate, values) -> 
         dtype=DTYPE_NAMES[call.dtype],
         out_dtype=DTYPE_NAMES[call.out_dtype],
         accumulate=accumulate,
-        scalar_strides=tuple(
-            _scalar_stride(values.get(name), call) for name in lowering.SCALARS
-        ),
-        scales=None if scales is None else layout(scales, call.batch),
+        scalar_strides=tuple(scalar_stride(values.get(name), call) for name in lowering.SCALARS),
+        scales=None if scales is None else layout_of(scales, call.batch),
     )  # fmt: skip
 
 
@@ -255,15 +307,6 @@ def factor_of(kind: Kind) -> float:
     return 2.0 if isinstance(kind.inner, stages.Square) else 1.0
 
 
-def layout(t: torch.Tensor, batch: int) -> Layout:
-    """Strides with those of single entries out of the way of alignment."""
-    rows, columns = (s if n > 1 else 0 for s, n in zip(t.stride()[-2:], t.shape[-2:], strict=True))
-    if t.shape[-1] == 1:
-        columns = 1 if rows != 1 else columns
-    step = t.stride(0) if t.dim() == 3 and t.shape[0] == batch and batch > 1 else 0
-    return Layout(step, rows, columns, t.data_ptr() & 15)
-
-
 def out_layout(out: torch.Tensor) -> lowering.OutLayout:
     """Strides of (L, O, Q, K), those of single entries 0."""
     strides = [s if n > 1 else 0 for s, n in zip(out.stride(), out.shape, strict=True)]
@@ -273,9 +316,118 @@ def out_layout(out: torch.Tensor) -> lowering.OutLayout:
     return lowering.OutLayout(*strides, address & 15)
 
 
-def _scalar_stride(value, call: Call) -> int:
-    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.shape[0] == 1:
-        return 0
-    # One that must be copied to the device or converted arrives contiguous.
-    same = value.device == call.device and value.dtype == accumulator(call.dtype)
-    return value.stride(0) if same else 1
+def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, list]:
+    """A number and a pointer for each of SCALARS, and tensors to keep until the launch."""
+    wide, numbers, kept = plan.wide, [], []
+    for name in lowering.SCALARS:
+        value = values.get(name)
+        if name == "eps":
+            numbers += [max(value or 0.0, arguments.SMALLEST[wide]), 0]
+            continue
+        number = 0.0 if value is None else value
+        if type(number) is not float:  # else it would be a call for nothing
+            number = host_value(name, number)
+        if number is not None:
+            if value is not None and not 0 < number < math.inf:
+                arguments.check_host(name, number)
+            numbers += [number, 0]
+            continue
+        if value.device.type == "cpu":
+            arguments.check_number(kind, name, value, x.device)
+        tensor = on_device(name, value, x.device, wide)
+        address = tensor.data_ptr()
+        known = address >= LOWEST_ADDRESS or not tensor._is_zerotensor()  # else its number is 0
+        numbers += [0.0, address if known else 0]
+        kept.append(tensor)
+    return numbers, kept
+
+
+def _launch(plan: GradientPlan, kind: Kind, operands: Operands, out, accumulate, values: dict):
+    numbers, kept = _numbers(plan, kind, operands.x, values)
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
+    else:
+        _refuse_overlap(kind, operands, out, plan.spans, plan.out_span, values)
+    if plan.compute is not None:
+        plan.compute(operands, out, numbers)
+    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    return out
+
+
+def _refuse_overlap(
+    kind: Kind, operands: Operands, out, spans, out_span: int, values: dict
+) -> None:
+    """Raises ValueError when a given ``out`` shares memory with an operand or a number; else counts
+    a version of it."""
+    refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
+    ranges = [
+        (t.data_ptr(), length) for t, length in zip(operands, spans, strict=True) if t is not None
+    ]
+    if ranges_meet(out.data_ptr(), out_span, ranges):
+        named = zip(kind.names, operands, strict=True)
+        refuse_overlap(out, **{name: t for name, t in named if t is not None})
+    if not out.is_inference():  # those have no version to count
+        torch.autograd.graph.increment_version(out)
+
+
+def _materialised(kind: Kind, operands: Operands, out, accumulate, values: dict) -> tuple | None:
+    if not any(is_lazy(t) for t in operands if t is not None):
+        return None
+    refuse_any_overlap(out, **dict(zip(kind.names, operands, strict=True)))
+    read = Operands(*(t if t is None else materialised(t) for t in operands))
+    return kind, read, out, accumulate, values
+
+
+def _reference(call: Call, kind: Kind, operands: Operands, out, accumulate, values: dict):
+    if call.device.type == "meta":
+        return operands.x.new_empty(call.out_shape) if out is None else out
+    wide = accumulator(call.dtype)
+    given = [
+        None if t is None else (t if t.dim() == 3 else t[None]).expand(call.batch, -1, -1).to(wide)
+        for t in operands.transposed(kind)
+    ]
+    if out is None:
+        out = torch.empty(call.out_shape, dtype=call.out_dtype, device=call.device)
+    else:
+        spans = [0 if t is None else span(t) for t in operands]
+        _refuse_overlap(kind, operands, out, spans, span(out), values)
+    if call.empty:
+        return out
+    options = {name: plain(name, values[name]) for name in ("p", "inner_scale") if name in values}
+    without_p = kind.plain or kind.scaled
+    options |= {"first": kind.first, "plain": without_p, "eps": values.get("eps", 0.0)}
+    with without_autocast(call.device):
+        result = reference.pair_gradient(kind.operator, kind.inner, *given, **options)
+    target = arguments.transposed_out(kind, out, call.sets)
+    target.copy_(target.to(wide) + result if accumulate else result)
+    return out
+
+
+def rehearsed(kind: Kind, operands: Operands, out, accumulate, values: dict) -> torch.Tensor:
+    """A call of meta tensors, which notes its kernels in a rehearsal."""
+    request = kind, operands, out, accumulate, values
+    kind, operands, *_ = request = _materialised(*request) or request
+    call = arguments.check_call(*request)
+    if rehearsal.current() is None:
+        return _reference(call, *request)
+    plan = make_plan(call, *request)
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
+    if plan.compute is not None:
+        plan.compute(operands, out, [])
+    return out
+
+
+PAIR_GRADIENT = Operation(
+    name="pair_gradient",
+    operators=None,
+    key=key_of,
+    check=arguments.check_call,
+    way=_way,
+    reference=_reference,
+    plan=make_plan,
+    launch=_launch,
+    tensors=lambda *request: (),  # those without memory have no key
+    materialised=_materialised,
+)
+execute = operation.bind(PAIR_GRADIENT).execute

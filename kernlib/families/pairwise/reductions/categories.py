@@ -12,9 +12,9 @@ import torch
 from torch._C import _are_functorch_transforms_active
 
 from kernlib.families.pairwise import checks
-from kernlib.families.pairwise.categories import arguments, formula, matrix
+from kernlib.families.pairwise.categories import arguments, operation
 from kernlib.families.pairwise.categories.arguments import Tables
-from kernlib.families.pairwise.categories.operation import Call, gradients
+from kernlib.families.pairwise.categories.operation import Call
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions import arguments as reduced
@@ -50,7 +50,7 @@ def run(
     refuse_any_overlap(out, **{name: t for name, t in given.items() if name != "out"})
     whole, tables = arguments.placed(descriptor, a, b, codes)
     arguments.check_exponents(descriptor, values)
-    plain, offsets = matrix.numerical(descriptor), (row_offset, col_offset)
+    plain, offsets = operation.numerical(descriptor), (row_offset, col_offset)
     request = reduced.request_of(plain, whole, b, v, *offsets, values)
     shape = reduced.shape_of(request)
     size = _size(reduction, shape, v)
@@ -127,7 +127,7 @@ class _Reduced(NamedTuple):
         request, tables = self.call.of(*sides)
         values = dict(request.hyperparameters)
         v = values.pop(_V, None)
-        k = formula.matrix(request._replace(hyperparameters=values), tables)
+        k = operation.matrix(request._replace(hyperparameters=values), tables)
         if self.places is not None:
             return k.gather(-1, self.places.view(*k.shape[:-1], -1))
         if self.reduction.name == "matmul":
@@ -174,4 +174,4 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         needs = ctx.needs_input_grad[2:]
-        return None, None, *gradients(ctx.made, needs, ctx.saved_tensors, grad)
+        return None, None, *operation.gradients(ctx.made, needs, ctx.saved_tensors, grad)
