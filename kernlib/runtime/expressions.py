@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernlib.descriptors.epilogues import Epilogue, LeakyRelu, Relu, Sigmoid, Silu
+from kernlib.descriptors.epilogues import Epilogue, Gelu, LeakyRelu, Relu, Sigmoid, Silu, Tanh
 from kernlib.descriptors.expression import (
     VALUE,
     Integer,
@@ -83,6 +83,12 @@ ACTIVATIONS: dict[type[Epilogue], Callable] = {
     Relu: lambda _, v: extreme("max", v, 0.0, 0.0),
     Sigmoid: lambda _, v: torch.sigmoid(v),
     Silu: lambda _, v: F.silu(v),
+}
+# With those that are torch's own in half types, where it computes in float32 and rounds once. Its
+# GELU loses the relative accuracy of small results, which half types have not.
+HALF_ACTIVATIONS: dict[type[Epilogue], Callable] = ACTIVATIONS | {
+    Gelu: lambda gelu, v: F.gelu(v, approximate=gelu.approximate),
+    Tanh: lambda _, v: torch.tanh(v),
 }
 
 
