@@ -76,6 +76,12 @@ def bias_gradient(grad: torch.Tensor, axis: int) -> torch.Tensor:
     return features.reshape(-1, features.shape[-1]).sum(0)
 
 
+def laid_out(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient that has a place in memory for each element. ``sum()`` and ``mean()`` make an
+    expanded one, of which no kernel that copies tiles can read: a copy costs less."""
+    return grad.contiguous() if 0 in grad.stride() else grad
+
+
 def is_watched(grad: torch.Tensor) -> bool:
     """Whether a backward pass must consist of operators of torch, because something traces,
     transforms or intercepts it."""

@@ -29,6 +29,7 @@ from kernlib.runtime.autograd import (
     bias_gradient,
     is_biased,
     is_watched,
+    laid_out,
     recorder,
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
@@ -205,6 +206,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx, grad):
         descriptor, needs, plan = ctx.descriptor, ctx.needs_input_grad, ctx.plan
         a, b, _ = ctx.saved_tensors
+        grad = laid_out(grad)
         to_bias = bias_gradient(grad, descriptor.axis) if needs[3] else None
         request = descriptor, ctx.layout, {"grad": grad, "a": a, "b": b}, needs[4:]
         if plan is None or torch.is_grad_enabled() or is_watched(grad):
