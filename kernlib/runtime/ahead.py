@@ -40,7 +40,7 @@ class Planned(NamedTuple):
 def planned_product(
     product: Product,
     calls: Bound,
-    parts: Callable,
+    parts: Callable | None,
     descriptor: Descriptor,
     tensors: tuple,
     arguments: dict,

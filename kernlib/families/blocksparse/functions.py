@@ -104,7 +104,7 @@ def _descriptor(mode: str, of_a, of_b, epilogue, precision) -> BlockSparseMatmul
     if is_dynamo_compiling():
         return _new(mode, of_a, of_b, epilogue, precision)
     try:
-        return _kept(mode, of_a, of_b, epilogue, precision)
+        return _cached(mode, of_a, of_b, epilogue, precision)
     except TypeError:  # of what cannot be hashed the cache says less
         return _new(mode, of_a, of_b, epilogue, precision)
 
@@ -116,4 +116,4 @@ def _new(mode: str, of_a, of_b, epilogue: tuple, precision) -> BlockSparseMatmul
 
 
 # Dynamo does not look into it; typed, since 1 would find what True made.
-_kept = lru_cache(maxsize=256, typed=True)(_new)
+_cached = lru_cache(maxsize=256, typed=True)(_new)

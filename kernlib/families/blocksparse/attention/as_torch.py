@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kernlib.descriptors.base import check_flag, shown
-from kernlib.families.blocksparse.attention.arguments import CAPTURED_TYPES, TYPES
+from kernlib.families.blocksparse.attention.arguments import CAPTURED_TYPES
 from kernlib.families.blocksparse.attention.functions import attention
-from kernlib.families.blocksparse.checks import check_layout
+from kernlib.families.blocksparse.checks import check_dtype, check_layout
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.runtime.arguments import check_broadcast
 from kernlib.runtime.tensors import check_dense, is_of
@@ -90,9 +90,7 @@ def _check_kinds(tensors: dict) -> None:
     query = tensors["query"]
     casts = query.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(query.device.type)
     for name, t in tensors.items():
-        if t.dtype not in TYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-            raise TypeError(f"{name} must be one of {known}, got {t.dtype}")
+        check_dtype(name, t)
         if t.dtype != query.dtype and not casts:
             raise TypeError(f"{name} must be {query.dtype} as query is, got {t.dtype}")
         if t.device != query.device:

@@ -156,7 +156,11 @@ def attention(
     if seed is not None and not has_dropout:  # which evaluation may leave there
         check_kinds(None, (layout, q, k, v))
         checked_seed(q, seed)
-    return run_kernel((_made if type(causal) is bool else _new)(*fields), layout, q, k, v, **rest)
+    try:
+        descriptor = _cached(*fields) if type(causal) is bool else _new(*fields)
+    except TypeError:  # of what cannot be hashed, or is wrong
+        descriptor = _new(*fields)
+    return run_kernel(descriptor, layout, q, k, v, **rest)
 
 
 def _traced(fields: tuple, operands: tuple, rest: dict):
@@ -235,11 +239,4 @@ def _new(*fields) -> BlockSparseAttention:
     return BlockSparseAttention(**dict(zip(FIELDS, fields, strict=True)))
 
 
-_kept = lru_cache(maxsize=64)(_new)  # which Dynamo does not look into
-
-
-def _made(*fields) -> BlockSparseAttention:
-    try:
-        return _kept(*fields)
-    except TypeError:  # of what cannot be hashed, or is wrong
-        return _new(*fields)
+_cached = lru_cache(maxsize=64)(_new)  # which Dynamo does not look into

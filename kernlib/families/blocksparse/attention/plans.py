@@ -273,7 +273,7 @@ def gradient_plan(
     launch = None
     if call.count:
         arch = arch_of(index)
-        lowered = lower_on(lambda count: choose.lower_gradient(problem, arch, count), index)
+        lowered = lower_on(lambda count: choose.lower(problem, arch, count), index)
         places = [f"collected{place}" for place in range(len(problem.collected))]
         names = (*GRADIENT_OPERANDS, *places, *pointers(problem.attention.score))
         launch = _loaded(lowered, names, q)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.errors import CaptureError
-from kernlib.families.blocksparse.contents import host
+from kernlib.families.blocksparse.contents import bits
 from kernlib.families.blocksparse.contents.given import has_values, on_gpu
 from kernlib.families.blocksparse.contents.sizes import NAMES, tensor_shapes
 from kernlib.families.blocksparse.lowering.problem import Blocks
@@ -43,7 +43,7 @@ def of_host(mask: torch.Tensor, blocks: Blocks, given: str = "mask has") -> Tens
             f"{given} {live} blocks, more than the layout's capacity of {blocks.capacity}; make a "
             "layout with a larger capacity"
         )
-    return host.encode(mask, blocks)
+    return bits.encode(mask, blocks)
 
 
 def of_indices(given: dict[str, torch.Tensor], blocks: Blocks, device: torch.device) -> Tensors:

@@ -95,8 +95,8 @@ def scaled_dsd(
     It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseScaledMatmul`, and raises what
     that does.
     """
-    made = _descriptor("dsd", transpose_a, transpose_b, out_dtype)
-    return run_kernel(made, layout, values, b, scale_a, scale_b, out=out, debug=debug)
+    descriptor = _descriptor("dsd", transpose_a, transpose_b, out_dtype)
+    return run_kernel(descriptor, layout, values, b, scale_a, scale_b, out=out, debug=debug)
 
 
 def scaled_dds(
@@ -123,17 +123,17 @@ def scaled_dds(
     It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseScaledMatmul`, and raises what
     that does.
     """
-    made = _descriptor("dds", transpose_a, transpose_b, out_dtype)
-    return run_kernel(made, layout, a, values, scale_a, scale_b, out=out, debug=debug)
+    descriptor = _descriptor("dds", transpose_a, transpose_b, out_dtype)
+    return run_kernel(descriptor, layout, a, values, scale_a, scale_b, out=out, debug=debug)
 
 
 def _descriptor(mode: str, of_a, of_b, out_dtype) -> BlockSparseScaledMatmul:
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in _NAMES:
         known = " or ".join(map(str, _NAMES))
         raise TypeError(f"out_dtype must be {known}, got {shown(out_dtype)}")
-    made = _new if is_dynamo_compiling() else _kept
+    make = _new if is_dynamo_compiling() else _cached
     try:
-        return made(mode, of_a, of_b, _NAMES[out_dtype])
+        return make(mode, of_a, of_b, _NAMES[out_dtype])
     except TypeError:  # of what cannot be hashed the cache says less
         return _new(mode, of_a, of_b, _NAMES[out_dtype])
 
@@ -143,4 +143,4 @@ def _new(mode: str, of_a, of_b, out_dtype: str) -> BlockSparseScaledMatmul:
 
 
 # Dynamo does not look into it; typed, since 1 would find what True made.
-_kept = lru_cache(maxsize=64, typed=True)(_new)
+_cached = lru_cache(maxsize=64, typed=True)(_new)

@@ -47,7 +47,7 @@ def softmax(
         mode if mask is not None else None
         for mode, mask in zip(modes, (key_padding_mask, attn_mask), strict=True)
     ]
-    make = _new if is_dynamo_compiling() or type(causal) is not bool else _kept
+    make = _new if is_dynamo_compiling() or type(causal) is not bool else _cached
     descriptor = make(causal, *masks, rpe is not None)
     return run_kernel(
         descriptor, layout, x, out=out, debug=debug, scale=scale, rpe=rpe,
@@ -59,4 +59,4 @@ def _new(causal: bool, key: str | None, attn: str | None, rpe: bool) -> BlockSpa
     return BlockSparseSoftmax(causal=causal, key_padding_mask=key, attn_mask=attn, rpe=rpe)
 
 
-_kept = lru_cache(maxsize=64)(_new)  # which Dynamo does not look into
+_cached = lru_cache(maxsize=64)(_new)  # which Dynamo does not look into

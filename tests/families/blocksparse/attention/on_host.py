@@ -35,7 +35,6 @@ class Kernels:
         self._by_spec: dict[str, tuple] = {}
         monkeypatch.setattr(choose, "takes", lambda problem, arch: True)
         monkeypatch.setattr(choose, "lower", self._lower)
-        monkeypatch.setattr(choose, "lower_gradient", self._lower)
         monkeypatch.setattr(choose, "candidates", lambda problem, arch: [{"kind": "host"}])
         monkeypatch.setattr(choose, "variants", self._variants)
         noted = gpus.launch

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from kernlib.families.blocksparse.contents import host
+from kernlib.families.blocksparse.contents import bits
 from kernlib.families.blocksparse.contents.sizes import NAMES, tensor_shapes
 from kernlib.families.blocksparse.lowering import layout as lowering
 from kernlib.families.blocksparse.lowering.problem import Blocks
@@ -106,7 +106,7 @@ def of_indices(emulator, lists, blocks) -> Memory:
 @pytest.mark.parametrize("case", CASES)
 def test_masks(case, emulator, seed):
     mask, blocks = problem(case, seed)
-    agree(of_mask(emulator, mask, blocks), host.encode(mask, blocks))
+    agree(of_mask(emulator, mask, blocks), bits.encode(mask, blocks))
 
 
 @pytest.mark.emulated
@@ -118,7 +118,7 @@ def test_lists_of_indices(case, dtype, emulator, seed):
     places = places[torch.randperm(len(places))].to(dtype)
     heads, rows, cols = (part.contiguous() for part in places.unbind(1))
     heads = heads if blocks.heads > 1 else None
-    agree(of_indices(emulator, (rows, cols, heads), blocks), host.encode(mask, blocks))
+    agree(of_indices(emulator, (rows, cols, heads), blocks), bits.encode(mask, blocks))
 
 
 @pytest.mark.few(1)
@@ -139,7 +139,7 @@ def test_duplicates_and_indices_out_of_range_are_counted(emulator):
     assert tensors["rows"].tolist() == [2, 3, 3, 4] and tensors["cols"].tolist() == [5, 0, 39, 1]
     mask = torch.zeros(2, 3, 40, dtype=torch.bool)
     mask[(0, 1, 1, 1), (2, 0, 0, 1), (5, 0, 39, 1)] = True
-    right = host.encode(mask, blocks, (2, 9))
+    right = bits.encode(mask, blocks, (2, 9))
     for name, wanted in zip(NAMES[:5], right[:5], strict=True):
         assert torch.equal(tensors[name], wanted), name
 

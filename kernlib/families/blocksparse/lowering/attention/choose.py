@@ -44,36 +44,37 @@ HEAD_DIMENSIONS = (64, 128)  # of what is compiled for nobody in particular
 
 def takes(problem: Attention, arch: str) -> bool:
     """Whether kernels compute a problem, and its gradients, on the GPUs of ``arch``."""
-    return any(kind.takes(problem, arch) for kind in _modules(FORWARD))
+    return any(kind.takes(problem, arch) for kind in _kinds(problem))
 
 
 def lower(
-    problem: Attention,
+    problem: Attention | AttentionGradient,
     arch: str,
     multiprocessors: int,
     choice: Mapping[str, object] | None = None,
 ) -> Lowered:
-    """The launches of a problem that :func:`takes` says yes to: by ``choice`` if it is one of the
-    problem's candidates (values may be text), else by rule. Raises UnsupportedError for sizes that
-    no grid can hold."""
-    return _lower(FORWARD, problem, arch, multiprocessors, choice)
-
-
-def lower_gradient(
-    problem: AttentionGradient,
-    arch: str,
-    multiprocessors: int,
-    choice: Mapping[str, object] | None = None,
-) -> Lowered:
-    """The launches of the gradients of such a problem, in the same way."""
-    return _lower(GRADIENTS, problem, arch, multiprocessors, choice)
+    """The launches of a problem that :func:`takes` says yes to, or of the gradients of one: by
+    ``choice`` if it is one of the problem's candidates (values may be text), else by rule. Raises
+    UnsupportedError for sizes that no grid can hold."""
+    named = choices.named(choice, candidates(problem, arch)) if choice else None
+    if named:
+        knobs = dict(named)
+        name = knobs.pop("kind")
+        kind = next(kind for kind in _taking(problem, arch) if name == kind.KIND)
+    else:
+        kind = _default(problem, arch, multiprocessors)
+        knobs = kind.default(problem, kind.candidates(problem, arch), multiprocessors)
+    return kind.lower(problem, arch, multiprocessors, knobs)
 
 
 def candidates(problem: Attention | AttentionGradient, arch: str) -> list[Choice]:
-    """What lowering can choose for a problem, by preference: each the name of a kind and its
+    """What :func:`lower` can choose for a problem, by preference: each the name of a kind and its
     knobs."""
-    kinds = GRADIENTS if isinstance(problem, AttentionGradient) else FORWARD
-    return _candidates(kinds, problem, arch)
+    return [
+        {"kind": kind.KIND, **knobs}
+        for kind in _taking(problem, arch)
+        for knobs in kind.candidates(problem, arch)
+    ]
 
 
 def variants(
@@ -85,42 +86,29 @@ def variants(
 ) -> Iterator[KernelSpec]:
     """Every spec that lowering may choose for layouts of these ``blocks`` and ``widths``, the
     features of q and k, and of v, and for gradients by q, k and v."""
-    found: dict[KernelSpec, None] = {}
+    specs: dict[KernelSpec, None] = {}
     for block, (features, values) in product(blocks, widths):
         for kind in _modules((*FORWARD, *GRADIENTS)):
             known = {"features": features, "values": values}
-            found.update(dict.fromkeys(kind.variants(score, block, dtypes, arch, **known)))
-    yield from found
+            specs.update(dict.fromkeys(kind.variants(score, block, dtypes, arch, **known)))
+    yield from specs
 
 
 def _modules(kinds: tuple[str, ...]) -> Iterator[ModuleType]:
     return (import_module(f"{__package__}.{kind}") for kind in kinds)
 
 
-def _taking(kinds: tuple[str, ...], problem, arch: str) -> Iterator[ModuleType]:
-    return (kind for kind in _modules(kinds) if kind.takes(problem, arch))
+def _kinds(problem: Attention | AttentionGradient) -> Iterator[ModuleType]:
+    return _modules(GRADIENTS if isinstance(problem, AttentionGradient) else FORWARD)
 
 
-def _lower(kinds: tuple[str, ...], problem, arch: str, multiprocessors: int, choice) -> Lowered:
-    named = choices.named(choice, _candidates(kinds, problem, arch)) if choice else None
-    if named:
-        own = dict(named)
-        name = own.pop("kind")
-        kind = next(kind for kind in _taking(kinds, problem, arch) if name == kind.KIND)
-    else:
-        kind = _default(kinds, problem, arch, multiprocessors)
-        own = kind.default(problem, kind.candidates(problem, arch), multiprocessors)
-    return kind.lower(problem, arch, multiprocessors, own)
+def _taking(problem: Attention | AttentionGradient, arch: str) -> Iterator[ModuleType]:
+    return (kind for kind in _kinds(problem) if kind.takes(problem, arch))
 
 
-def _candidates(kinds: tuple[str, ...], problem, arch: str) -> list[Choice]:
-    taking = _taking(kinds, problem, arch)
-    return [{"kind": kind.KIND, **own} for kind in taking for own in kind.candidates(problem, arch)]
-
-
-def _default(kinds: tuple[str, ...], problem, arch: str, multiprocessors: int) -> ModuleType:
+def _default(problem: Attention | AttentionGradient, arch: str, multiprocessors: int) -> ModuleType:
     """The kind that is taken untuned: the first that takes the problem and pays, or the last."""
-    for kind in _taking(kinds, problem, arch):
+    for kind in _taking(problem, arch):
         if not hasattr(kind, "pays") or kind.pays(problem, multiprocessors):
             break
     return kind

@@ -18,7 +18,7 @@ def test_a_choice_may_be_text_and_none_is_by_rule():
     damaged = choose.lower(attention, ARCH, 1, {"kind": "other"})
     assert damaged == choose.lower(attention, ARCH, 1)
     knobs = {"depth": 16, "stages": 1}
-    chosen = choose.lower_gradient(gradient, ARCH, 1, {"kind": "portable", **knobs})
+    chosen = choose.lower(gradient, ARCH, 1, {"kind": "portable", **knobs})
     assert chosen == portable_gradient.lower(gradient, ARCH, 1, knobs)
 
 
@@ -31,7 +31,7 @@ def test_variants_have_what_lowering_chooses():
         assert choose.lower(wide, ARCH, 1, choice).specs[0] in found
     gradient = gradient._replace(attention=wide)
     for choice in choose.candidates(gradient, ARCH):
-        assert set(choose.lower_gradient(gradient, ARCH, 1, choice).specs) <= set(found)
+        assert set(choose.lower(gradient, ARCH, 1, choice).specs) <= set(found)
 
 
 def test_a_gpu_of_little_shared_memory_has_kernels_for_every_width():
