@@ -76,12 +76,6 @@ def bias_gradient(grad: torch.Tensor, axis: int) -> torch.Tensor:
     return features.reshape(-1, features.shape[-1]).sum(0)
 
 
-def laid_out(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient that has a place in memory for each element. ``sum()`` and ``mean()`` make an
-    expanded one, of which no kernel that copies tiles can read: a copy costs less."""
-    return grad.contiguous() if 0 in grad.stride() else grad
-
-
 def is_watched(grad: torch.Tensor) -> bool:
     """Whether a backward pass must consist of operators of torch, because something traces,
     transforms or intercepts it."""
@@ -123,6 +117,11 @@ class Recording(NamedTuple):
         return y if self.mask is None else self.mask(descriptor, operands, y)
 
 
+def _are_here(tensors: tuple) -> bool:
+    """Whether tensors have what they stand for in their own memory."""
+    return ORDINARY.issuperset(map(type, tensors)) or not stand_ins(*tensors)
+
+
 class Route(NamedTuple):
     """What a call of one signature is recorded by, decided at the first such call."""
 
@@ -144,7 +143,7 @@ def recorder(product: products.Product, bound: Bound, recording: Recording) -> C
         if eager and out is None:
             key = key_of(*request)
             route = _route(key)
-            if route is not None and ORDINARY.issuperset(map(type, product.tensors(operands))):
+            if route is not None and _are_here(product.tensors(operands)):
                 bias = None if route.bias is None else parameters[route.bias]
                 y = recording.apply(route.product, operands, bias, route.plan)
                 return recording.finish(route.parts, descriptor, operands, parameters, y)

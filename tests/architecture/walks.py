@@ -69,11 +69,19 @@ def forward(call: Callable, *tensors: torch.Tensor) -> Callable:
 
 def backward(call: Callable, *tensors: torch.Tensor, count: int | None = None) -> Callable:
     """The backward pass of a function of tensors, of which so many require a gradient, None for
-    all."""
-    y = call(*(t.requires_grad_(i < (count or len(tensors))) for i, t in enumerate(tensors)))
+    all. Of a call whose route is there already."""
+    leaves = [t.requires_grad_(i < (count or len(tensors))) for i, t in enumerate(tensors)]
+    call(*leaves)
+    y = call(*leaves)
     y = y.as_subclass(torch.Tensor)
     grad = torch.zeros(y.shape, dtype=y.dtype)
     return lambda: y.backward(grad, retain_graph=True)
+
+
+def recorded(call: Callable, *tensors: torch.Tensor) -> Callable:
+    """A forward pass whose gradient is recorded."""
+    leaves = [t.requires_grad_() for t in tensors]
+    return lambda: call(*leaves)
 
 
 def distances(way: Callable, descriptor: kl.Pairwise, **options) -> Callable:
@@ -82,15 +90,15 @@ def distances(way: Callable, descriptor: kl.Pairwise, **options) -> Callable:
     return way(call, tensor(100, 64), tensor(80, 64), **options)
 
 
-def factor() -> Callable:
+def factor(way: Callable) -> Callable:
     pattern = kl.KroneckerSparse(2, 48, 192, 1)
     x, weight = tensor(100, pattern.in_features), tensor(*pattern.weight_shape)
-    return forward(partial(kl.run_kernel, pattern), x, weight)
+    return way(partial(kl.run_kernel, pattern), x, weight)
 
 
-def sparse() -> Callable:
+def sparse(way: Callable) -> Callable:
     matrix = golden_launches.compressed(torch.eye(512, 1024).half(), "u8")
-    return forward(partial(kl.sparse.matmul, matrix), tensor(1, 1024, dtype=HALF))
+    return way(partial(kl.sparse.matmul, matrix), tensor(1, 1024, dtype=HALF))
 
 
 def pair_gradient() -> Callable:
@@ -127,20 +135,28 @@ WIDE = {"bandwidth": 2.0}
 WAYS: dict[str, Callable[[], Callable]] = {
     "l1": partial(distances, forward, kl.l1_distance()),
     "gaussian": partial(distances, forward, kl.gaussian(), **WIDE),
-    "Kronecker-sparse": factor,
-    "sparse": sparse,
+    "Kronecker-sparse": partial(factor, forward),
+    "Kronecker-sparse, recorded": partial(factor, recorded),
+    "Kronecker-sparse, backward": partial(factor, backward),
+    "sparse": partial(sparse, forward),
+    "sparse, recorded": partial(sparse, recorded),
     "pair gradient": pair_gradient,
     "dsd": partial(dsd, forward),
+    "dsd, recorded": partial(dsd, recorded),
     "dsd, backward": partial(dsd, backward),
     "attention": partial(attention, forward),
+    "attention, recorded": partial(attention, recorded),
     "attention, backward": partial(attention, backward),
     "kron_matmul": partial(kron_matmul, forward),
+    "kron_matmul, recorded": partial(kron_matmul, recorded),
     "kron_matmul, backward": partial(kron_matmul, backward),
+    "gaussian, recorded": partial(distances, recorded, kl.gaussian(), **WIDE),
     "l1, backward": partial(distances, backward, kl.l1_distance()),
     "gaussian, backward": partial(distances, backward, kl.gaussian(), **WIDE),
     "gaussian, backward by a": partial(distances, backward, kl.gaussian(), count=1, **WIDE),
     "p, backward": partial(distances, backward, kl.p_distance(), p=1.7),
     "kernel_matmul": partial(kernel_matmul, forward, kl.gaussian),
+    "kernel_matmul, recorded": partial(kernel_matmul, recorded, kl.gaussian),
     "kernel_matmul, backward": partial(kernel_matmul, backward, kl.gaussian),
     "kernel_matmul, backward by blocks": partial(kernel_matmul, backward, kl.laplace_l1),
 }

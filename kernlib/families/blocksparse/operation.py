@@ -29,7 +29,6 @@ from kernlib.runtime.autograd import (
     bias_gradient,
     is_biased,
     is_watched,
-    laid_out,
     recorder,
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
@@ -206,7 +205,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx, grad):
         descriptor, needs, plan = ctx.descriptor, ctx.needs_input_grad, ctx.plan
         a, b, _ = ctx.saved_tensors
-        grad = laid_out(grad)
+        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+            grad = grad.contiguous()
         to_bias = bias_gradient(grad, descriptor.axis) if needs[3] else None
         request = descriptor, ctx.layout, {"grad": grad, "a": a, "b": b}, needs[4:]
         if plan is None or torch.is_grad_enabled() or is_watched(grad):

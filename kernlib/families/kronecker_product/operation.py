@@ -33,7 +33,6 @@ from kernlib.runtime.autograd import (
     bias_gradient,
     is_biased,
     is_watched,
-    laid_out,
     recorder,
 )
 from kernlib.runtime.devices import arch_of
@@ -320,7 +319,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _, _, of_bias, *needs = ctx.needs_input_grad
-        grad = laid_out(grad)
+        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+            grad = grad.contiguous()
         to_bias = bias_gradient(grad, ctx.descriptor.axis) if of_bias else None
         gradients = _gradients(_plain(ctx.descriptor), grad, ctx.saved_tensors, needs)
         return None, None, to_bias, *gradients

@@ -35,7 +35,7 @@ from kernlib.runtime.arguments import (
     no_autocast,
     parameter_key,
 )
-from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, laid_out, recorder
+from kernlib.runtime.autograd import Parts, Recording, is_biased, is_watched, recorder
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, operators_of
 from kernlib.runtime.products import Call, front_door
@@ -245,7 +245,7 @@ class _Product(torch.autograd.Function):
         to_x = to_bias = None
         if ctx.needs_input_grad[0]:
             check_unwritten(ctx.w, ctx.state)
-            to_x = _turned(ctx.w, laid_out(grad))
+            to_x = _turned(ctx.w, grad.contiguous() if 0 in grad.stride() else grad)
         if ctx.needs_input_grad[1]:
             to_bias = bias_gradient(grad)
         return to_x, to_bias, None, None

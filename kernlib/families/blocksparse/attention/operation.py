@@ -31,7 +31,7 @@ from kernlib.families.blocksparse.lowering.attention import choose
 from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED
 from kernlib.runtime import operation
 from kernlib.runtime.arguments import no_autocast, parameter_key, refuse_out_of_recorded
-from kernlib.runtime.autograd import ORDINARY, is_watched, laid_out
+from kernlib.runtime.autograd import ORDINARY, is_watched
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS, REFERENCE, Operation, by_operator, operators_of
 from kernlib.runtime.products import is_on_gpu, requires_gradient
@@ -258,7 +258,9 @@ class _Attention(torch.autograd.Function):
             captured = dict(zip(names, rest[: len(names)], strict=True))
             tensors = dict(zip(ctx.places, rest[len(names) : -SAVED], strict=True))
             options = Options(*(tensors.get(at, n) for at, n in enumerate(options)))
-        grad = torch.zeros_like(out) if grad is None else laid_out(grad)
+        grad = torch.zeros_like(out) if grad is None else grad
+        if 0 in grad.stride():  # of sum()
+            grad = grad.contiguous()
         operands = ctx.layout, q, k, v
         saved, grads = (out, lse, below), (grad, grad_lse)
         results = _gradients(descriptor, operands, saved, options, captured, grads, needs)

@@ -28,7 +28,7 @@ from kernlib.families.blocksparse.softmax.arguments import NAMES
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
 from kernlib.runtime import operation
 from kernlib.runtime.arguments import no_autocast, parameter_key, refuse_out_of_recorded
-from kernlib.runtime.autograd import is_watched, laid_out
+from kernlib.runtime.autograd import is_watched
 from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
 from kernlib.runtime.operation import (
     KERNELS,
@@ -294,9 +294,11 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx, grad):
         # Of the layout too, for torch to see what was written since.
         y, x, scale, *_ = ctx.saved_tensors
+        if 0 in grad.stride():  # of sum()
+            grad = grad.contiguous()
         kept = Kept(ctx.layout, y, x, ctx.number if scale is None else scale, ctx.shapes)
         needs = Needs(*ctx.needs_input_grad[2:])
-        return None, None, *gradients(kept, laid_out(grad), needs, eager_pair)
+        return None, None, *gradients(kept, grad, needs, eager_pair)
 
 
 def _recorded(descriptor, operands: tuple, out, scale, parameters: dict) -> torch.Tensor:
