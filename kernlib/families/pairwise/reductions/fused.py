@@ -150,10 +150,10 @@ def _new_plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) 
     """The plan of a signature, its kernels loaded."""
     route = route_of(request, names)
     points = "a" in names, "b" in names
-    known = None if route is None else derivatives_of(request, route, any(points))
-    if known is None:
+    terms = None if route is None else derivatives_of(request, route, any(points))
+    if terms is None:
         return None
-    hyper, derivatives = known
+    hyper, derivatives = terms
     descriptor, problem = request.descriptor, problem_of(request, shape, points, grad)
     odd = problem.root and problem.inner not in (*EXACT_SUMS, 2.0)
     values = "v" in names and not odd
@@ -189,16 +189,16 @@ def _columns(
     """Columns of g and v that a launch takes, 0 where kernels do not take them or are slower than
     blocks of the matrix."""
     launches = [_of_role(problem, role, slice(0, 1), descriptor.operator) for role in roles]
-    each = min([lowering.COLUMNS, *(_columns_of(own, hyper) for own in launches)])
-    launches = [own._replace(columns=min(columns, each)) for own in launches]
+    each = min([lowering.COLUMNS, *(_columns_of(launch, hyper) for launch in launches)])
+    launches = [launch._replace(columns=min(columns, each)) for launch in launches]
     if problem.k <= SMALL_K:
         counts = (hyper * role.totals for role in roles)
-        known = all(map(lowering.fits, launches, counts))
+        fits = all(map(lowering.fits, launches, counts))
     else:
-        known = all(many.takes(descriptor, own, arch) for own in launches)
+        fits = all(many.takes(descriptor, launch, arch) for launch in launches)
         count = len(launches) * ceil_div(columns, each)
-        known = known and all(many.pays(descriptor, own, arch, count) for own in launches[:1])
-    return each if known else 0
+        fits = fits and all(many.pays(descriptor, first, arch, count) for first in launches[:1])
+    return each if fits else 0
 
 
 def _columns_of(problem: lowering.Problem, hyper: int) -> int:
@@ -221,19 +221,19 @@ def _lowered(
     strides = scalar_strides(descriptor, values, request.a)
     few = problem.k <= SMALL_K
     lower = lowering.lower if few else many.lower
-    made = []
+    launches = []
     for first in range(0, columns, each):
         some = slice(first, min(first + each, columns))
         for role in roles:
-            own = _of_role(problem, role, some, descriptor.operator)
-            wanted = derivatives._replace(others=derivatives.others * role.totals)
-            lowered = lower(descriptor, wanted, own, arch, count, strides)
-            parts = lowered.steps[0].grid[0] if few else lowered.parts * own.m
-            made.append((lowered, some, role, parts))
-    return made
+            launch = _of_role(problem, role, some, descriptor.operator)
+            terms = derivatives._replace(others=derivatives.others * role.totals)
+            lowered = lower(descriptor, terms, launch, arch, count, strides)
+            parts = lowered.steps[0].grid[0] if few else lowered.parts * launch.m
+            launches.append((lowered, some, role, parts))
+    return launches
 
 
-def route_of(request: Request, wanted: tuple) -> Route | None:
+def route_of(request: Request, names: tuple) -> Route | None:
     """The way to derivatives of what follows the sums; None where the kernel does not know one of
     them or a slope of the sums, or the sums are powers that leave float32 too soon."""
     p = request.hyperparameters.get("p", request.hyperparameters.get("inner_p"))
@@ -243,11 +243,11 @@ def route_of(request: Request, wanted: tuple) -> Route | None:
     tensors = {k: t for k, t in request.tensors().items() if k not in ("a", "b", "v")}
     numbers = {k: t for k, t in request.hyperparameters.items() if k not in tensors}
     call = Call(request.descriptor, 0, 0, numbers, tuple(tensors))
-    needs = tuple(name in wanted for name in ("a", "b", *tensors))
+    needs = tuple(name in names for name in ("a", "b", *tensors))
     route = backward.route_of(call, needs, (request.a, request.b, *tensors.values()), scaled=False)
-    given = {name: request.hyperparameters[source] for name, source in route.arguments}
+    arguments = {name: request.hyperparameters[source] for name, source in route.arguments}
     known = route.plain or route.finish is not None
-    known = known and not backward.by_formula(Sums(route.sums, given))
+    known = known and not backward.by_formula(Sums(route.sums, arguments))
     return route if known and not route.inner else None
 
 
@@ -310,11 +310,11 @@ def _of_role(
 ) -> lowering.Problem:
     """The problem of a launch."""
     count = columns.stop - columns.start
-    made = problem._replace(role=role.name, columns=count, points=role.points, values=role.values)
+    launch = problem._replace(role=role.name, columns=count, points=role.points, values=role.values)
     if role.name == "second":
-        return made._replace(m=made.n, n=made.m, a=made.b, b=made.a)
+        return launch._replace(m=launch.n, n=launch.m, a=launch.b, b=launch.a)
     # By a the slope of b - a has the other sign.
-    return made._replace(factor=-made.factor) if operator == "difference" else made
+    return launch._replace(factor=-launch.factor) if operator == "difference" else launch
 
 
 def _launched(plan: Gradients, request: Request, shape: Shape, grad) -> dict:

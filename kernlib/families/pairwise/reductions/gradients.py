@@ -70,8 +70,8 @@ def computed(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
     """A reduction (L, M, C) or (L, M) in the arithmetic's dtype, without a gradient."""
     descriptor, a, b, v, *offsets, values = request
     with torch.no_grad():
-        found = operation.run(reduction, descriptor, a, b, v, None, *offsets, values, wide=True)
-    return found.reshape(shape.batch, shape.m, *((shape.columns,) if v is not None else ()))
+        result = operation.run(reduction, descriptor, a, b, v, None, *offsets, values, wide=True)
+    return result.reshape(shape.batch, shape.m, *((shape.columns,) if v is not None else ()))
 
 
 def _whole(fixed: Request, names: tuple[str, ...], tensors: tuple) -> Request:
@@ -99,59 +99,59 @@ class _Reduction(torch.autograd.Function):
             raise RuntimeError(autograd.NOT_BATCHED)
         *tensors, out = ctx.saved_tensors
         needs = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
-        wanted = [name for name, need in needs if need]
+        names = [name for name, need in needs if need]
         request = _whole(ctx.fixed, ctx.names, tensors)
         shared = ctx.shared
-        found = gradients(ctx.reduction, request, ctx.shape, wanted, gradient, out, shared)
-        return (None,) * 4 + tuple(found.get(name) for name in ctx.names)
+        grads = gradients(ctx.reduction, request, ctx.shape, names, gradient, out, shared)
+        return (None,) * 4 + tuple(grads.get(name) for name in ctx.names)
 
 
 def gradients(
     reduction: str,
     request: Request,
     shape: Shape,
-    wanted: list[str],
+    names: list[str],
     gradient,
     out,
     shared: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the ``wanted`` tensors from that of the result ``out``, both (L, M, C) or
+    """The gradients of the tensors ``names`` from that of the result ``out``, both (L, M, C) or
     (L, M): recorded where gradients are. A product and a sum need no ``out``. Of an a that is b,
     ``shared``, a's may hold both, and b's be left out."""
     if request.v is None or shape.matrices == shape.batch:
-        return _gradients(reduction, request, shape, wanted, gradient, out, shared)
+        return _gradients(reduction, request, shape, names, gradient, out, shared)
     # One matrix for a whole batch of v: the batch becomes columns.
     v, columns = request.v, shape.batch * shape.columns
     folded = shape._replace(batch=1, columns=columns)
     request = request._replace(v=v.movedim(0, 1).reshape(shape.n, columns))
     gradient = gradient.movedim(0, 1).reshape(1, shape.m, columns)
-    found = _gradients(reduction, request, folded, wanted, gradient, None, shared)
-    if "v" in found:
-        found["v"] = found["v"].view(shape.n, *v.shape[::2]).movedim(1, 0).contiguous()
-    return found
+    grads = _gradients(reduction, request, folded, names, gradient, None, shared)
+    if "v" in grads:
+        grads["v"] = grads["v"].view(shape.n, *v.shape[::2]).movedim(1, 0).contiguous()
+    return grads
 
 
-def _gradients(reduction, request, shape, wanted, gradient, out, shared) -> dict:
+def _gradients(reduction, request, shape, names, gradient, out, shared) -> dict:
     with without_autocast(request.a.device):
-        if wanted == ["v"]:
+        if names == ["v"]:
             return {"v": transposed_product(request, shape, gradient)}
         if torch.is_grad_enabled():
-            return _recorded(reduction, request, shape, wanted, gradient, out)
+            return _recorded(reduction, request, shape, names, gradient, out)
         leaves = request.tensors()
         widened, grads = _widened(request, leaves), None
         if reduction != "logsumexp":
-            grads = fused.gradients(widened, shape, wanted, gradient, shared)
+            grads = fused.gradients(widened, shape, names, gradient, shared)
         if grads is None:
-            grads = _by_blocks(reduction, widened, shape, wanted, gradient, out)
+            grads = _by_blocks(reduction, widened, shape, names, gradient, out)
             return {
                 name: t.to(leaves[name].device, leaves[name].dtype) for name, t in grads.items()
             }
         fitted = {
             name: _fitted(grads.get(name), name, leaves[name])
-            for name in wanted
+            for name in names
             if name in grads or not (name == "v" or (name == "b" and shared))
         }
-        if "v" in wanted and "v" not in grads:
+        if "v" in names and "v" not in grads:
             fitted["v"] = transposed_product(request, shape, gradient)
         return fitted
 
@@ -170,10 +170,9 @@ def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) ->
             out[l, columns] += multiplied(precision, values.mT.to(weights.dtype), right)
         return _to_shape(out, v)
     weights = weights.to(v.dtype)
-    exchanged = request.transposed()._replace(v=weights)
-    turned = shape._replace(m=n, n=m)
+    transposed = request.transposed()._replace(v=weights), shape._replace(m=n, n=m)
     recorded = torch.is_grad_enabled() and weights.requires_grad
-    out = (_apply if recorded else computed)("matmul", exchanged, turned)
+    out = (_apply if recorded else computed)("matmul", *transposed)
     return _to_shape(out, v)
 
 
@@ -198,18 +197,18 @@ def _fitted(grad: torch.Tensor | None, name: str, leaf: torch.Tensor) -> torch.T
 
 
 def _by_blocks(
-    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+    reduction: str, request: Request, shape: Shape, names: list[str], gradient, out
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the wanted tensors of a widened request, a block of the matrix at a time."""
+    """The gradients of a widened request, a block of the matrix at a time."""
     tensors = request.tensors()
-    through = [name for name in wanted if name != "v"]
+    through = [name for name in names if name != "v"]
     totals = {name: torch.zeros_like(tensors[name]) for name in through}
     entries = blocks.entries_of(request.a.device, request.a.dtype, MOST_BYTES)
     for block in blocks.blocks(shape, max(1, entries // PARTS), FEWEST_ROWS):
         rows = gradient[block[:2]], None if out is None else out[block[:2]]
         for name, value in _of_block(reduction, request, block, through, *rows).items():
             _part_of(totals[name], name, block).add_(value)
-    if "v" in wanted:
+    if "v" in names:
         totals["v"] = transposed_product(request, shape, gradient)
     return totals
 
@@ -229,8 +228,8 @@ def _of_block(
     call = backward.Call(request.descriptor, *offsets, numbers, names)
     sides = ("a", "b", *names)
     needs = tuple(name in through for name in sides)
-    found = backward.gradients(call, needs, tuple(parts[name] for name in sides), weights)
-    return {name: x for name, x, need in zip(sides, found, needs, strict=True) if need}
+    grads = backward.gradients(call, needs, tuple(parts[name] for name in sides), weights)
+    return {name: grad for name, grad, need in zip(sides, grads, needs, strict=True) if need}
 
 
 def _weighted_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
@@ -255,12 +254,12 @@ def _weights(reduction: str, request: Request, block, parts: dict, gradient) -> 
 
 
 def _recorded(
-    reduction: str, request: Request, shape: Shape, wanted: list[str], gradient, out
+    reduction: str, request: Request, shape: Shape, names: list[str], gradient, out
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the wanted tensors by blocks whose graphs are kept."""
+    """The gradients of the tensors ``names`` by blocks whose graphs are kept."""
     tensors, wide = request.tensors(), accumulator(request.a.dtype)
-    totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in wanted}
-    through = [name for name in wanted if name != "v"]
+    totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in names}
+    through = [name for name in names if name != "v"]
     entries = max(1, blocks.entries_of(request.a.device, wide) // RECORDED_PARTS)
     for block in blocks.blocks(shape, entries, blocks.MOST_ROWS):
         parts = _parts(request, block)
@@ -272,10 +271,10 @@ def _recorded(
             weights = _weights(reduction, request, block, parts, g)
         options = {"create_graph": True, "allow_unused": True}
         leaves = [parts[name] for name in through]
-        found = torch.autograd.grad(values, leaves, weights.to(values.dtype), **options)
-        for name, value in zip(through, found, strict=True):
-            if value is not None:
-                _part_of(totals[name], name, block).add_(value)
+        grads = torch.autograd.grad(values, leaves, weights.to(values.dtype), **options)
+        for name, grad in zip(through, grads, strict=True):
+            if grad is not None:
+                _part_of(totals[name], name, block).add_(grad)
         if "v" in totals:
             whole = multiplied(request.descriptor.precision, values.mT.to(g.dtype), g)
             part = _part_of(totals["v"], "v", block)
