@@ -10,20 +10,24 @@ is recorded: its blocks, computed by calls that are recorded, and their graphs s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 
+from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients import autograd, backward
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions import arguments, blocks, fused, operation
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
-from kernlib.runtime.numbers import on_device
+from kernlib.runtime.numbers import on_device, plain
 from kernlib.runtime.operation import by_operator
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.tensors import normal, stand_ins
+from kernlib.runtime.tensors import is_lazy, stand_ins
 
 MOST_BYTES = 1 << 29  # of all that a gradient keeps of a block
 PARTS = 3  # tensors of a block's size among them: weights, a slope, and what packs their product
@@ -44,12 +48,53 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
             arguments.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
         request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, False
         return by_operator(operation.REDUCTION, request)
+    request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, True
+    key = operation.key(*request)
+    route = _route(key)
+    if route is None:
+        return _checked(key, reduction, descriptor, a, b, v, row_offset, col_offset, values)
+    if not all([type(x) is float or isinstance(x, torch.Tensor) for x in values.values()]):
+        values = {name: plain(name, value) for name, value in values.items()}
+    v = v[:, None] if v is not None and v.dim() == 1 else v
+    b = a if b is None else b
+    call = Request(route.descriptor, a, b, v, row_offset, col_offset, values)
+    y = _apply(reduction, call, route.shape, route.size, route.plan)
+    return y if y.dtype == a.dtype else y.to(a.dtype)
+
+
+class Route(NamedTuple):
+    """What a call of one signature is recorded by, decided at the first such call."""
+
+    descriptor: Pairwise
+    shape: Shape
+    size: tuple[int, ...]  # of the result
+    plan: operation.CallPlan
+
+
+_routes = PlanCache()
+
+
+def _route(key) -> Route | None:
+    try:
+        return _routes.plans.get(key)
+    except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
+        return None
+
+
+def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, values: dict):
+    """:func:`run` of a call without a route, which it keeps if kernels compute the call."""
     request = arguments.request_of(descriptor, a, b, v, row_offset, col_offset, values)
     shape = arguments.shape_of(request)
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
-    return _apply(reduction, request, shape).reshape(size).to(a.dtype)
+    y = _apply(reduction, request, shape, size).to(a.dtype)
+    if key is not None and not any(map(is_lazy, (a, request.b, v) if v is not None else (a, b))):
+        *tensors, rows, columns, values = request
+        plan = operation.find(reduction, *tensors, None, rows, columns, values, True)
+        if plan is not None and plan.launch is not None:
+            _routes.keep(key, Route(request.descriptor, shape, size, plan))
+    return y
 
 
 def refuse_out(out) -> None:
@@ -58,12 +103,17 @@ def refuse_out(out) -> None:
         raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
 
 
-def _apply(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
+def _apply(
+    reduction: str, request: Request, shape: Shape, size: tuple[int, ...], plan=None
+) -> torch.Tensor:
+    """A recorded reduction of this size in the arithmetic's dtype, by a plan of its forward pass if
+    there is one."""
     tensors = request.tensors()
     numbers = {k: v for k, v in request.hyperparameters.items() if k not in tensors}
     fixed = request._replace(a=None, b=None, v=None, hyperparameters=numbers)
-    kept = map(normal, tensors.values())
-    return _Reduction.apply(reduction, fixed, shape, tuple(tensors), *kept)
+    # Copies of what was made in inference mode, which cannot be saved.
+    saved = [t.clone() if t.is_inference() else t for t in tensors.values()]
+    return _Reduction.apply(reduction, fixed, shape, size, plan, tuple(tensors), *saved)
 
 
 def computed(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
@@ -83,13 +133,21 @@ def _whole(fixed: Request, names: tuple[str, ...], tensors: tuple) -> Request:
 
 class _Reduction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, reduction, fixed, shape, names, *tensors):
+    def forward(ctx, reduction, fixed, shape, size, plan, names, *tensors):
         ctx.fixed, ctx.shape, ctx.reduction, ctx.names = fixed, shape, reduction, names
         ctx.shared = tensors[0] is tensors[1]  # a and b, of which autograd adds up the gradients
-        out = computed(reduction, _whole(fixed, names, tensors), shape)
-        # Not as a view, which torch forbids to write in place where a function has made it; and
-        # saved where its value counts, as what is saved cannot be written either.
-        out = torch.ops.aten._unsafe_view.default(out, out.shape)
+        request = _whole(fixed, names, tensors)
+        if plan is None:
+            out = computed(reduction, request, shape)
+        else:
+            descriptor, a, b, v, *offsets, values = request
+            out = operation.launch(
+                plan, reduction, descriptor, a, b, v, None, *offsets, values, True
+            )
+        if plan is None or out.shape != size:
+            # Not as a view, which torch forbids to write in place where a function has made it.
+            out = torch.ops.aten._unsafe_view.default(out, size)
+        # What is saved cannot be written in place, so only where its value counts.
         ctx.save_for_backward(*tensors, out if reduction == "logsumexp" else None)
         return out
 
@@ -98,12 +156,13 @@ class _Reduction(torch.autograd.Function):
         if is_legacy_batchedtensor(gradient):
             raise RuntimeError(autograd.NOT_BATCHED)
         *tensors, out = ctx.saved_tensors
-        needs = zip(ctx.names, ctx.needs_input_grad[4:], strict=True)
+        needs = zip(ctx.names, ctx.needs_input_grad[6:], strict=True)
         names = [name for name, need in needs if need]
-        request = _whole(ctx.fixed, ctx.names, tensors)
-        shared = ctx.shared
-        grads = gradients(ctx.reduction, request, ctx.shape, names, gradient, out, shared)
-        return (None,) * 4 + tuple(grads.get(name) for name in ctx.names)
+        request, shape = _whole(ctx.fixed, ctx.names, tensors), ctx.shape
+        size = (shape.batch, shape.m, *((shape.columns,) if request.v is not None else ()))
+        gradient, out = gradient.reshape(size), None if out is None else out.reshape(size)
+        grads = gradients(ctx.reduction, request, shape, names, gradient, out, ctx.shared)
+        return (None,) * 6 + tuple(grads.get(name) for name in ctx.names)
 
 
 def gradients(

@@ -71,7 +71,7 @@ def run(
     return _execute(*request)
 
 
-def _key(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide) -> tuple:
+def key(reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide) -> tuple:
     """All that a plan depends on, as in :mod:`kernlib.families.pairwise.operation`."""
     try:
         key = (
@@ -138,7 +138,7 @@ def _way(call: Call | None, reduction, descriptor, a, *rest) -> str:
 
 
 def _reference(call: Call, *request):
-    return _launch(_plan(call, *request), *request)
+    return launch(_plan(call, *request), *request)
 
 
 def _plan(
@@ -207,7 +207,7 @@ def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset,
         return blocks.REDUCTIONS[reduction](request, plan.shape)
 
 
-def _launch(
+def launch(
     plan: CallPlan, reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     second = a if b is None else b
@@ -279,16 +279,17 @@ def rehearsed(*request) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
 REDUCTION = Operation(
     name="pairwise_reduce",
     operators="kernlib.families.pairwise.reductions.operators",
-    key=_key,
+    key=key,
     check=_check,
     way=_way,
     reference=_reference,
     plan=_plan,
-    launch=_launch,
+    launch=launch,
     tensors=_tensors,
     materialised=_materialised,
 )
-_execute = bind(REDUCTION).execute
+_bound = bind(REDUCTION)
+_execute, find = _bound.execute, _bound.find
 
 
 # Reductions that choose entries of each row: the smallest, and the k nearest. Their gradients are
