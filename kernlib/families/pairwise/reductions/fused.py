@@ -5,6 +5,7 @@ Memory is O(M + N), and that of partial sums, 128 MB at most."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime.devices import arch_of, build, model
+from kernlib.runtime.devices import allocator, arch_of, build, current_device, model
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.plan import Plan, PlanCache
 from kernlib.runtime.sequence import Silence, Steps, load_lowered
@@ -60,11 +61,10 @@ class Launch(NamedTuple):
     plan: Plan | Steps | Silence
     columns: slice
     role: str
-    points: bool
-    values: bool
-    totals: bool
-    splits: int
-    blocks: int
+    # Of points, values and totals: makes a new tensor, None for what is not left. In front of what
+    # the launch leaves in parts there is a dimension of these.
+    outputs: tuple[Callable[[], torch.Tensor] | None, ...]
+    in_parts: bool  # points and values
 
 
 class Gradients(NamedTuple):
@@ -86,15 +86,17 @@ def gradients(
     hyperparameters. None where the kernels do not take them; a hyperparameter on which nothing
     depends, and v of norms whose sums leave float's range, are left out. Of one x that is a and b,
     ``shared``, the gradient is that of a. All tensors have one dtype and are on one device."""
-    if not takes(request, shape):
-        return None
     request, unit = _in_unit(request)
     grad = grad[..., None] if request.v is None else grad
     grad = materialised(grad) if is_lazy(grad) else grad
     plan = _plan(request, shape, tuple(names), grad, shared)
     if plan is None:
         return None
-    grads = _launched(plan, request, shape, grad)
+    if grad.is_meta or current_device() == grad.get_device():
+        grads = _launched(plan, request, grad)
+    else:
+        with torch.cuda.device(grad.get_device()):
+            grads = _launched(plan, request, grad)
     if unit is not None:
         grads = {name: t / unit if name in ("a", "b") else t for name, t in grads.items()}
     _regularize(grads, request, shape, names, grad)
@@ -132,9 +134,9 @@ def _plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) -> G
     a rehearsal, of which none is kept."""
     if request.a.is_meta:
         return _new_plan(request, shape, names, grad, shared)
-    key = request.descriptor.text, names, shared, signature(grad), shape
-    key += signature(request.a), signature(request.b)
-    key += (None if request.v is None else signature(request.v),)
+    v = None if request.v is None else signature(request.v)
+    tensors = signature(grad), signature(request.a), signature(request.b), v
+    key = request.descriptor.text, names, shared, shape, *tensors
     for name, value in request.hyperparameters.items():
         key += (name, kind_of_number(name, value))
         key += (value,) if name in DECIDING and not isinstance(value, torch.Tensor) else ()
@@ -148,6 +150,8 @@ def _plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) -> G
 
 def _new_plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) -> Gradients | None:
     """The plan of a signature, its kernels loaded."""
+    if not takes(request, shape):
+        return None
     route = route_of(request, names)
     points = "a" in names, "b" in names
     terms = None if route is None else derivatives_of(request, route, any(points))
@@ -169,13 +173,32 @@ def _new_plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) 
         scalars=Scalars.of(descriptor, request.hyperparameters),
         hyper=hyper,
         launches=tuple(
-            Launch(
-                load_lowered(one, lowering.OPERANDS, request.a.device), columns, *role,
-                one.parts, blocks,
+            _launch(
+                load_lowered(one, lowering.OPERANDS, request.a.device), columns, role,
+                _sizes(shape, role, columns, len(hyper)), one.parts, blocks, request.a,
             )
             for one, columns, role, blocks in lowered
         ),
     )  # fmt: skip
+
+
+def _sizes(shape: Shape, role: Role, columns: slice, hyper: int) -> tuple[tuple[int, ...], ...]:
+    """Of what a launch leaves: points, values and totals."""
+    m = shape.n if role.name == "second" else shape.m
+    count = columns.stop - columns.start
+    return (shape.batch, m, shape.k), (shape.batch, m, count), (shape.batch, hyper)
+
+
+def _launch(
+    plan, columns: slice, role: Role, sizes: tuple, splits: int, blocks: int, a: torch.Tensor
+) -> Launch:
+    parts = () if splits == 1 else (splits,)
+    leaves = role.points, role.values, role.totals
+    outputs = tuple(
+        allocator((*front, *size), a.dtype, a.device) if on else None
+        for on, front, size in zip(leaves, (parts, parts, (blocks,)), sizes, strict=True)
+    )
+    return Launch(plan, columns, role.name, outputs, splits > 1)
 
 
 def _columns(
@@ -317,48 +340,39 @@ def _of_role(
     return launch._replace(factor=-launch.factor) if operator == "difference" else launch
 
 
-def _launched(plan: Gradients, request: Request, shape: Shape, grad) -> dict:
-    """The sums of all launches."""
+def _launched(plan: Gradients, request: Request, grad: torch.Tensor) -> dict:
+    """The sums of all launches, on the current device."""
     a, b, v, values = request.a, request.b, request.v, request.hyperparameters
-    numbers, kept = numbers_of(plan.scalars, a, values) if values else (None, None)
+    numbers, converted = numbers_of(plan.scalars, a, values) if values else (None, None)
     grads: dict[str, torch.Tensor] = {}
     parts_of_v = []
+    of_grad, grad_column = grad.data_ptr(), grad.stride(-1) * grad.element_size()
+    of_v, v_column = (0, 0) if v is None else (v.data_ptr(), v.stride(-1) * v.element_size())
     for launch in plan.launches:
-        second, count = launch.role == "second", launch.columns.stop - launch.columns.start
-        rows, lines, m = (b, a, shape.n) if second else (a, b, shape.m)
-        outputs = [
-            a.new_empty(first, shape.batch, *size) if on else None
-            for on, first, size in (
-                (launch.points, launch.splits, (m, shape.k)),
-                (launch.values, launch.splits, (m, count)),
-                (launch.totals, launch.blocks, (len(plan.hyper),)),
-            )
-        ]
+        rows, lines = (b, a) if launch.role == "second" else (a, b)
+        outputs = [None if new is None else new() for new in launch.outputs]
+        first = launch.columns.start
         pointers = (
-            rows.data_ptr(), lines.data_ptr(), grad[..., launch.columns].data_ptr(),
-            0 if v is None else v[..., launch.columns].data_ptr(),
-            *(0 if t is None else t.data_ptr() for t in outputs),
+            rows.data_ptr(), lines.data_ptr(), of_grad + first * grad_column,
+            of_v + first * v_column, *[0 if t is None else t.data_ptr() for t in outputs],
         )  # fmt: skip
         launch.plan.launch(pointers, numbers)
-        points, of_v, totals = (t if t is None else _summed(t) for t in outputs)
+        points, values_of_v, totals = outputs
         if points is not None:
-            name = "b" if second else "a"
+            points = points.sum(0) if launch.in_parts else points
+            name = "b" if launch.role == "second" else "a"
             grads[name] = grads[name] + points if name in grads else points
-        if of_v is not None:
-            parts_of_v.append(of_v)
+        if values_of_v is not None:
+            parts_of_v.append(values_of_v.sum(0) if launch.in_parts else values_of_v)
         if totals is not None:
+            totals = totals.sum(0)
             for place, name in enumerate(plan.hyper):
                 total = totals[:, place]
                 grads[name] = grads[name] + total if name in grads else total
-    del kept  # converted tensors: the stream orders the reuse of their memory behind the launches
+    del converted  # the stream orders the reuse of their memory behind the launches
     if parts_of_v:
         grads["v"] = parts_of_v[0] if len(parts_of_v) == 1 else torch.cat(parts_of_v, -1)
     return grads
-
-
-def _summed(parts: torch.Tensor) -> torch.Tensor:
-    """Partial sums, put together."""
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
 def _regularize(grads: dict, request: Request, shape: Shape, names: list[str], grad) -> None:

@@ -241,6 +241,8 @@ def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) ->
 def _widened(request: Request, tensors: dict[str, torch.Tensor]) -> Request:
     """A request whose ``tensors`` are on the device and in the arithmetic's dtype."""
     device, wide = request.a.device, accumulator(request.a.dtype)
+    if all([t.dtype == wide and t.device == device for t in tensors.values()]):
+        return request
     placed = {name: on_device(name, t, device, wide) for name, t in tensors.items()}
     return _whole(request, tuple(placed), tuple(placed.values()))
 
@@ -372,4 +374,5 @@ def _to_shape(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A gradient (L, N, C) summed over a batch that was broadcast."""
     if like.dim() == 2 or like.shape[0] == 1:
         whole = whole.sum(0, keepdim=like.dim() == 3) if whole.shape[0] > 1 else whole
-    return whole.reshape(like.shape).to(like.dtype)
+    whole = whole.reshape(like.shape)
+    return whole if whole.dtype == like.dtype else whole.to(like.dtype)
