@@ -88,7 +88,7 @@ def test_no_gpu_of_an_arch_misses_what_was_compiled_for_a_call(descriptor, arch,
     x = torch.empty(points, features, device="meta")
     specs = set(pairwise_ahead.specs(descriptor, arch, (x, x), {}))
     fewest, most = targets.MULTIPROCESSORS[arch]
-    request = Request.of(descriptor, x, x, {})
+    request = Request(descriptor, x, x, None, False, 0, 0, {})
     problem, strides = problem_of(request, checks.check_call(*request))
     given = descriptor, problem, arch
     made = [choose.lower(*given, n, strides, "fp32").specs for n in range(fewest, most + 1)]

@@ -439,7 +439,7 @@ def test_the_module_does_not_take_the_functions_name():
 @given(st.dictionaries(st.sampled_from(["tile", "split"]), st.text(max_size=4)))
 def test_no_record_makes_lowering_fail(choice):
     x = torch.empty(3000, 64, device="meta")
-    request = Request.of(L1, x, x, {})
+    request = Request(L1, x, x, None, False, 0, 0, {})
     problem, strides = problem_of(request, checks.check_call(*request))
     found = direct.lower(L1, problem, "sm_90a", 132, strides, choice)
     tile = 64 if choice == {"tile": "64"} else 128
