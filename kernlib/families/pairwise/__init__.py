@@ -2,5 +2,5 @@
 
 In reading order, each of what stands before it: ``descriptor`` and its ``stages``, ``lowering``,
 ``checks``, ``request``, ``reference`` and ``cpu``, ``matrix``, ``gradients``, ``categories``,
-``reductions``, ``functions``, ``operation``, ``operators``.
+``reductions``, ``per_point`` and ``feature_map``, ``functions``, ``operation``, ``operators``.
 """

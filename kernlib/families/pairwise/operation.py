@@ -95,7 +95,7 @@ def run(
       value for each point may be meant. Device tensors are not looked at: a negative p gives
       whatever its formula gives.
     - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
-      multiplied first (:func:`kernlib.families.pairwise.functions.feature_map.apply`).
+      multiplied first (:func:`kernlib.families.pairwise.feature_map.apply`).
     - ``lengthscale``: a value for each feature, (K,), or (L, 1, K), greater than 0, by which the
       points are divided first (automatic relevance determination); with it ``bandwidth`` is 1
       unless it is given too. In place of a ``feature_map``.
@@ -117,13 +117,13 @@ def run(
     if a is None:
         checks.refuse_missing(descriptor)
     if lengthscale is not None:
-        from kernlib.families.pairwise.functions.feature_map import scaled
+        from kernlib.families.pairwise.feature_map import scaled
 
         a, b, hyperparameters = scaled(
             descriptor, lengthscale, feature_map, a, b, out, hyperparameters
         )
     elif feature_map is not None:
-        from kernlib.families.pairwise.functions import (
+        from kernlib.families.pairwise import (
             feature_map as pairwise_features,  # which most calls do without
         )
 
@@ -309,14 +309,12 @@ def _request_of(descriptor: Pairwise, a, b, arguments: dict, more: tuple) -> Req
     if descriptor.categories:
         checks.refuse_categories(descriptor)
     if arguments.get("lengthscale") is not None:
-        from kernlib.families.pairwise.functions.feature_map import scaled
+        from kernlib.families.pairwise.feature_map import scaled
 
         out, mapped = arguments.get("out"), arguments.get("feature_map")
         a, b, arguments = scaled(descriptor, arguments["lengthscale"], mapped, a, b, out, arguments)
     elif arguments.get("feature_map") is not None:
-        from kernlib.families.pairwise.functions import (
-            feature_map,  # which most calls do without
-        )
+        from kernlib.families.pairwise import feature_map  # which most calls do without
 
         a, b = feature_map.apply(arguments["feature_map"], a, b, arguments.get("out"))
     options = [arguments.get(name, default) for name, default in _OPTIONS.items()]

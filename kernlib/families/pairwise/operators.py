@@ -15,10 +15,10 @@ import torch
 
 from kernlib.descriptors.base import check_flag
 from kernlib.families.pairwise import checks, mapped, operation, per_point
+from kernlib.families.pairwise import feature_map as pairwise_features
 from kernlib.families.pairwise.categories import arguments as category_arguments
 from kernlib.families.pairwise.categories import operators as categories
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.gradients.operators import recorded
 from kernlib.runtime.arguments import tensors_of
 from kernlib.runtime.operators import register

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.functions.feature_map import apply
+from kernlib.families.pairwise.feature_map import apply
 from tests.families.pairwise.cases import draw
 
 M, N, K, K2, L = 5, 6, 4, 3, 2

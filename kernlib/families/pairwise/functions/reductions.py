@@ -17,8 +17,8 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib.debug import heard
 from kernlib.descriptors.base import as_int, check_flag, real
+from kernlib.families.pairwise import feature_map as pairwise_features
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.functions import feature_map as pairwise_features
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.rehearsal import is_traced
@@ -54,7 +54,7 @@ def kernel_matmul(
       (L, M, C), with a batch where an argument has one, of the inputs' dtype.
     - ``out``, of the result's shape, is written in place; half types also take a float32 one.
     - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
-      multiplied first (:func:`kernlib.families.pairwise.functions.feature_map.apply`);
+      multiplied first (:func:`kernlib.families.pairwise.feature_map.apply`);
       ``lengthscale``: a value for each feature, (K,), by which they are divided first.
 
     Half types are summed in float32. On a GPU, kernels that keep no entry of K compute up to 16
