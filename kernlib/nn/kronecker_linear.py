@@ -18,7 +18,7 @@ from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import deprecated
 from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
-from kernlib.nn import inputs
+from kernlib.nn import traced
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed
 from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
@@ -175,7 +175,7 @@ class KroneckerLinear(ComputesWeight, nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
-        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+        if type(input) is not torch.Tensor and (result := traced.called(self, input)) is not None:
             return result
         check_dense(("input",), input=input)
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.

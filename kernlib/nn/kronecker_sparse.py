@@ -19,7 +19,7 @@ from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import CompileError, UnsupportedError
 from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse, KroneckerSparseChain
-from kernlib.nn import inputs
+from kernlib.nn import traced
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.computed_weight import ChainWeight, ComputesWeight, computed
 from kernlib.nn.derived import Kept, derived
@@ -262,7 +262,7 @@ class KSLinear(ComputesWeight, nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features), or with the batch last."""
-        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+        if type(input) is not torch.Tensor and (result := traced.called(self, input)) is not None:
             return result
         return self._computed(self._layer, input)
 
