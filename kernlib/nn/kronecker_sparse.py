@@ -118,7 +118,7 @@ class KSLinear(ComputesWeight, nn.Module):
         if weights is not None:
             dtype = _shared(weights, "dtype") if dtype is None else dtype
             device = _shared(weights, "device") if device is None else device
-        dtype = _checked_dtype(dtype)
+        dtype = checked_dtype(dtype)
         empty = partial(torch.empty, dtype=dtype, device=device)
         self.factors = nn.ParameterList(nn.Parameter(empty(shape)) for shape in self.patterns)
         self.register_parameter("bias", nn.Parameter(empty(self.out_size)) if bias else None)
@@ -547,7 +547,7 @@ def _shared(weights: list[torch.Tensor], name: str):
     return found[0]
 
 
-def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         known = ", ".join(str(one) for one in DTYPES)

@@ -31,6 +31,9 @@ TILE_CYCLES = 1500.0  # of a tile, beside what is done with its elements
 LAUNCH_CYCLES = 4000.0  # on all multiprocessors
 MULTIPROCESSORS = 132
 
+# What is asked of a value again and again while kernels are chosen, some ten times of each.
+cached = lru_cache(maxsize=1024)
+
 
 class Mode(NamedTuple):
     """What applies ``parts`` factors from ``first`` on, as one matrix, to an array
@@ -76,7 +79,7 @@ def modes(sizes: Sequence[Size], columns: int = 1, inside: bool = False) -> tupl
     return _modes(tuple(sizes), columns, inside)
 
 
-@lru_cache(maxsize=1024)  # a choice of runs asks some ten times for those of each
+@cached
 def _modes(sizes: tuple[Size, ...], columns: int, inside: bool) -> tuple[Mode, ...]:
     merged = _merged(sizes)
     now = [rows for rows, _, _, _ in merged]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_product.lowering import grouping
-from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
+from kernlib.families.kronecker_product.lowering.grouping import Mode, Size, cached
 from kernlib.families.kronecker_product.lowering.runs import Run
 from kernlib.families.kronecker_product.lowering.variant import (
     GRID_BATCH,
@@ -68,6 +68,7 @@ class Halves(NamedTuple):
         return 2 * self.words
 
     @property
+    @cached
     def modes(self) -> tuple[Mode, ...]:
         """The modes of all runs, in the order in which they are applied."""
         return tuple(mode for part in self.parts for mode in part.modes)
@@ -96,6 +97,7 @@ class Halves(NamedTuple):
         return max(found) if self.restaged else sum(found)
 
     @property
+    @cached
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a block."""
         columns = max(part.columns for part in self.parts)
@@ -104,6 +106,7 @@ class Halves(NamedTuple):
         elements = self.tile * self.tiles + self.ahead + self.matrices
         return self.itemsize * elements + round_up(scales, 16) + ticket
 
+    @cached
     def resident(self, arch: str) -> int:
         """Blocks of a launch that a multiprocessor holds."""
         registers = REGISTERS if _is_small(self) else REGISTERS_LARGE
