@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kernlib.cli import health, kernels, machine, places
+from kernlib.cli import kernels, machine, places
 from kernlib.cli.output import counted, size
 from kernlib.errors import INSTALL
 from kernlib.settings import CACHE_ADVICE
@@ -243,7 +243,7 @@ def store() -> list[Finding]:
     folder = _folder()
     if folder is None:
         return []  # said under settings
-    before = health.before_opening(folder)
+    before = places.before_opening(folder)
     if before.pages:  # opening it might end this process by a signal
         text = f"the store in {folder} is damaged: {before.pages[0]}"
         return [Finding("cache", text, REPAIR, needed=True), *_aside(folder)]
@@ -284,7 +284,7 @@ def _died(died: list[float]) -> list[Finding]:
 
 
 def _damaged(store) -> list[Finding]:
-    found = health.contents(store.items())
+    found = places.contents(store.items())
     if not found.damaged:
         return []
     of = f"of {found.kernels + len(found.damaged)}"
@@ -302,7 +302,7 @@ def _aside(folder: Path) -> list[Finding]:
             f"nothing reads it: rm -r {old['path']}, or let `kernlib cache prune` remove it",
             details=old,
         )
-        for old in health.aside_facts(folder)
+        for old in places.aside_facts(folder)
     ]
 
 
@@ -323,7 +323,7 @@ def bundles() -> list[Finding]:
     folder = _folder()
     if folder is None:
         return []
-    layers = None if health.before_opening(folder).pages else places.opened()[0]
+    layers = None if places.before_opening(folder).pages else places.opened()[0]
     here = machine.archs()
     return [_bundle(mounted, here) for mounted in places.mounted(layers)]
 
@@ -333,15 +333,15 @@ def _bundle(mounted: places.Mounted, here: list[str]) -> Finding:
         text = f"{mounted.folder} is passed over: {mounted.reason}"
         advice = "mend it, or take the folder out of KERNLIB_CACHE_DIR"
         return Finding("bundle", text, advice, details={"path": str(mounted.folder), "archs": {}})
-    found = health.contents(mounted.bundle.items())
-    listed = f": {health.per_arch(found.archs)}" if found.archs else ""
+    found = places.contents(mounted.bundle.items())
+    listed = f": {places.per_arch(found.archs)}" if found.archs else ""
     text = f"{mounted.folder}, {counted(found.kernels, 'kernel')}{listed}"
     details = {"path": str(mounted.folder), "archs": dict(sorted(found.archs.items()))}
     details["damaged"] = len(found.damaged)
     return Finding("bundle", text, _bundle_advice(found, here), details=details)
 
 
-def _bundle_advice(found: health.Contents, here: list[str]) -> str:
+def _bundle_advice(found: places.Contents, here: list[str]) -> str:
     from kernlib.jit import toolchain
 
     major = toolchain.cuda_major()

@@ -350,13 +350,10 @@ def _apply(descriptor: KroneckerProduct, operands: tuple, bias, plan) -> torch.T
     return _Product.apply(descriptor, plan, bias, *operands)
 
 
-RECORDING = Recording(parts, _apply)
-
-
 # The call as it is made.
 
 
-_run_matrix = front_door(PRODUCT, calls, recorder(PRODUCT, calls, RECORDING))
+_run_matrix = front_door(PRODUCT, calls, recorder(PRODUCT, calls, Recording(parts, _apply)))
 
 
 def run(descriptor: KroneckerProduct, *operands, out=None, **parameters) -> torch.Tensor:
