@@ -4,7 +4,7 @@ are several."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
@@ -40,7 +40,7 @@ def takes(sizes: tuple[grouping.Size, ...], dtype: str, arch: str) -> bool:
         modes.most_features(dtype),
         modes.room(dtype, arch),
     )
-    return all(grouping.fits([each], *limits) for size in sizes for each in (size, size[::-1]))
+    return all(grouping.fits((each,), *limits) for size in sizes for each in (size, size[::-1]))
 
 
 def runs(problem: Problem, arch: str) -> tuple[tuple[int, int], ...]:
@@ -63,7 +63,7 @@ def _runs(sizes: tuple, dtype: str, precision: str, arch: str) -> tuple | None:
     most, room = modes.most_features(dtype), modes.room(dtype, arch)
     item, sums = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes
 
-    def cost(run: Sequence[Size], elements: int, begins: bool, ends: bool) -> float | None:
+    def cost(run: tuple[Size, ...], elements: int, begins: bool, ends: bool) -> float | None:
         if not grouping.fits(run, arithmetic, most, room):
             return None
         return grouping.cycles(

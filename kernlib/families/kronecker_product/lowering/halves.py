@@ -149,16 +149,16 @@ def runs(
         return None
     item = 2 * WORDS[dtype]
 
-    def cost(run: Sequence[Size], count: int, begins: bool, ends: bool) -> float | None:
+    def cost(run: tuple[Size, ...], count: int, begins: bool, ends: bool) -> float | None:
         within = inside or not begins
         if not _are_chunks(grouping.modes(run, CHUNK if within else 1, within)):
             return None
-        made = variant(tuple(run), dtype, within, CHUNK if within else 1, arch)
+        made = variant(run, dtype, within, CHUNK if within else 1, arch)
         if made.shared_bytes > targets.SHARED_BYTES[arch]:
             return None
         if made.words == 2 and growth(made.modes) > MOST_GROWTH:
             return None
-        columns = most_columns(tuple(run), dtype, within, arch)
+        columns = most_columns(run, dtype, within, arch)
         return grouping.cycles(
             run,
             count,
