@@ -75,7 +75,7 @@ def lower(given: Gradients, arch: str, multiprocessors: int) -> Lowered:
     """The launches. Operands are ``x``, ``grad``, ``to_x`` if it is wanted, ``factor0`` and so on,
     and ``to_factor0`` and so on."""
     problem = given.product
-    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    sizes = problem.sizes
     found = runs(sizes, problem.dtype, problem.precision, arch)
     assert found is not None, sizes
     itemsize = DTYPES[problem.dtype].sums.bytes
@@ -152,7 +152,7 @@ def variants(
 
 def _variants(given: Gradients, arch: str) -> list[KernelSpec]:
     problem = given.product
-    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    sizes = problem.sizes
     parted = runs(sizes, problem.dtype, problem.precision, arch)
     assert parted is not None, sizes
     own, kind = split(problem, parted, back=given.back), (problem.dtype, problem.precision)
