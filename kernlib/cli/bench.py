@@ -9,7 +9,7 @@ import click
 
 from kernlib import progress
 from kernlib.cli import machine, places, workloads
-from kernlib.cli.clock import GpuClock, milliseconds
+from kernlib.cli.machine import GpuClock, milliseconds
 from kernlib.cli.options import json_option
 from kernlib.cli.output import plain_errors, print_json, print_table, say
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kernlib import progress
-from kernlib.cli import health, kernels, places
+from kernlib.cli import kernels, places
 from kernlib.cli.exchange import export, import_bundle
 from kernlib.cli.kernels import KEY_DIGITS, Kept
 from kernlib.cli.options import arch_option, days_option, json_option
@@ -61,7 +61,7 @@ def info(as_json: bool) -> None:
 
 def _info(layers) -> dict:
     facts = layers.store.info()
-    facts["moved_aside"] = health.aside_facts(places.folder())
+    facts["moved_aside"] = places.aside_facts(places.folder())
     facts["bundles"] = [_bundle_info(mounted) for mounted in places.mounted(layers)]
     return facts
 
@@ -71,7 +71,7 @@ def _bundle_info(mounted: places.Mounted) -> dict:
     if mounted.bundle is None:
         return {"path": path, "entries": 0, "bytes_used": 0, "archs": {}, "refused": mounted.reason}
     facts = mounted.bundle.info()
-    archs = health.contents(mounted.bundle.items()).archs
+    archs = places.contents(mounted.bundle.items()).archs
     return {
         "path": path,
         "entries": facts["entries"],
@@ -103,7 +103,7 @@ def _path_line(facts: dict) -> str:
 def _bundle_line(bundle: dict) -> str:
     if bundle["refused"]:
         return f"{bundle['path']} is passed over: {bundle['refused']}"
-    listed = f" ({health.per_arch(bundle['archs'])})" if bundle["archs"] else ""
+    listed = f" ({places.per_arch(bundle['archs'])})" if bundle["archs"] else ""
     number = counted(bundle["entries"], "kernel")
     return f"{bundle['path']}, {number}{listed}, {size(bundle['bytes_used'])}"
 

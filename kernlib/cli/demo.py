@@ -10,8 +10,7 @@ import click
 
 from kernlib import progress
 from kernlib.cli import machine, places, workloads
-from kernlib.cli.clock import CpuClock, GpuClock, milliseconds
-from kernlib.cli.machine import ARCH_WITHOUT_GPU
+from kernlib.cli.machine import ARCH_WITHOUT_GPU, CpuClock, GpuClock, milliseconds
 from kernlib.cli.options import json_option
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
 

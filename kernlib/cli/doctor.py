@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from kernlib import progress
-from kernlib.cli import cache_checks, checks
+from kernlib.cli import checks
 from kernlib.cli.checks import Finding
 from kernlib.cli.options import json_option
 from kernlib.cli.output import print_json, say
@@ -22,8 +22,8 @@ CHECKS = (
     ("headers", checks.headers),
     ("compile", checks.compiles),
     ("settings", checks.settings),
-    ("cache", cache_checks.store),
-    ("bundle", cache_checks.bundles),
+    ("cache", checks.store),
+    ("bundle", checks.bundles),
 )
 OF_GPUS = ("torch", "driver", "GPU")  # what decides whether torch sees a GPU
 GET_A_GPU = (

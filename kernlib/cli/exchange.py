@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from kernlib import progress
-from kernlib.cli import health, places
+from kernlib.cli import places
 from kernlib.cli.options import arch_option, json_option
 from kernlib.cli.output import counted, plain_errors, print_json, size
 
@@ -35,7 +35,7 @@ def export(folder: Path, archs: tuple[str, ...], force: bool, as_json: bool) -> 
     if as_json:
         print_json(facts)
         return
-    listed = health.per_arch(facts["archs"])
+    listed = places.per_arch(facts["archs"])
     click.echo(f"Exported {counted(facts['kernels'], 'kernel')}: {listed}")
     click.echo(f"file    {facts['path']}, {size(facts['bytes'])}")
     click.echo(f"sha256  {facts['sha256']}")
@@ -55,7 +55,7 @@ def _export(folder: Path, archs: tuple[str, ...]) -> dict:
     """Write and open it; the facts. Raises ClickException and OSError."""
     from kernlib.jit import bundle
 
-    store, seen = places.readable_layers().store, health.Contents()
+    store, seen = places.readable_layers().store, places.Contents()
     kernels = bundle.collect(_noted(store.items(), seen), archs)
     if not kernels:
         raise click.ClickException(_nothing(archs, seen))
@@ -77,23 +77,23 @@ def _export(folder: Path, archs: tuple[str, ...]) -> dict:
     }
 
 
-def _noted(items: Iterator[tuple[bytes, bytes]], seen: health.Contents) -> Iterator:
+def _noted(items: Iterator[tuple[bytes, bytes]], seen: places.Contents) -> Iterator:
     """The items again; ``seen`` is told of each."""
     for pair in items:
-        one = health.contents([pair])
+        one = places.contents([pair])
         seen.archs += one.archs
         seen.damaged += one.damaged
         yield pair
 
 
-def _nothing(archs: tuple[str, ...], seen: health.Contents) -> str:
+def _nothing(archs: tuple[str, ...], seen: places.Contents) -> str:
     if not seen.kernels:
         return "the cache holds no kernels to export; `kernlib compile` makes some"
-    found = health.per_arch(seen.archs)
+    found = places.per_arch(seen.archs)
     return f"the cache holds no kernels for {', '.join(archs)}, but {found}"
 
 
-def _say_left_out(archs: tuple[str, ...], counts: Counter, seen: health.Contents) -> None:
+def _say_left_out(archs: tuple[str, ...], counts: Counter, seen: places.Contents) -> None:
     for arch in archs:
         if not counts[arch]:
             click.echo(f"Warning: the cache holds no kernels for {arch}", err=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kernlib import progress
-from kernlib.cli import health, places
+from kernlib.cli import places
 from kernlib.cli.options import Size, days_option, json_option, yes_option
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, size
 
@@ -42,7 +42,7 @@ def _store(repair: bool) -> tuple[dict, object | None]:
     """The facts about the store, after what ``repair`` asks for, and the layers if it was opened:
     LMDB may die of what a walk over the pages finds."""
     folder = places.folder()
-    before = health.before_opening(folder)
+    before = places.before_opening(folder)
     problems = [_problem("pages", text, repaired=repair) for text in before.pages[:SHOWN_PAGES]]
     if problems and not repair:
         return _place("store", folder, 0, problems), None
@@ -50,9 +50,9 @@ def _store(repair: bool) -> tuple[dict, object | None]:
         _set_aside(folder)
     layers, said = places.opened()
     places.refuse_memory(layers, said)
-    found = health.contents(layers.store.items())
+    found = places.contents(layers.store.items())
     problems += [_entry(key, repair and _drop(layers.store, key)) for key in found.damaged]
-    moved = health.moved_since(folder, before)
+    moved = places.moved_since(folder, before)
     problems += [_problem("aside", f"damaged, now {path}", repaired=repair) for path in moved]
     return _place("store", folder, found.kernels, problems), layers
 
@@ -71,7 +71,7 @@ def _drop(store, key: bytes) -> bool:
 def _bundle(mounted: places.Mounted) -> dict:
     if mounted.bundle is None:
         return _place("bundle", mounted.folder, 0, [_problem("refused", mounted.reason)])
-    found = health.contents(mounted.bundle.items())
+    found = places.contents(mounted.bundle.items())
     problems = [_entry(key, False) for key in found.damaged]
     return _place("bundle", mounted.folder, found.kernels, problems)
 
@@ -137,7 +137,7 @@ def prune(days: int | None, to_bytes: int | None, yes: bool, as_json: bool) -> N
     stay. Kernels that other processes have loaded stay loaded there.
     """
     with plain_errors():
-        if days is None and to_bytes is None and not health.aside_facts(places.folder()):
+        if days is None and to_bytes is None and not places.aside_facts(places.folder()):
             message = "nothing says what to drop: give --unused DAYS, --to SIZE or both."
             raise click.UsageError(message)
         store = places.disk_layers().store
@@ -156,7 +156,7 @@ def prune(days: int | None, to_bytes: int | None, yes: bool, as_json: bool) -> N
 def _remove_aside(yes: bool, as_json: bool) -> list[dict]:
     """Path and size of each damaged store that was removed. Raises OSError."""
     removed = []
-    for old in health.aside_facts(places.folder()):
+    for old in places.aside_facts(places.folder()):
         question = f"Remove the damaged store {old['path']} ({size(old['bytes'])})?"
         if yes or (not as_json and click.confirm(question, err=True)):
             shutil.rmtree(old["path"])

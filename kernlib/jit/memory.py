@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kernlib.jit.read_only import ReadOnlyCache
+    from kernlib.jit.bundle import ReadOnlyCache
 
 _instances: weakref.WeakSet[MemoryStore] = weakref.WeakSet()
 

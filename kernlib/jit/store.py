@@ -82,10 +82,10 @@ def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemorySt
             raise FileNotFoundError(errno.ENOENT, "no home directory")
         store.open()
     except (OSError, lmdb.Error) as error:
-        from kernlib.jit import read_only  # which few need
+        from kernlib.jit import bundle  # which few need
 
         try:
-            behind, reason = read_only.find(store.directory, error)
+            behind, reason = bundle.readable_cache(store.directory, error)
         except OSError as refused:
             behind, reason = None, str(refused)
         if behind is not None:

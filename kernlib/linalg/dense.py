@@ -12,10 +12,21 @@ from types import ModuleType
 import torch
 
 from kernlib.debug import eager_only
-from kernlib.linalg import cusolver, infos, layouts, native
-from kernlib.linalg.batches import by_parts
-from kernlib.linalg.checks import System, check_flags, check_matrix, check_system
-from kernlib.linalg.layouts import Work
+from kernlib.linalg import cusolver, layouts, native
+from kernlib.linalg.checks import (
+    NOT_CONVERGED,
+    NOT_POSITIVE,
+    SINGULAR,
+    System,
+    check_flags,
+    check_matrix,
+    check_system,
+    cholesky_info,
+    holds_nan,
+    lu_info,
+    raise_for_info,
+)
+from kernlib.linalg.layouts import Work, by_parts
 from kernlib.runtime.precision import rounds
 
 
@@ -58,13 +69,13 @@ def solve_cholesky(
         info = _zeros(system.a)
         if system.a.numel():
             info = by_parts(lambda part: steps.cholesky(part, flipped), matrix.matrix)
-            info = infos.of_cholesky(info, matrix.matrix)
+            info = cholesky_info(info, matrix.matrix)
 
         def solve(factor: torch.Tensor, columns: torch.Tensor, _) -> None:
             by_parts(lambda *parts: steps.cholesky_solve(*parts, flipped), factor, columns)
 
         x = _substitute(system, matrix, None, overwrite_b, solve)
-        return _finish(system, x, info, check_errors, "solve_cholesky", infos.NOT_POSITIVE)
+        return _finish(system, x, info, check_errors, "solve_cholesky", NOT_POSITIVE)
 
 
 @eager_only
@@ -90,16 +101,16 @@ def solve_lu(
         matrix = layouts.square_work(system.a, overwrite_a)
         steps, pivots, info = lu_steps_for(matrix.matrix, overwrite_a), None, _zeros(system.a)
         if system.a.numel():
-            spoilt = infos.holds_nan(matrix.matrix)
+            spoilt = holds_nan(matrix.matrix)
             pivots, info = by_parts(steps.lu, matrix.matrix)
-            info = infos.of_lu(info, spoilt, matrix.matrix.shape[-1])
+            info = lu_info(info, spoilt, matrix.matrix.shape[-1])
 
         def solve(factors: torch.Tensor, columns: torch.Tensor, pivots: torch.Tensor) -> None:
             flag = matrix.transposed
             by_parts(lambda *parts: steps.lu_solve(*parts, flag), factors, pivots, columns)
 
         x = _substitute(system, matrix, pivots, overwrite_b, solve)
-        return _finish(system, x, info, check_errors, "solve_lu", infos.SINGULAR)
+        return _finish(system, x, info, check_errors, "solve_lu", SINGULAR)
 
 
 @eager_only
@@ -146,7 +157,7 @@ def eigh(
         vectors = matrix.view(a.shape) if work.home is None else work.home
         info = info.view(batch)
         if check_errors:
-            infos.raise_for_info(info, "eigh", infos.NOT_CONVERGED, "a")
+            raise_for_info(info, "eigh", NOT_CONVERGED, "a")
         return w.view(a.shape[:-1]), vectors, info
 
 
@@ -203,7 +214,7 @@ def _finish(
     info = info.view(system.a.shape[:-2]).expand(system.batch)
     x.masked_fill_((info != 0)[..., None, None], math.nan)
     if check_errors:
-        infos.raise_for_info(info, task, failure, "a", system.a.shape[-1])
+        raise_for_info(info, task, failure, "a", system.a.shape[-1])
     solved = torch.zeros(system.batch, dtype=torch.int32, device=x.device)
     return x.squeeze(-1) if system.vector else x, info, solved
 

@@ -16,9 +16,17 @@ import torch
 
 from kernlib.debug import eager_only
 from kernlib.families.kronecker_product.matmul import as_factors
-from kernlib.linalg import infos
-from kernlib.linalg.batches import by_parts
-from kernlib.linalg.checks import DTYPES, check_flags, refuse_meta
+from kernlib.linalg.checks import (
+    DTYPES,
+    NOT_POSITIVE,
+    SINGULAR,
+    check_flags,
+    cholesky_info,
+    holds_nan,
+    lu_info,
+    raise_for_info,
+    refuse_meta,
+)
 from kernlib.linalg.kronecker_gradients import (
     NOT_CONVERGED,
     Eigh,
@@ -28,6 +36,7 @@ from kernlib.linalg.kronecker_gradients import (
     outer,
     symmetric,
 )
+from kernlib.linalg.layouts import by_parts
 from kernlib.runtime.arguments import check_same_kind
 from kernlib.runtime.numbers import extremes, host_value, on_device
 from kernlib.runtime.precision import rounds_gradients, without_autocast
@@ -78,7 +87,7 @@ def kron_cholesky(
     """
     factors = as_square(factors, check_errors=check_errors)
     found = [_cholesky(factor) for factor in factors]
-    return _unless_failed("kron_cholesky", found, infos.NOT_POSITIVE, check_errors)
+    return _unless_failed("kron_cholesky", found, NOT_POSITIVE, check_errors)
 
 
 @eager_only
@@ -95,9 +104,9 @@ def kron_inverse(
     found = []
     for factor in factors:
         inverse, info = by_parts(torch.linalg.inv_ex, _exact(factor))
-        info = infos.of_lu(info, infos.holds_nan(factor), factor.shape[-1])
+        info = lu_info(info, holds_nan(factor), factor.shape[-1])
         found.append((inverse.to(factor.dtype), info))
-    return _unless_failed("kron_inverse", found, infos.SINGULAR, check_errors)
+    return _unless_failed("kron_inverse", found, SINGULAR, check_errors)
 
 
 @eager_only
@@ -120,7 +129,7 @@ def kron_eigh(
     found = [Eigh.apply(symmetric(factor)) for factor in factors]
     if check_errors:
         for index, (_, _, info) in enumerate(found):
-            infos.raise_for_info(info, f"kron_eigh: factors[{index}]", NOT_CONVERGED)
+            raise_for_info(info, f"kron_eigh: factors[{index}]", NOT_CONVERGED)
     return KronEigh([w for w, _, _ in found], [v for _, v, _ in found])
 
 
@@ -324,13 +333,13 @@ def _unless_failed(task: str, found: list, failure: str, check_errors: bool) -> 
     """Results of torch's functions that return an info too, NaN where that is not 0."""
     for index, (result, info) in enumerate(found if check_errors else ()):
         where, order = f"{task}: factors[{index}]", result.shape[-1]
-        infos.raise_for_info(info, where, failure, order=order)
+        raise_for_info(info, where, failure, order=order)
     return [result * _nan_where(info != 0, result)[..., None, None] for result, info in found]
 
 
 def _cholesky(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     root, info = by_parts(torch.linalg.cholesky_ex, _exact(factor))
-    return root.to(factor.dtype), infos.of_cholesky(info, root)
+    return root.to(factor.dtype), cholesky_info(info, root)
 
 
 def _exact(t: torch.Tensor) -> torch.Tensor:
@@ -356,9 +365,9 @@ def _solve_modes(factors, b: torch.Tensor, cholesky: bool, check_errors: bool) -
         x = x.reshape(*x.shape[:rank], left, own, right)
         x, info = _solve_along(factor.to(x.dtype), x, cholesky)
         if check_errors:
-            failure = infos.NOT_POSITIVE if cholesky else infos.SINGULAR
+            failure = NOT_POSITIVE if cholesky else SINGULAR
             each, where = info.view(factor.shape[:-2]), f"kron_solve: factors[{index}]"
-            infos.raise_for_info(each, where, failure, order=own)
+            raise_for_info(each, where, failure, order=own)
         failed = info != 0 if failed is None else failed | (info != 0)
         left *= own
     x = x.reshape(*x.shape[:rank], size, columns)
@@ -381,7 +390,7 @@ def _solve_along(factor: torch.Tensor, x: torch.Tensor, cholesky: bool):
         solution = by_parts(torch.cholesky_solve, columns, root)
     else:
         solution, info = by_parts(torch.linalg.solve_ex, matrix, columns)
-        info = infos.of_lu(info, infos.holds_nan(matrix), size)
+        info = lu_info(info, holds_nan(matrix), size)
     back = sorted(range(len(order)), key=order.__getitem__)
     return solution.reshape(turned.shape).permute(back), info.view(lead)
 
@@ -393,11 +402,11 @@ def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
     singular = negative
     for index, factor in enumerate(factors):
         sign, logarithm = by_parts(torch.linalg.slogdet, _exact(factor))
-        zero, spoilt, own = sign == 0, infos.holds_nan(factor), factor.shape[-1]
+        zero, spoilt, own = sign == 0, holds_nan(factor), factor.shape[-1]
         singular = singular | zero
         if check_errors:
-            info, where = infos.of_lu(zero.int(), spoilt, own), f"kron_logdet: factors[{index}]"
-            infos.raise_for_info(info, where, "its determinant is 0", order=own)
+            info, where = lu_info(zero.int(), spoilt, own), f"kron_logdet: factors[{index}]"
+            raise_for_info(info, where, "its determinant is 0", order=own)
         times = size // own
         total = total + float(times) * logarithm * _nan_where(spoilt, logarithm)
         if times % 2:

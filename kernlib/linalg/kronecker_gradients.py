@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from kernlib.families.kronecker_product.matmul import kron_matmul
 from kernlib.linalg import dense
-from kernlib.linalg.infos import raise_for_info
+from kernlib.linalg.checks import raise_for_info
 from kernlib.runtime.precision import without_autocast
 
 NOT_CONVERGED = "its eigenvalues did not converge (info {info}), as with NaN in {what}"

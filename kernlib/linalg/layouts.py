@@ -1,4 +1,5 @@
-"""Memory as LAPACK and cuSOLVER want it: batches of column-major matrices, in place or copied.
+"""Memory as LAPACK and cuSOLVER want it: batches of column-major matrices, in place or copied, and
+no more of them than one call takes.
 
 A row-major a is the column-major a^T. Symmetric problems read its other triangle, LU solves with
 the transposed factors, so neither needs a transposing copy.
@@ -7,9 +8,14 @@ the transposed factors, so neither needs a transposing copy.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+
+# A grid has at most 65,535 blocks in two of its dimensions, and cuSOLVER and cuBLAS spend one of
+# these on the batch; beyond they fail, with an internal error or without a word.
+MOST = 32_768
 
 
 class Work(NamedTuple):
@@ -93,3 +99,24 @@ def give_back(work: Work, result: torch.Tensor) -> None:
     """Copy a result (L, rows, columns) to the memory it was to be written to."""
     if work.home is not None:
         work.home.copy_(result.view(work.home.shape))
+
+
+def is_limited(t: torch.Tensor) -> bool:
+    """Whether those libraries compute with a tensor."""
+    return t.is_cuda
+
+
+def by_parts(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """``function(*tensors)``, which answers a tensor or several, or writes in place and answers
+    None. All tensors have one batch in front, that of the first without its last two dimensions."""
+    batch = tensors[0].shape[:-2]
+    count = batch.numel()
+    if count <= MOST or not is_limited(tensors[0]):
+        return function(*tensors)
+    flat = [t.reshape(count, *t.shape[len(batch) :]).split(MOST) for t in tensors]
+    parts = [function(*part) for part in zip(*flat, strict=True)]
+    if parts[0] is None:
+        return None
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(parts).unflatten(0, batch)
+    return tuple(torch.cat(each).unflatten(0, batch) for each in zip(*parts, strict=True))

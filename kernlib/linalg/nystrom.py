@@ -12,9 +12,8 @@ from kernlib.descriptors.base import as_int, refuse_descriptor, shown
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.linalg import native
-from kernlib.linalg.checks import DTYPES, refuse_meta, refuse_not_finite
+from kernlib.linalg.checks import DTYPES, cholesky_info, refuse_meta, refuse_not_finite
 from kernlib.linalg.dense import eigh
-from kernlib.linalg.infos import of_cholesky
 from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.precision import without_autocast
@@ -186,7 +185,7 @@ def _shifted_root(block: torch.Tensor, columns: torch.Tensor) -> tuple[float, to
     shift = least * float(torch.linalg.matrix_norm(columns))
     for _ in range(_SHIFTS):
         root, info = torch.linalg.cholesky_ex(block + shift * eye)
-        if not of_cholesky(info, root):
+        if not cholesky_info(info, root):
             return shift, root
         shift *= 10
     if not columns.isfinite().all():

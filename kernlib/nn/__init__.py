@@ -13,13 +13,11 @@ _NAMES = {
         "block_sparse_attention",
     ),
     "kernlib.nn.block_sparse.conv": ("BlockSparseConv2d", "taps_layout"),
-    "kernlib.nn.block_sparse.linear": ("BlockSparseLinear",),
-    "kernlib.nn.block_sparse.replace": ("block_sparsify",),
+    "kernlib.nn.block_sparse.linear": ("BlockSparseLinear", "block_sparsify"),
     "kernlib.nn.kronecker_linear": ("KroneckerLinear",),
     "kernlib.nn.kronecker_sparse": ("KSLinear",),
     "kernlib.nn.replace": ("VIT_S16", "replace_linear"),
-    "kernlib.nn.sparse_linear": ("SparseLinear",),
-    "kernlib.nn.sparse_replace": ("sparsify",),
+    "kernlib.nn.sparse_linear": ("SparseLinear", "sparsify"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = ("compat",)

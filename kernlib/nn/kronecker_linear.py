@@ -17,11 +17,12 @@ from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import deprecated
+from kernlib.families.kronecker_product import reference
 from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
-from kernlib.nn import inputs
+from kernlib.nn import traced
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed
-from kernlib.nn.kronecker_sparse import DTYPES, checked_device, weights_of
+from kernlib.nn.kronecker_sparse import DTYPES, checked_device, checked_dtype, weights_of
 from kernlib.nn.linears import checked_linear, dense_linear
 from kernlib.nn.traced import factors_of, parameters_of, represented
 from kernlib.run import run_kernel
@@ -80,7 +81,7 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         # Built here, as Dynamo cannot.
         self._plain, self._biased = self._describe(()), self._describe((Bias(),))
         self._names = tuple(str(index) for index in range(len(self._shapes)))
-        empty = partial(torch.empty, dtype=_as_dtype(dtype), device=checked_device(device))
+        empty = partial(torch.empty, dtype=checked_dtype(dtype), device=checked_device(device))
         self.factors = nn.ParameterList(nn.Parameter(empty(shape)) for shape in self._shapes)
         self.register_parameter("bias", nn.Parameter(empty(self.out_features)) if bias else None)
         self.reset_parameters()
@@ -175,7 +176,7 @@ class KroneckerLinear(ComputesWeight, nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
-        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+        if type(input) is not torch.Tensor and (result := traced.called(self, input)) is not None:
             return result
         check_dense(("input",), input=input)
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
@@ -199,7 +200,7 @@ class KroneckerLinear(ComputesWeight, nn.Module):
     def to_dense(self) -> torch.Tensor:
         """W (out_features, in_features) of the factors as they are, differentiable; activation and
         bias are not in it."""
-        return reduce(_kron, [factor.mT for factor in weights_of(self, self._names)])
+        return reduce(reference.kron, [factor.mT for factor in weights_of(self, self._names)])
 
     def to_linear(self) -> nn.Linear:
         """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
@@ -219,12 +220,6 @@ class KroneckerLinear(ComputesWeight, nn.Module):
     def _describe(self, bias: tuple[Epilogue, ...]) -> KroneckerProduct:
         epilogue = (*bias, *self._activation)
         return KroneckerProduct(self._shapes, epilogue=epilogue, precision=self._precision)
-
-
-def _kron(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``torch.kron``, which refuses transposed views with sizes of 1 (torch 2.13)."""
-    rows, columns = a.shape[0] * b.shape[0], a.shape[1] * b.shape[1]
-    return (a[:, None, :, None] * b[:, None]).reshape(rows, columns)
 
 
 def nearest_kronecker(
@@ -315,14 +310,6 @@ def _as_sizes(name: str, sizes) -> tuple[int, ...]:
     if math.prod(result) >= MOST:
         raise ValueError(f"{name} must multiply to below 2**60, got {shown(sizes)}")
     return result
-
-
-def _as_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        dtypes = ", ".join(str(one) for one in DTYPES)
-        raise TypeError(f"dtype must be one of {dtypes}, got {shown(dtype)}")
-    return dtype
 
 
 def _checked(linear) -> nn.Linear:

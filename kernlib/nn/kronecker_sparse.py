@@ -19,7 +19,7 @@ from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import CompileError, UnsupportedError
 from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse, KroneckerSparseChain
-from kernlib.nn import inputs
+from kernlib.nn import traced
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.computed_weight import ChainWeight, ComputesWeight, computed
 from kernlib.nn.derived import Kept, derived
@@ -118,7 +118,7 @@ class KSLinear(ComputesWeight, nn.Module):
         if weights is not None:
             dtype = _shared(weights, "dtype") if dtype is None else dtype
             device = _shared(weights, "device") if device is None else device
-        dtype = _checked_dtype(dtype)
+        dtype = checked_dtype(dtype)
         empty = partial(torch.empty, dtype=dtype, device=device)
         self.factors = nn.ParameterList(nn.Parameter(empty(shape)) for shape in self.patterns)
         self.register_parameter("bias", nn.Parameter(empty(self.out_size)) if bias else None)
@@ -262,7 +262,7 @@ class KSLinear(ComputesWeight, nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features), or with the batch last."""
-        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+        if type(input) is not torch.Tensor and (result := traced.called(self, input)) is not None:
             return result
         return self._computed(self._layer, input)
 
@@ -547,7 +547,7 @@ def _shared(weights: list[torch.Tensor], name: str):
     return found[0]
 
 
-def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         known = ", ".join(str(one) for one in DTYPES)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from kernlib.errors import warn
 from kernlib.runtime.tensors import check_dense, stand_ins
 
 Place = tuple[nn.Module, str, str, nn.Module]
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def linears(module: nn.Module) -> Iterator[Place]:
@@ -181,6 +183,47 @@ def dense_linear(layer: nn.Module, weight: torch.Tensor) -> nn.Linear:
         if layer.bias is not None:
             linear.bias.copy_(layer.bias)
     return linear.train(layer.training)
+
+
+def places_of(model: nn.Module, match) -> dict[nn.Module, list[tuple[nn.Module, str, str]]]:
+    """The layers that ``match`` takes in one of their places, and all places of each: its parent,
+    its name there, its whole name."""
+    every = list(linears(model))
+    accepted = {layer for _, _, name, layer in every if matches(match, name, layer)}
+    places: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
+    for parent, child, name, layer in every:
+        if layer in accepted:
+            places.setdefault(layer, []).append((parent, child, name))
+    return places
+
+
+def swap(
+    task: str,
+    model: nn.Module,
+    match,
+    kind: type[Layer],
+    check: Callable[[nn.Module], object],
+    make: Callable[[nn.Module, list[str]], Layer],
+) -> dict[str, Layer]:
+    """Put layers of a ``kind`` in all places of those that ``match`` takes, and return them by
+    their names: ``make(linear, names)`` of the dense layer of each, which is let go before the next
+    one. Raises what :func:`check_each` raises, with the model as it was. Warns where nothing is
+    swapped, and of what stays."""
+    places, rest = places_of(model, match), rest_of(model, match)
+    check_each(model, places, check)
+    if not places:
+        warn_of_nothing(task, model, match)
+    new: dict[str, Layer] = {}
+    while places:
+        layer, where = next(iter(places.items()))
+        other = make(as_linear(layer), [name for _, _, name in where])
+        for parent, child, name in where:
+            setattr(parent, child, other)
+            new[name] = other
+        del places[layer], layer  # and with it the dense weight
+    without_fused_path(model, kind)
+    warn_of_rest(task, rest, new)
+    return new
 
 
 def holders_of(model: nn.Module) -> Counter[int]:

@@ -7,7 +7,7 @@ from importlib import import_module as _import_module
 
 _NAMES = {
     "kernlib.families.sparse.matrix": ("SparseMatrix", "compress"),
-    "kernlib.families.sparse.entries.csr": ("from_csr",),
+    "kernlib.families.sparse.csr": ("from_csr",),
     "kernlib.families.sparse.operation": ("matmul",),
     "kernlib.families.sparse.prune": ("magnitude",),
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernlib import errors, events, settings
-from kernlib.cli import clock, machine, output, workloads
+from kernlib.cli import machine, output, workloads
 from kernlib.cli.machine import Gpu
 from kernlib.jit import toolchain
 from tests.cli.cases import command, on_terminal, plain
@@ -222,7 +222,7 @@ def test_bench_without_a_gpu(run, monkeypatch):
 def timed(monkeypatch, compiles):
     """A GPU that is the CPU, and small calls: what is not the GPU's is as it is."""
     monkeypatch.setattr(BENCH, "CASES", small("fp16"))
-    monkeypatch.setattr(BENCH, "ready", lambda gpu: (torch.device("cpu"), clock.CpuClock()))
+    monkeypatch.setattr(BENCH, "ready", lambda gpu: (torch.device("cpu"), machine.CpuClock()))
     monkeypatch.setattr(machine, "gpus", lambda: [Gpu(None, "G 100", "sm_90a")])
 
 
@@ -255,7 +255,7 @@ def test_bench_fails_when_a_result_is_wrong(run, timed, monkeypatch):
     [(130.4, "130"), (12.34, "12.3"), (0.0123, "0.0123"), (0.00042, "0.0004"), (99.96, "100")],
 )
 def test_milliseconds_have_three_digits(amount, text):
-    assert clock.milliseconds(amount) == text
+    assert machine.milliseconds(amount) == text
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def folder(lab):
 
 # Python may be root's alone, so all is imported before, what opening a store does too.
 IMPORTS = """
-import email.parser, platformdirs.unix, kernlib.jit.read_only, lmdb, lmdb.verify, tempfile
+import email.parser, platformdirs.unix, kernlib.jit.bundle, lmdb, lmdb.verify, tempfile
 key('one')
 with tempfile.TemporaryDirectory() as place: lmdb.open(place).close()
 """

@@ -15,7 +15,6 @@ from kernlib.jit import (
     layers,
     locks,
     open_stores,
-    read_only,
     service,
     single_flight,
     store,
@@ -39,7 +38,6 @@ MODULES = (
     layers,
     locks,
     open_stores,
-    read_only,
     service,
     store,
 )

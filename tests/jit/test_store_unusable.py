@@ -9,7 +9,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kernlib.cli import health
+from kernlib.cli import places
 from kernlib.jit import bundle, permissions
 from kernlib.jit import store as module
 from kernlib.jit.bundle import open_bundle
@@ -340,7 +340,7 @@ def test_a_bundle_that_is_a_pipe_is_passed_over(tmp_path):
 def test_a_pipe_in_place_of_the_store_does_not_hang_its_verification(tmp_path):
     (tmp_path / "v1" / "store").mkdir(parents=True)
     os.mkfifo(tmp_path / "v1" / "store" / "data.mdb")
-    assert health.before_opening(tmp_path).pages == []
+    assert places.before_opening(tmp_path).pages == []
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernlib import linalg
-from kernlib.linalg import batches, cusolver, dense, layouts, native
+from kernlib.linalg import cusolver, dense, layouts, native
 from tests.linalg import hostile
 from tests.linalg.cases import (
     LAYOUTS,
@@ -284,8 +284,8 @@ def _check_memory(a, b, x, kept, overwrite: bool) -> None:
 @pytest.fixture
 def parts(monkeypatch):
     """The numbers of matrices in each part of a batch, which has at most three."""
-    monkeypatch.setattr(batches, "MOST", 3)
-    monkeypatch.setattr(batches, "is_limited", lambda t: True)
+    monkeypatch.setattr(layouts, "MOST", 3)
+    monkeypatch.setattr(layouts, "is_limited", lambda t: True)
     counts = []
 
     def cholesky(a, upper, whole=native.cholesky):

@@ -82,10 +82,17 @@ def kron_matmul(
     gradients are recorded. The operation is ``gemkm`` and ``gekmm`` of the FastKron project; its
     shuffle algorithm is of Fackler, "Algorithm 993", ACM TOMS 45 (2019).
     """
-    check_dense(("x",), x=x, y=y, out=out)
+    if not _is_plain(x) or y is not None or out is not None:
+        check_dense(("x",), x=x, y=y, out=out)
     factors = as_factors(factors)
-    alpha, beta = 1.0 if alpha is _ONE else alpha, 0.0 if beta is _ZERO else beta
-    scale, share = _number("alpha", alpha), _number("beta", beta)
+    if alpha is _ONE:
+        alpha = scale = 1.0
+    else:
+        scale = _number("alpha", alpha)
+    if beta is _ZERO:
+        beta = share = 0.0
+    else:
+        share = _number("beta", beta)
     if y is None and share != 0:
         raise ValueError("beta says how much of y is added, and no y is given")
     if scale == 1 and y is None:
@@ -93,8 +100,8 @@ def kron_matmul(
     cast = torch._C._is_any_autocast_enabled()  # which says itself what is computed in what
     if y is not None and not cast:
         check_same_kind("x", x, "y", y, FLOAT_TYPES)
-    given = {f"factors[{index}]": factor for index, factor in enumerate(factors)}
-    refuse_any_overlap(out, x=x, **given, alpha=alpha, beta=beta)
+    named = {f"factors[{index}]": factor for index, factor in enumerate(factors)}
+    refuse_any_overlap(out, x=x, **named, alpha=alpha, beta=beta)
     refuse_partial_overlap(out, y=y)
     if not cast and _is_fused(x, *factors, alpha, beta, y, out):
         values = {"alpha": alpha} if y is None else {"alpha": alpha, "beta": beta, "y": y}
@@ -102,12 +109,12 @@ def kron_matmul(
         return run_kernel(descriptor, x, *factors, out=out, debug=debug, **values)
     dtype, wide = x.dtype, accumulator(x.dtype)
     if wide != dtype and not cast:  # so that the result is rounded once
-        for name, factor in given.items():
+        for name, factor in named.items():
             check_same_kind("x", x, name, factor, FLOAT_TYPES)
         x, factors = x.to(wide), [factor.to(wide) for factor in factors]
-    made = _product(x, factors, side, precision, debug, None)
-    made = _with(made, None if scale == 1 else alpha, None if share == 0 else beta, y)
-    return _written(made if cast else made.to(dtype), out)
+    product = _product(x, factors, side, precision, debug, None)
+    product = _with(product, None if scale == 1 else alpha, None if share == 0 else beta, y)
+    return _written(product if cast else product.to(dtype), out)
 
 
 def _product(x, factors, side: str, precision: str | None, debug: bool, out) -> torch.Tensor:

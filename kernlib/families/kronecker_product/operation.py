@@ -277,6 +277,8 @@ def _launch_gradients(
     addresses += [t.data_ptr() for t in gradients if t is not None]
     plan.launch(addresses)
     del copies  # their memory is reused on the same stream, so behind the launch
+    if plan.shapes is None:
+        return gradients
     return [
         t if shape is None or t is None else t.sum_to_size(shape)
         for t, shape in zip(gradients, plan.shapes, strict=True)
@@ -338,6 +340,8 @@ def _gradients(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple
     if not any(needs[1:]):
         return apart(descriptor, grad, operands, tuple(needs))
     gradients = _all_gradients.execute(descriptor, grad, operands, tuple(needs))
+    if all(needs):
+        return gradients
     return [t if need else None for t, need in zip(gradients, needs, strict=True)]
 
 
@@ -352,13 +356,10 @@ def _apply(descriptor: KroneckerProduct, operands: tuple, bias, plan) -> torch.T
     return _Product.apply(descriptor, plan, bias, *operands)
 
 
-RECORDING = Recording(parts, _apply)
-
-
 # The call as it is made.
 
 
-_run_matrix = front_door(PRODUCT, calls, recorder(PRODUCT, calls, RECORDING))
+_run_matrix = front_door(PRODUCT, calls, recorder(PRODUCT, calls, Recording(parts, _apply)))
 
 
 def run(descriptor: KroneckerProduct, *operands, out=None, **parameters) -> torch.Tensor:

@@ -289,7 +289,8 @@ class GradientPlan(NamedTuple):
     index: int  # of the device
     place: Callable  # of gradient and operands: their addresses, and what to keep until the launch
     results: tuple[Callable[[], torch.Tensor] | None, ...]  # make new ones: by x, and by factors
-    shapes: tuple[tuple[int, ...] | None, ...]  # that larger results are summed to, else None
+    # That larger results are summed to, None for others; None where no result is larger.
+    shapes: tuple[tuple[int, ...] | None, ...] | None
     launch: Callable[..., None]
 
 
@@ -320,11 +321,12 @@ def gradient_plan(
         shapes.append(tuple(factor.shape) if gradients.is_one_sum else (*lead, *factor.shape[-2:]))
     makers = [allocator(shape, call.dtype, x.device) for shape in shapes]
     pairs = zip(operands, shapes, strict=True)
+    sums = [None if t.shape == shape else tuple(t.shape) for t, shape in pairs]
     return GradientPlan(
         device,
-        partial(place, copies),
+        partial(place, copies) if any(copies) else _place_as_given,
         tuple(makers) if needs[0] else (None, *makers[1:]),
-        tuple([None if t.shape == shape else tuple(t.shape) for t, shape in pairs]),
+        tuple(sums) if any(sums) else None,
         launcher(steps, inner, x.device, lowered.workspace),
     )
 

@@ -433,13 +433,10 @@ def _apply(descriptor: KroneckerSparse, operands: tuple, bias, plan) -> torch.Te
     return _Product.apply(*operands, bias, descriptor, plan)
 
 
-RECORDING = Recording(parts, _apply)
-
-
 # The call as it is made.
 
 
-_run_factor = front_door(PRODUCT, calls, recorder(PRODUCT, calls, RECORDING))
+_run_factor = front_door(PRODUCT, calls, recorder(PRODUCT, calls, Recording(parts, _apply)))
 
 
 def run_chain(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch.Tensor:

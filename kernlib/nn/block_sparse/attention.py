@@ -22,7 +22,7 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
-from kernlib.nn import inputs
+from kernlib.nn import traced
 from kernlib.nn.block_sparse.fused import fused, takes
 from kernlib.nn.block_sparse.weight import check_kind, checked_dtype
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
@@ -263,8 +263,8 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         rpe: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """See the class."""
-        if isinstance(query, inputs.Proxy):
-            return inputs.recorded(
+        if isinstance(query, traced.Proxy):
+            return traced.recorded(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal, rpe,
             )  # fmt: skip

@@ -17,7 +17,7 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.nn import inputs
+from kernlib.nn import traced
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.linear import describe_layout
@@ -129,8 +129,8 @@ class BlockSparseConv2d(BlockSparseModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(N, in_channels, H, W) to (N, out_channels, H', W'), also without N. Raises TypeError and
         ValueError for another input."""
-        if isinstance(input, inputs.Proxy):
-            return inputs.recorded(self, input)
+        if isinstance(input, traced.Proxy):
+            return traced.recorded(self, input)
         check_dense(("input",), input=input)
         layout = self._here()
         if is_dynamo_compiling():

@@ -1,8 +1,11 @@
-"""A linear layer whose trainable weight is stored in blocks."""
+"""A linear layer whose trainable weight is stored in blocks, and what swaps the layers of a model
+for such."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -15,18 +18,26 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.nn import inputs
+from kernlib.nn import traced
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.weight import (
     BlockSparseModule,
     blocks_of,
     check_kind,
+    check_multiple,
+    check_options,
     checked_dtype,
     layout_for,
     layout_of_weight,
 )
-from kernlib.nn.linears import checked_linear, dense_linear
+from kernlib.nn.linears import (
+    check_model,
+    checked_linear,
+    checked_match,
+    dense_linear,
+    swap,
+)
 from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
@@ -182,7 +193,7 @@ class BlockSparseLinear(BlockSparseModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features). Raises TypeError and ValueError for another
         input."""
-        if type(input) is not torch.Tensor and (result := inputs.called(self, input)) is not None:
+        if type(input) is not torch.Tensor and (result := traced.called(self, input)) is not None:
             return result
         check_dense(("input",), input=input)
         layout = self._here()
@@ -241,6 +252,60 @@ def check_input(input: torch.Tensor, weight: torch.Tensor, features: int) -> Non
     if input.dim() == 0 or input.shape[-1] != features:
         raise ValueError(f"input must have shape (..., {features}), got {tuple(input.shape)}")
     check_kind("input", input, weight)
+
+
+@hinted
+@former("density", "match", "criterion", "per", "precision", filter="match")
+def block_sparsify(
+    model: nn.Module,
+    block: int | tuple[int, int],
+    *,
+    match: str | re.Pattern[str] | Callable[[str, nn.Linear], bool] | None = None,
+    density: float,
+    criterion: str = "magnitude",
+    per: str = "matrix",
+    precision: str | None = None,
+) -> dict[str, BlockSparseLinear]:
+    """Swap the ``nn.Linear`` layers of ``model`` for :class:`BlockSparseLinear` in place, and
+    return the new ones by their names.
+
+    - ``block``, ``density``, ``criterion``, ``per``, ``precision``: as of
+      :meth:`BlockSparseLinear.from_linear`.
+    - ``match``: which layers, as of :func:`sparsify`. Leave out a head that shares the weight of an
+      embedding, and layers whose features are no multiple of the block's.
+
+    The dense weight of each layer is let go before the next one. dtype, device, training mode and
+    what requires a gradient stay as they were; weight and bias are new parameters, so make an
+    optimizer after this. A layer that stands in several places is swapped in all of them. Swapped
+    are ``nn.Linear`` itself and transformers' ``Conv1D``: what derives from ``nn.Linear`` may be
+    more. Of a parametrized weight the values count, and the parametrization ends. A weight on
+    "meta" makes a layer without blocks, which a state fills, or ``reset_parameters`` draws. Where
+    layers of an ``nn.TransformerEncoderLayer`` are swapped, torch's fused path of evaluation is
+    turned off for it: one that is put there by hand needs
+    ``torch.backends.mha.set_fastpath_enabled(False)``.
+
+    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, and of layers that stay
+    because they are no ``nn.Linear`` itself, such as quantized ones.
+
+    Raises, with ``model`` as it was, ValueError that names the layer for features that are no
+    multiple of the block's, for a weight that another module holds too and for one without values,
+    TypeError that names it for one of another dtype than float16, bfloat16, float32 and float64,
+    and TypeError for a ``model`` that is an ``nn.Linear`` itself.
+    """
+    check_model(model, "use BlockSparseLinear.from_linear")
+    match = checked_match(match)
+    block = check_options(block, density, criterion, per)
+    BlockSparseMatmul("dds", precision=precision)  # which says what is wrong with a precision
+
+    def check(linear: nn.Linear) -> None:
+        check_multiple(tuple(check_linear(linear).weight.shape), block)
+
+    def in_blocks(linear: nn.Linear, names: list[str]) -> BlockSparseLinear:
+        return BlockSparseLinear.from_linear(
+            linear, block, density=density, criterion=criterion, per=per, precision=precision
+        )
+
+    return swap("block_sparsify", model, match, BlockSparseLinear, check, in_blocks)
 
 
 def check_linear(linear) -> nn.Linear:

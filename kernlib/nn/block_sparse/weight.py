@@ -19,13 +19,12 @@ from kernlib.families.sparse.prune import check_density, check_per
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.holding import LayoutModule
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
-from kernlib.runtime.dtypes import KERNEL_TYPES, accumulator
+from kernlib.runtime.dtypes import FLOAT_TYPES, accumulator
 from kernlib.runtime.tensors import check_dense
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-DTYPES = (*KERNEL_TYPES, torch.float64)
 FEATURES = ("out_features", "in_features")  # rows and columns of a weight
 
 
@@ -358,8 +357,8 @@ def check_kind(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
 def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """Raises TypeError for another dtype than those of block-sparse products."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        dtypes = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_TYPES:
+        dtypes = ", ".join(str(one).removeprefix("torch.") for one in FLOAT_TYPES)
         raise TypeError(f"dtype must be one of {dtypes}, got {shown(dtype)}")
     return dtype
 

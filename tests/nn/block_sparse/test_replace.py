@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernlib.nn.block_sparse.linear import BlockSparseLinear
-from kernlib.nn.block_sparse.replace import block_sparsify
+from kernlib.nn.block_sparse.linear import BlockSparseLinear, block_sparsify
 
 
 class Model(nn.Module):

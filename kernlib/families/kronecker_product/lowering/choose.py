@@ -4,7 +4,7 @@ are several."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
@@ -40,13 +40,13 @@ def takes(sizes: tuple[grouping.Size, ...], dtype: str, arch: str) -> bool:
         modes.most_features(dtype),
         modes.room(dtype, arch),
     )
-    return all(grouping.fits([each], *limits) for size in sizes for each in (size, size[::-1]))
+    return all(grouping.fits((each,), *limits) for size in sizes for each in (size, size[::-1]))
 
 
 def runs(problem: Problem, arch: str) -> tuple[tuple[int, int], ...]:
     """The runs of factors that are applied in one pass each, first to last. Raises UnsupportedError
     for a factor that no block's shared memory holds."""
-    sizes = _sizes(problem)
+    sizes = problem.sizes
     found = _runs(sizes, problem.dtype, problem.precision, arch)
     if found is None:
         largest = max(sizes, key=math.prod)
@@ -63,7 +63,7 @@ def _runs(sizes: tuple, dtype: str, precision: str, arch: str) -> tuple | None:
     most, room = modes.most_features(dtype), modes.room(dtype, arch)
     item, sums = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes
 
-    def cost(run: Sequence[Size], elements: int, begins: bool, ends: bool) -> float | None:
+    def cost(run: tuple[Size, ...], elements: int, begins: bool, ends: bool) -> float | None:
         if not grouping.fits(run, arithmetic, most, room):
             return None
         return grouping.cycles(
@@ -119,7 +119,7 @@ def _by_halves(
     epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered | None:
     """One launch, of one run of factors or several."""
-    device, sizes = (arch, multiprocessors), _sizes(problem)
+    device, sizes = (arch, multiprocessors), problem.sizes
     found = _half_runs(sizes, problem.dtype, problem.precision, problem.inside, arch)
     if found is None:
         return None
@@ -137,7 +137,7 @@ def _slabs_of(problem: Problem, found: tuple, arch: str) -> slabs.Variant | None
     """The kernel that takes runs of factors in one launch; None where there is none."""
     if len(found) < 2:
         return None
-    sizes = _sizes(problem)
+    sizes = problem.sizes
     own = tuple(sizes[first:last] for first, last in found)
     kinds = problem.dtype, problem.precision, problem.inside, arch, _is_varied(problem)
     return slabs.variant(own, *kinds)
@@ -190,12 +190,8 @@ def _hopper_by_rule(
     epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered | None:
     kind = problem.dtype, problem.precision, problem.inside, arch
-    gains = by_wgmma(_sizes(problem), *kind)
+    gains = by_wgmma(problem.sizes, *kind)
     return hopper.lower(epilogue, problem, arch, multiprocessors) if gains else None
-
-
-def _sizes(problem: Problem) -> tuple[Size, ...]:
-    return tuple((factor.rows, factor.columns) for factor in problem.factors)
 
 
 def by_wgmma(sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str) -> bool:

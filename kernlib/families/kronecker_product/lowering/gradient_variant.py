@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from kernlib.families.kronecker_product.lowering import grouping, modes
-from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
+from kernlib.families.kronecker_product.lowering.grouping import Mode, Size, cached
 from kernlib.families.kronecker_product.lowering.variant import (
     LINE,
     MOST_WARPS,
@@ -64,6 +64,7 @@ class Variant(NamedTuple):
         return DTYPES[self.dtype].sums.bytes
 
     @property
+    @cached
     def modes(self) -> tuple[Mode, ...]:
         """As they are applied to x; transposed, last to first, to the gradient."""
         return grouping.modes(self.sizes, self.columns, self.inside)
@@ -76,6 +77,7 @@ class Variant(NamedTuple):
         return round_up(x, LINE), round_up(gradient, LINE)
 
     @property
+    @cached
     def warps(self) -> int:
         """Whose registers hold the results of a tile, and the sums of each matrix's gradient."""
         warps = warps_of(self.dtype, max(self.tiles) * (1 if _is_small(self.modes) else 2))
@@ -104,6 +106,7 @@ class Variant(NamedTuple):
         return sum(mode.rows * mode.columns for mode in self.modes)
 
     @property
+    @cached
     def fragments(self) -> tuple[Fragments | None, ...]:
         """Of each mode."""
         return tuple(fragments(mode, self.warps, self.itemsize) for mode in self.modes)
@@ -115,6 +118,7 @@ class Variant(NamedTuple):
         largest = max(mode.rows * mode.columns for mode in self.modes)  # as warps add theirs up
         return self.itemsize * max(held, largest)
 
+    @cached
     def resident(self, arch: str) -> int:
         """Blocks that a multiprocessor holds."""
         sums = sum(found.registers(self.itemsize) for found in self.fragments if found)
@@ -128,12 +132,13 @@ def _is_small(found: tuple[Mode, ...]) -> bool:
     return all(max(mode.rows, mode.columns) <= SMALL for mode in found)
 
 
+@cached
 def fragments(mode: Mode, warps: int, itemsize: int) -> Fragments | None:
     """How warps share out a matrix's gradient, by the cycles of a step of 8 slices: 4 of shared
     memory for 16 rows, 2 for 8 columns, and as many of tensor cores for both as for a product. None
     where the sums take too many registers."""
     tall, wide = ceil_div(mode.rows, 16), ceil_div(mode.columns, 8)
-    steps, known = ceil_div(mode.left * mode.right, 8), []
+    steps, choices = ceil_div(mode.left * mode.right, 8), []
     for down in (1 << bit for bit in range((tall - 1).bit_length() + 1)):
         for across in (1 << bit for bit in range((wide - 1).bit_length() + 1)):
             places = ceil_div(tall, down) * ceil_div(wide, across)
@@ -142,8 +147,8 @@ def fragments(mode: Mode, warps: int, itemsize: int) -> Fragments | None:
             if places <= warps and registers <= MOST_SUMS:
                 cycles = ceil_div(steps, warps // places)
                 cycles *= 4 * down + 2 * across + 4 * down * across
-                known.append((max(registers, SUMS), cycles, registers, made))
-    return min(known)[-1] if known else None
+                choices.append((max(registers, SUMS), cycles, registers, made))
+    return min(choices)[-1] if choices else None
 
 
 def fits(sizes: tuple[Size, ...], dtype: str, arch: str) -> bool:

@@ -8,7 +8,6 @@ gradient by it then takes its place in the workspace.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,8 +54,8 @@ def runs(
     item, handed = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes  # by way of device memory
     most, room = modes.most_features(dtype), modes.room(dtype, arch)
 
-    def cost(run: Sequence[grouping.Size], elements: int, begins: bool, ends: bool):
-        if not gradient_variant.fits(tuple(run), dtype, arch):
+    def cost(run: tuple[grouping.Size, ...], elements: int, begins: bool, ends: bool):
+        if not gradient_variant.fits(run, dtype, arch):
             return None
         moved = item if begins else handed, item if ends else handed
         is_hidden = grouping.fits(run, arithmetic, most, room // 4)  # beside another tile
@@ -76,7 +75,7 @@ def lower(given: Gradients, arch: str, multiprocessors: int) -> Lowered:
     """The launches. Operands are ``x``, ``grad``, ``to_x`` if it is wanted, ``factor0`` and so on,
     and ``to_factor0`` and so on."""
     problem = given.product
-    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    sizes = problem.sizes
     found = runs(sizes, problem.dtype, problem.precision, arch)
     assert found is not None, sizes
     itemsize = DTYPES[problem.dtype].sums.bytes
@@ -153,7 +152,7 @@ def variants(
 
 def _variants(given: Gradients, arch: str) -> list[KernelSpec]:
     problem = given.product
-    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    sizes = problem.sizes
     parted = runs(sizes, problem.dtype, problem.precision, arch)
     assert parted is not None, sizes
     own, kind = split(problem, parted, back=given.back), (problem.dtype, problem.precision)

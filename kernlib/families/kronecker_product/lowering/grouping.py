@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,6 +30,9 @@ BYTE_CYCLES = 1 / 18
 TILE_CYCLES = 1500.0  # of a tile, beside what is done with its elements
 LAUNCH_CYCLES = 4000.0  # on all multiprocessors
 MULTIPROCESSORS = 132
+
+# What is asked of a value again and again while kernels are chosen, some ten times of each.
+cached = lru_cache(maxsize=1024)
 
 
 class Mode(NamedTuple):
@@ -69,15 +72,11 @@ class Mode(NamedTuple):
         return self.left * self.right * self.matrix
 
 
-def modes(sizes: Sequence[Size], columns: int = 1, inside: bool = False) -> tuple[Mode, ...]:
+@cached
+def modes(sizes: tuple[Size, ...], columns: int = 1, inside: bool = False) -> tuple[Mode, ...]:
     """The modes of factors on so many columns, in the order of the fewest operations: with a matrix
     (P, Q), ``1 / P - 1 / Q`` is least of the one that comes first. The last of equals is first, as
     its elements lie side by side."""
-    return _modes(tuple(sizes), columns, inside)
-
-
-@lru_cache(maxsize=1024)  # a choice of runs asks some ten times for those of each
-def _modes(sizes: tuple[Size, ...], columns: int, inside: bool) -> tuple[Mode, ...]:
     merged = _merged(sizes)
     now = [rows for rows, _, _, _ in merged]
     order = sorted(range(len(merged)), key=lambda i: (1 / merged[i][0] - 1 / merged[i][1], -i))
@@ -94,7 +93,7 @@ def _modes(sizes: tuple[Size, ...], columns: int, inside: bool) -> tuple[Mode, .
     return tuple(made)
 
 
-@lru_cache(maxsize=256)
+@cached
 def _merged(sizes: tuple[Size, ...]) -> tuple[tuple[int, int, int, int], ...]:
     """Rows, columns, first factor and count of each matrix: neighbours up to MERGED, in the fewest
     matrices; and in such as are all of multiples of CHUNK, where there are."""
@@ -120,7 +119,8 @@ def _partition(sizes: tuple[Size, ...], most: int) -> tuple[tuple[int, int, int]
     return best[-1]
 
 
-def widest(sizes: Sequence[Size]) -> int:
+@cached
+def widest(sizes: tuple[Size, ...]) -> int:
     """The most elements that a column has between two of its modes, or at either end."""
     return max(max(mode.inputs, mode.outputs) for mode in modes(sizes))
 
@@ -131,12 +131,13 @@ def arithmetic_of(dtype: str, precision: str) -> str:
     return {"float64": "fp64", "float32": precision}.get(dtype, "tf32")
 
 
-def matrices(sizes: Sequence[Size], arithmetic: str) -> int:
+@cached
+def matrices(sizes: tuple[Size, ...], arithmetic: str) -> int:
     """Elements of all matrices in shared memory."""
     return sum(mode.stored(arithmetic) for mode in modes(sizes))
 
 
-def fits(run: Sequence[Size], arithmetic: str, most: int, room: int) -> bool:
+def fits(run: tuple[Size, ...], arithmetic: str, most: int, room: int) -> bool:
     """Whether a column of a run has at most so many elements, and with the matrices takes no more
     shared memory."""
     width = widest(run)
@@ -172,7 +173,7 @@ def groups(
 
 
 def cycles(
-    run: Sequence[Size],
+    run: tuple[Size, ...],
     elements: int,
     ends: tuple[float, float],
     handed: tuple[float, float],

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_product.lowering import grouping
-from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
+from kernlib.families.kronecker_product.lowering.grouping import Mode, Size, cached
 from kernlib.families.kronecker_product.lowering.runs import Run
 from kernlib.families.kronecker_product.lowering.variant import (
     GRID_BATCH,
@@ -68,6 +68,7 @@ class Halves(NamedTuple):
         return 2 * self.words
 
     @property
+    @cached
     def modes(self) -> tuple[Mode, ...]:
         """The modes of all runs, in the order in which they are applied."""
         return tuple(mode for part in self.parts for mode in part.modes)
@@ -96,6 +97,7 @@ class Halves(NamedTuple):
         return max(found) if self.restaged else sum(found)
 
     @property
+    @cached
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a block."""
         columns = max(part.columns for part in self.parts)
@@ -104,6 +106,7 @@ class Halves(NamedTuple):
         elements = self.tile * self.tiles + self.ahead + self.matrices
         return self.itemsize * elements + round_up(scales, 16) + ticket
 
+    @cached
     def resident(self, arch: str) -> int:
         """Blocks of a launch that a multiprocessor holds."""
         registers = REGISTERS if _is_small(self) else REGISTERS_LARGE
@@ -146,16 +149,16 @@ def runs(
         return None
     item = 2 * WORDS[dtype]
 
-    def cost(run: Sequence[Size], count: int, begins: bool, ends: bool) -> float | None:
+    def cost(run: tuple[Size, ...], count: int, begins: bool, ends: bool) -> float | None:
         within = inside or not begins
         if not _are_chunks(grouping.modes(run, CHUNK if within else 1, within)):
             return None
-        made = variant(tuple(run), dtype, within, CHUNK if within else 1, arch)
+        made = variant(run, dtype, within, CHUNK if within else 1, arch)
         if made.shared_bytes > targets.SHARED_BYTES[arch]:
             return None
         if made.words == 2 and growth(made.modes) > MOST_GROWTH:
             return None
-        columns = most_columns(tuple(run), dtype, within, arch)
+        columns = most_columns(run, dtype, within, arch)
         return grouping.cycles(
             run,
             count,

@@ -48,7 +48,7 @@ def lower(
     epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered | None:
     """The launches of a problem; None where others take it."""
-    sizes = tuple((factor.rows, factor.columns) for factor in problem.factors)
+    sizes = problem.sizes
     kind = problem.dtype, problem.precision, problem.inside
     made = variants(sizes, *kind, arch) if problem.batch == 1 else []
     if not made:

@@ -47,6 +47,11 @@ class Problem(NamedTuple):
     summands: tuple[Layout, ...] = ()
 
     @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the factors."""
+        return tuple([(factor.rows, factor.columns) for factor in self.factors])
+
+    @property
     def in_features(self) -> int:
         """The product of the rows of all factors."""
         return math.prod(factor.rows for factor in self.factors)

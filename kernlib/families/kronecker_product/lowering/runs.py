@@ -31,7 +31,7 @@ class Run(NamedTuple):
     @property
     def sizes(self) -> tuple[Size, ...]:
         """Rows and columns of its factors."""
-        return tuple((factor.rows, factor.columns) for factor in self.factors)
+        return tuple([(factor.rows, factor.columns) for factor in self.factors])
 
     @property
     def elements(self) -> int:

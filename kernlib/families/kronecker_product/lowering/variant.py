@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product.lowering import grouping
-from kernlib.families.kronecker_product.lowering.grouping import Mode, Size
+from kernlib.families.kronecker_product.lowering.grouping import Mode, Size, cached
 from kernlib.families.kronecker_product.lowering.problem import Layout
 from kernlib.families.kronecker_product.lowering.runs import Run
 from kernlib.jit import targets
@@ -40,6 +40,7 @@ class Part(NamedTuple):
     sizes: tuple[Size, ...]
 
     @property
+    @cached
     def modes(self) -> tuple[Mode, ...]:
         """The modes of its run, in the order in which they are applied."""
         return grouping.modes(self.sizes, self.columns, self.inside)

@@ -31,7 +31,14 @@ import torch
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import bitmap_cpu as cpu
 from kernlib.families.sparse.formats import encoding
-from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, HEADER, POSITIONS, ROWS, UNIT
+from kernlib.families.sparse.formats.bitmap_cpu import (
+    COLUMNS,
+    HEADER,
+    POSITIONS,
+    ROWS,
+    UNIT,
+    chunks_of,
+)
 from kernlib.families.sparse.formats.encoding import readable
 from kernlib.families.sparse.formats.entries import CELLS, Entries, Slab, Triplets
 from kernlib.lowering.arithmetic import ceil_div
@@ -42,11 +49,6 @@ TENSORS = ("data", "offsets")
 MOST_BYTES = UNIT * 2**31  # which offsets do not reach
 CHECKED = 1 << 16  # chunks whose bits are counted together: 32 MiB, several times
 SPREAD = 1 << 12  # whose positions are looked at one by one: 16 MiB, several times
-
-
-def chunks_of(shape: tuple[int, int]) -> int:
-    """Chunks of a matrix."""
-    return ceil_div(shape[0], ROWS) * ceil_div(shape[1], COLUMNS)
 
 
 def chunk_counts(dense: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None
         first += chunks
 
 
+def chunks_of(shape: tuple[int, int]) -> int:
+    """Chunks of a matrix."""
+    return ceil_div(shape[0], ROWS) * ceil_div(shape[1], COLUMNS)
+
+
 def chunks_of_entries(slab: Slab, across: int) -> torch.Tensor:
     """The chunk of each entry, counted from the first one of the slab's rows."""
     return slab.rows // ROWS * across + slab.columns // COLUMNS

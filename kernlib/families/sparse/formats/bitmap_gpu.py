@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, ROWS
+from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, chunks_of
 from kernlib.families.sparse.formats.encoding import bits, readable
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
@@ -36,7 +36,7 @@ _plans = StepsCache()
 def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
     """Entries of each chunk, int32."""
     dense = readable(dense)
-    counts = torch.empty(_chunks(dense.shape), dtype=torch.int32, device=dense.device)
+    counts = torch.empty(chunks_of(dense.shape), dtype=torch.int32, device=dense.device)
     if counts.numel():
         _launch("count", reading(dense), bits(dense), counts)
     return counts
@@ -83,16 +83,12 @@ def step(kind: str, how: tuple) -> Step:
     """A launch for what :func:`reading` says of a matrix, or for rows, columns, itemsize and
     whether rows take 16-byte accesses of one to write."""
     *sizes, itemsize, vectors = how
-    chunks, across = _chunks(sizes), ceil_div(sizes[1], COLUMNS)
+    chunks, across = chunks_of(sizes), ceil_div(sizes[1], COLUMNS)
     numbers = (chunks, across, vectors, 0) if kind == "count" else (across, vectors)
     fixed = PARAMETERS[kind].pack(*sizes, *numbers)
     blocks = ceil_div(chunks, COUNTED) if kind == "count" else chunks
     pointers = tuple((name, 0) for name in OPERANDS[kind])
     return Step(spec(kind, itemsize), (blocks, 1), fixed, pointers)
-
-
-def _chunks(shape) -> int:
-    return ceil_div(shape[0], ROWS) * ceil_div(shape[1], COLUMNS)
 
 
 def reading(dense: torch.Tensor) -> tuple:

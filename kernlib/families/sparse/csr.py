@@ -7,7 +7,7 @@ import torch
 
 from kernlib.debug import eager_only
 from kernlib.descriptors.base import shown, whole
-from kernlib.families.sparse.entries.torch_layouts import of_rows
+from kernlib.families.sparse.formats.torch_layouts import of_rows
 from kernlib.families.sparse.matrix import SparseMatrix, of_entries
 from kernlib.runtime.tensors import check_dense, refuse_distributed
 

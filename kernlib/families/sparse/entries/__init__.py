@@ -1,1 +1,0 @@
-"""Matrices made from their entries: those of CSR, and of the sparse layouts of torch."""
