@@ -30,7 +30,8 @@ from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime.devices import allocator, arch_of, build, current_device, model
+from kernlib.runtime import devices
+from kernlib.runtime.devices import allocator, arch_of, build, model
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.plan import Plan, PlanCache
 from kernlib.runtime.sequence import Silence, Steps, load_lowered
@@ -92,7 +93,7 @@ def gradients(
     plan = _plan(request, shape, tuple(names), grad, shared)
     if plan is None:
         return None
-    if grad.is_meta or current_device() == grad.get_device():
+    if grad.is_meta or devices.current_device() == grad.get_device():
         grads = _launched(plan, request, grad)
     else:
         with torch.cuda.device(grad.get_device()):

@@ -97,7 +97,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(fused, "takes", takes)
     monkeypatch.setattr(fused, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(fused, "current_device", lambda: -1)  # as of CPU tensors
+    monkeypatch.setattr(fused.devices, "current_device", lambda: -1)  # as of CPU tensors
     monkeypatch.setattr(fused, "model", lambda device: SimpleNamespace(multiprocessors=4))
     monkeypatch.setattr(fused, "load_lowered", Launch)
     monkeypatch.setattr(fused, "build", lambda specs, device: None)

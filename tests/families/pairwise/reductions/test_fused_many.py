@@ -107,7 +107,7 @@ def test_half_types_are_computed_in_float32(dtype, made, monkeypatch):
 
 def test_gpus_without_these_products_take_one_launch(made, monkeypatch):
     monkeypatch.setattr(fused, "arch_of", lambda device: "sm_80")
-    monkeypatch.setattr(fused, "current_device", lambda: -1)  # as of CPU tensors
+    monkeypatch.setattr(fused.devices, "current_device", lambda: -1)  # as of CPU tensors
     inputs = points(60, FEATURES), points(70, FEATURES), points(70, 1), bandwidth(4.0)
     check(matmul, inputs, monkeypatch)
     assert [launch.kinds for launch in made] == [["pairwise_points_direct"]] * 2
