@@ -61,13 +61,14 @@ def takes(reduction: str | Nearest, request: Request, shape: Shape) -> bool:
     empty = empty or (request.v is not None and shape.columns == 0)
     if empty:
         return False
-    descriptor, double = request.descriptor, DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS
-    if isinstance(reduction, Nearest):
-        problem, arch = problem_of(reduction, request, shape), arch_of(request.a.get_device())
-        return not double and _nearest().takes(descriptor, problem, arch, precision(descriptor))
-    if double:
-        return _double().takes(descriptor, problem_of(reduction, request, shape, shape.columns))
+    descriptor, nearest = request.descriptor, isinstance(reduction, Nearest)
+    if DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
+        whole = problem_of(reduction, request, shape, shape.columns)
+        return not nearest and _double().takes(descriptor, whole)
     arch = arch_of(request.a.get_device())
+    if nearest:
+        problem = problem_of(reduction, request, shape)
+        return _nearest().takes(descriptor, problem, arch, precision(descriptor))
     if by_columns(reduction, request, shape, arch):
         return True
     small = shape.k <= lowering.SMALL_K
