@@ -116,10 +116,8 @@ def columns_of(count: int, lines: bool) -> int:
 
 def _part(problem: Problem, columns: int, multiprocessors: int) -> int:
     """Blocks of depth of a part: as many parts as fill a device's waves best."""
-    blocks, tiles = (
-        ceil_div(problem.depth, TILE_DEPTH),
-        portable.tile_count(problem, TILE_ROWS, columns),
-    )
+    blocks = ceil_div(problem.depth, TILE_DEPTH)
+    tiles = portable.tile_count(problem, TILE_ROWS, columns)
     best, filled = blocks, 0.0
     for parts in range(1, max(1, WAVES * multiprocessors // tiles) + 1):
         part = ceil_div(blocks, parts)
