@@ -84,7 +84,7 @@ def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choi
     for choice in known[1:]:
         if _padded(problem.columns, choice) < _padded(problem.columns, chosen):
             chosen = choice
-    tiles = _tile_count(problem, chosen["rows"], chosen["columns"])
+    tiles = tile_count(problem, chosen["rows"], chosen["columns"])
     if tiles < multiprocessors and problem.depth < 2 * MIN_SPLIT:
         return known[-1]
     return chosen
@@ -160,7 +160,7 @@ def splits(epilogue: tuple, problem: Problem, tile: Tile, multiprocessors: int) 
     if most < 2 or epilogue:
         return 1
     slots = multiprocessors * tile.blocks
-    tiles = _tile_count(problem, tile.rows, tile.columns)
+    tiles = tile_count(problem, tile.rows, tile.columns)
     best, filled = 1, 0.0
     for count in range(1, min(most, max(1, WAVES * slots // tiles)) + 1):
         waves = ceil_div(tiles * count, slots)
@@ -203,7 +203,8 @@ def _padded(count: int, choice: Choice) -> int:
     return ceil_div(count, choice["columns"]) * choice["columns"]
 
 
-def _tile_count(problem: Problem, rows: int, columns: int) -> int:
+def tile_count(problem: Problem, rows: int, columns: int) -> int:
+    """Tiles of so many rows and columns, of all blocks and lanes."""
     tiles = ceil_div(problem.rows, rows) * ceil_div(problem.columns, columns)
     return tiles * problem.blocks * problem.lanes
 

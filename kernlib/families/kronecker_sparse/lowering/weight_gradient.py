@@ -47,7 +47,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     if arch != hopper_common.ARCH or not is_deep(problem) or problem.dtype == "float32":
         return []
     lines = _lines(problem)
-    if lines is None or _tiles(problem, 16) > hopper_common.MAX_TILES:
+    if lines is None or portable.tile_count(problem, TILE_ROWS, 16) > hopper_common.MAX_TILES:
         return []
     return [{"columns": columns_of(problem.columns, lines)}]
 
@@ -73,7 +73,7 @@ def lower(
     part = _part(problem, columns, multiprocessors)
     parts = ceil_div(ceil_div(problem.depth, TILE_DEPTH), part)
     partial, one = portable.partial_layout(problem)
-    tiles = _tiles(problem, columns) * parts
+    tiles = portable.tile_count(problem, TILE_ROWS, columns) * parts
     fixed = PARAMETERS.pack(
         row_tiles, column_tiles, problem.blocks, problem.lanes, problem.rows, problem.columns,
         problem.depth, part, partial.row, tiles,
@@ -114,15 +114,10 @@ def columns_of(count: int, lines: bool) -> int:
     return min(known[1:], key=lambda columns: (round_up(count, columns), -columns))
 
 
-def _tiles(problem: Problem, columns: int) -> int:
-    """Tiles of a part."""
-    across = ceil_div(problem.rows, TILE_ROWS) * ceil_div(problem.columns, columns)
-    return across * problem.blocks * problem.lanes
-
-
 def _part(problem: Problem, columns: int, multiprocessors: int) -> int:
     """Blocks of depth of a part: as many parts as fill a device's waves best."""
-    blocks, tiles = ceil_div(problem.depth, TILE_DEPTH), _tiles(problem, columns)
+    blocks = ceil_div(problem.depth, TILE_DEPTH)
+    tiles = portable.tile_count(problem, TILE_ROWS, columns)
     best, filled = blocks, 0.0
     for parts in range(1, max(1, WAVES * multiprocessors // tiles) + 1):
         part = ceil_div(blocks, parts)
