@@ -191,8 +191,15 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
     forward-mode derivative, and outside of an export to ONNX, which knows operators of torch alone.
     ``name`` may begin with the library's."""
     own = name.rpartition("::")[2]
+    below = None
 
     def seen(keyset, *arguments, **named):
+        nonlocal below
+        if not torch.is_grad_enabled() and not named and _is_plain():
+            # As compiled code calls it, in half the time that torch's own Function takes.
+            below = below or getattr(torch.ops.kernlib, own).default.redispatch
+            with torch._C._AutoDispatchBelowAutograd():
+                return below(keyset & torch._C._after_autograd_keyset, *arguments)
         if _is_exported_to_onnx():
             return _for_onnx(own, arguments)
         if not _has_tangent(arguments):
@@ -205,6 +212,16 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
         return _forward[own](*arguments)
 
     return seen
+
+
+def _is_plain() -> bool:
+    """Whether nothing records, transforms or differentiates this call."""
+    return not (
+        is_in_torch_dispatch_mode()
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+        or _are_functorch_transforms_active()
+    )
 
 
 def _is_exported_to_onnx() -> bool:

@@ -105,7 +105,8 @@ class Schema:
 
     def restore(self, flat: Sequence) -> list:
         """The arguments, from what the operator takes."""
-        flat = self.filled(flat)
+        if len(flat) != len(self.names) or any([flat[place] is None for place in self._lists]):
+            flat = self.filled(flat)
         return [
             flat[at.start] if kind is None else kind.restore(*flat[at])
             for _, kind, at in self._parts
