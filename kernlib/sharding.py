@@ -54,6 +54,17 @@ def notice(kind: type) -> None:
             _is_registered = True
 
 
+def rules_of(family: str, name: str) -> dict:
+    """A dict of a family's ``rules``, by names of operators; empty for a family without these."""
+    module = f"{family}.rules"
+    try:
+        return getattr(import_module(module), name, {})
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        return {}
+
+
 def beside(t: torch.Tensor, other: Any) -> torch.Tensor:
     """A tensor that is the same in all processes, as a DTensor beside another one."""
     if not _is_distributed(other):
@@ -68,7 +79,7 @@ def _register(operator: torch._ops.OpOverload, family: str, library: torch.libra
     from torch.distributed.tensor import DTensor
 
     def compute(cls, function, types, args, kwargs):
-        rule = import_module(f"{family}.rules").SHARDINGS.get(operator._opname)
+        rule = rules_of(family, "SHARDINGS").get(operator._opname)
         return _compute(operator, rule, args, kwargs or {})
 
     library._register_torch_dispatch_rule(operator._opname, DTensor, compute)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
 from itertools import zip_longest
 from types import SimpleNamespace, TracebackType
 
@@ -146,7 +145,7 @@ def _register_flops(operator: torch._ops.OpOverload, family: str) -> None:
     names = [argument.name for argument in operator._schema.arguments]
 
     def count(*values, out_val=None, **named) -> int:
-        formula = import_module(f"{family}.rules").FORMULAS.get(operator._opname)
+        formula = sharding.rules_of(family, "FORMULAS").get(operator._opname)
         named |= dict(zip(names, values, strict=False))
         return 0 if formula is None else formula(out_val, **named)
 
