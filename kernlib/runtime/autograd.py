@@ -48,8 +48,8 @@ class Parts(NamedTuple):
             activation = expressions.HALF_ACTIVATIONS.get(type(self.rest[0]))
             if activation is not None:  # which rounds once too, in one pass over the memory
                 return activation(self.rest[0], y)
-        own = {name: parameters[name] for name in self.names}
-        v = expressions.apply(self.rest, y.to(wide), own, axis=self.axis)
+        values = {name: parameters[name] for name in self.names}
+        v = expressions.apply(self.rest, y.to(wide), values, axis=self.axis)
         return v.to(y.dtype)
 
 

@@ -189,26 +189,26 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
     """What autograd runs in the place of an operator, by ``kernel`` where no argument has a
     forward-mode derivative, and outside of an export to ONNX, which knows operators of torch alone.
     ``name`` may begin with the library's."""
-    own = name.rpartition("::")[2]
+    opname = name.rpartition("::")[2]
     below = None
 
     def seen(keyset, *arguments, **named):
         nonlocal below
         if not torch.is_grad_enabled() and not named and _is_plain():
-            # As compiled code calls it, in half the time that torch's own Function takes.
-            below = below or getattr(torch.ops.kernlib, own).default.redispatch
+            # As compiled code calls it, in half the time that torch's opname Function takes.
+            below = below or getattr(torch.ops.kernlib, opname).default.redispatch
             with torch._C._AutoDispatchBelowAutograd():
                 return below(keyset & torch._C._after_autograd_keyset, *arguments)
         if _is_exported_to_onnx():
-            return _for_onnx(own, arguments)
+            return _for_onnx(opname, arguments)
         if not _has_tangent(arguments):
             return kernel(keyset, *arguments, **named)
-        if own not in _forward:
+        if opname not in _forward:
             raise RuntimeError(
-                f"forward mode (torch.func.jvp, jacfwd) is not known of kernlib::{own}, which "
+                f"forward mode (torch.func.jvp, jacfwd) is not known of kernlib::{opname}, which "
                 "compiled and traced calls are; use vjp or jacrev"
             )
-        return _forward[own](*arguments)
+        return _forward[opname](*arguments)
 
     return seen
 
@@ -251,12 +251,12 @@ def _has_tangent(values) -> bool:
         return False
     for value in values:
         if isinstance(value, (list, tuple)):
-            found = _has_tangent(value)
+            has_one = _has_tangent(value)
         else:
-            found = isinstance(value, torch.Tensor) and (
+            has_one = isinstance(value, torch.Tensor) and (
                 forward_ad.unpack_dual(value, level=0).tangent is not None
             )
-        if found:
+        if has_one:
             return True
     return False
 

@@ -80,10 +80,10 @@ class Schema:
         self._parts: list[tuple[str, Kind | None, slice]] = []  # name, and places of its fields
         for argument in arguments:
             kind = argument if isinstance(argument, Kind) else None
-            own = (argument,) if isinstance(argument, str) else argument.fields
+            names = (argument,) if isinstance(argument, str) else argument.fields
             name = _name(argument) if isinstance(argument, str) else argument.name
-            self._parts.append((name, kind, slice(len(fields), len(fields) + len(own))))
-            fields += own
+            self._parts.append((name, kind, slice(len(fields), len(fields) + len(names))))
+            fields += names
         self.text = f"({', '.join(fields)})"
         self.names = [_name(field) for field in fields]
         self._lists = [place for place, field in enumerate(fields) if "[]" in field]
@@ -155,14 +155,14 @@ class Schema:
             count = ctx.counts[place]
             if count is not None:
                 values[place] = next(tensors) if count == _SINGLE else [*islice(tensors, count)]
-        own = {
+        arguments = {
             name: values[at.start] if kind is None else kind.restore(*values[at])
             for name, kind, at in self._parts
             if name in saves or (kind is None and ctx.counts[at.start] is None)
         }
         needs, shapes = self.named(ctx.needs_input_grad), self.named(ctx.shapes)
         outputs = ctx.saved_tensors[:outputs]
-        return SimpleNamespace(outputs=outputs, needs=needs, shapes=shapes, **own)
+        return SimpleNamespace(outputs=outputs, needs=needs, shapes=shapes, **arguments)
 
     def _saved(self, saves: Saves) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Places of the fields that are saved, and the fields whose gradients read them."""

@@ -41,7 +41,7 @@ from kernlib.runtime.tensors import takes_derivatives
 
 def multiply(descriptor: BlockSparseMatmul, layout: Layout, a, b, bias=None, debug: bool = False):
     """A product, with a bias if one is given, by its operator; of tensors that ``is_grads_batched``
-    made by the reference, as operators that take lists of tensors end in an error there."""
+    parts by the reference, as operators that take lists of tensors end in an error there."""
     if is_legacy_batchedtensor(a) or is_legacy_batchedtensor(b):
         return calls.execute(
             descriptor, (layout, a, b), None, {} if bias is None else {"bias": bias}
@@ -53,10 +53,10 @@ def recorded(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict, d
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
     layout, a, b = operands
-    made = operation.parts(descriptor)
-    bias = made.operands(parameters).get("bias")
-    y = made.finish(multiply(made.product, layout, a, b, bias, debug), parameters)
-    return operation.masked(descriptor, operands, y) if made.rest else y
+    parts = operation.parts(descriptor)
+    bias = parts.operands(parameters).get("bias")
+    y = parts.finish(multiply(parts.product, layout, a, b, bias, debug), parameters)
+    return operation.masked(descriptor, operands, y) if parts.rest else y
 
 
 def _compute(a, b, layout, descriptor, parameters: dict, debug: bool) -> torch.Tensor:
@@ -137,7 +137,7 @@ product = register(
 )
 
 
-# A layout that is made of a mask inside of a program.
+# A layout that is parts of a mask inside of a program.
 
 
 def _layout(mask, rows: int, cols: int, capacity: int) -> list[torch.Tensor]:

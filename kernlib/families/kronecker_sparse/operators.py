@@ -52,10 +52,10 @@ def recorded(
 ) -> torch.Tensor:
     """A checked call whose gradient is recorded: the product with the leading bias by its operator,
     the other epilogues by torch's own on the rounded result."""
-    made = operation.parts(descriptor)
-    bias = made.operands(parameters).get("bias")
+    parts = operation.parts(descriptor)
+    bias = parts.operands(parameters).get("bias")
     y = product(*operands, bias, descriptor.batch_last, descriptor.precision, debug)
-    return made.finish(y, parameters)
+    return parts.finish(y, parameters)
 
 
 def _compute(x, weight, text: str, parameters: dict, debug: bool) -> torch.Tensor:
@@ -174,8 +174,8 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     operation.check_kinds(descriptor, operands)
     x = operands[0]
     for factor, weight in zip(descriptor.factors, operands[1:], strict=True):
-        own = {name: parameters[name] for name in factor.parameters}
-        x = _factor(factor, x, weight, own, debug)
+        values = {name: parameters[name] for name in factor.parameters}
+        x = _factor(factor, x, weight, values, debug)
     return x
 
 

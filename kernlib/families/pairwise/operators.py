@@ -65,9 +65,9 @@ def run(
     offsets = row_offset, col_offset
     checks.check_recorded_offsets(*offsets)
     again = partial(run, debug=debug)
-    made = per_point.computed(again, descriptor, a, b, out, accumulate, *offsets, hyperparameters)
-    if made is not None:
-        return made
+    result = per_point.computed(again, descriptor, a, b, out, accumulate, *offsets, hyperparameters)
+    if result is not None:
+        return result
     codes = None
     if descriptor.categories:
         codes, hyperparameters = category_arguments.separate(descriptor, hyperparameters)

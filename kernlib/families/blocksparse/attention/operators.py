@@ -190,14 +190,14 @@ gradient = register(
 # What Dynamo traces.
 
 
-def run(descriptor: BlockSparseAttention, *operands, **given):
+def run(descriptor: BlockSparseAttention, *operands, **options):
     """:func:`kernlib.run_kernel` by way of the operators.
 
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values when the
     operator runs.
     """
     arguments.check_kinds(descriptor, operands)
-    return attend(descriptor.text, operands, **given)
+    return attend(descriptor.text, operands, **options)
 
 
 def attend(
@@ -226,9 +226,9 @@ def attend(
 
 # Dynamo puts the call into its graph as it is, for AOTAutograd to trace what it does.
 @torch.compiler.allow_in_graph
-def _traced(text: str, names: str, layout_text: str, debug: bool, *given):
+def _traced(text: str, names: str, layout_text: str, debug: bool, *values):
     descriptor, count, stored = from_text(text), len(arguments.NUMBERS), count_of(layout_text)
-    numbers, (q, k, v, *tensors) = given[:count], given[count:]
+    numbers, (q, k, v, *tensors) = values[:count], values[count:]
     operands = Layout.from_layout(layout_text, tensors[:stored]), q, k, v
     options = arguments.options_of(descriptor, operands, *numbers)
     operands = arguments.autocast(operands)

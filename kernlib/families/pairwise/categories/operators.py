@@ -17,19 +17,19 @@ from kernlib.runtime.operators import register
 from kernlib.runtime.schema import DESCRIPTOR, HYPERPARAMETERS, Kind, Schema
 
 
-def run(descriptor: Pairwise, a, b, codes: tuple, out, accumulate: bool, given: tuple):
-    """:func:`kernlib.families.pairwise.categories.operation.run` by way of the operator, ``given``
-    being its fields from ``descriptor`` on.
+def run(descriptor: Pairwise, a, b, codes: tuple, out, accumulate: bool, options: tuple):
+    """:func:`kernlib.families.pairwise.categories.operation.run` by way of the operator, whose
+    fields from ``descriptor`` on are ``options``.
 
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values, when
     the operator runs.
     """
     a, tables = arguments.placed(descriptor, a, b, codes)
     wide = out is not None and out.dtype == accumulator(a.dtype)
-    fields = a, b, *_TABLES.flatten(tables), wide, *given
+    fields = a, b, *_TABLES.flatten(tables), wide, *options
     if out is None:
         return _matrix.overload(*fields)
-    names, numbers, tensors = given[1:4]
+    names, numbers, tensors = options[1:4]
     named = dict(zip(names.split()[len(numbers) :], tensors, strict=True))
     if torch.is_grad_enabled():
         checks.refuse_out(out, a=a, b=b, out=out, tables=tables.flat, **named)

@@ -42,16 +42,16 @@ def run(
     """
     checks.check_tensors(descriptor, a, b, v)
     check_recorded_offsets(row_offset, col_offset)
-    made, b = checks.sides(descriptor, a, b, row_offset, col_offset)
-    given = separate(values, a.device)
-    if out is not None and torch.is_grad_enabled() and _any_requires(a, b, v, out, *given[2]):
+    descriptor, b = checks.sides(descriptor, a, b, row_offset, col_offset)
+    fields = separate(values, a.device)
+    if out is not None and torch.is_grad_enabled() and _any_requires(a, b, v, out, *fields[2]):
         gradients.refuse_out(out)
-    found = _reduce.overload(a, b, v, reduction, made.text, *given, row_offset, col_offset)
+    result = _reduce.overload(a, b, v, reduction, descriptor.text, *fields, row_offset, col_offset)
     if out is None:
-        return found if wide else found.to(a.dtype)
-    checks.check_result(out, tuple(found.shape), a)
+        return result if wide else result.to(a.dtype)
+    checks.check_result(out, tuple(result.shape), a)
     refuse_any_overlap(out, a=a, b=b, v=v, **values)
-    return out.copy_(found)
+    return out.copy_(result)
 
 
 def choose(
@@ -60,21 +60,21 @@ def choose(
     """:func:`kernlib.families.pairwise.reductions.operation.choose` by way of the operators."""
     checks.check_tensors(descriptor, a, b, None)
     check_recorded_offsets(rows, columns)
-    made, b = checks.sides(descriptor, a, b, rows, columns)
+    descriptor, b = checks.sides(descriptor, a, b, rows, columns)
     names, numbers, tensors = separate(values, a.device)
     # A compiled call that raises within torch.no_grad() leaves gradients off (torch 2.13).
     x, y, *constants = (t.detach() for t in (a, b, *tensors))
-    options = reduction, made.text, names, numbers, constants, rows, columns
-    found, places = _choose.overload(x, y, k, largest, *options)
+    options = reduction, descriptor.text, names, numbers, constants, rows, columns
+    entries, places = _choose.overload(x, y, k, largest, *options)
     # Within vmap, and a compiled torch.func.grad, tensors do not say what is differentiated.
     recorded = _any_requires(a, b, *tensors) or _are_functorch_transforms_active()
     if torch.is_grad_enabled() and recorded:
         named = dict(zip(names.split(), (*numbers, *tensors), strict=True))
-        request = Request(made, a, b, None, rows, columns, named)
+        request = Request(descriptor, a, b, None, rows, columns, named)
         batched = places if places.dim() == 3 else places[None]
-        found = operation.pair_values(request, batched).view(places.shape)
-    found = found.to(a.dtype)
-    return (found, places) if reduction == "topk" else (found.squeeze(-1), places.squeeze(-1))
+        entries = operation.pair_values(request, batched).view(places.shape)
+    entries = entries.to(a.dtype)
+    return (entries, places) if reduction == "topk" else (entries.squeeze(-1), places.squeeze(-1))
 
 
 def _call_request(
@@ -186,12 +186,12 @@ def _backward(saved, grad) -> dict:
     named = tensors_of(saved.parameters)
     needs = dict(zip(named, saved.needs.tensors or (), strict=True))
     needs = {"a": saved.needs.a, "b": saved.needs.b, "v": saved.needs.v, **needs}
-    wanted = [name for name, need in needs.items() if need]
+    names = [name for name, need in needs.items() if need]
     answers = _gradient(
-        grad, *saved.outputs, saved.a, saved.b, saved.v, " ".join(wanted), saved.reduction,
+        grad, *saved.outputs, saved.a, saved.b, saved.v, " ".join(names), saved.reduction,
         saved.descriptor, saved.parameters, saved.row_offset, saved.col_offset,
     )  # fmt: skip
-    grads = dict(zip(wanted, answers, strict=True))
+    grads = dict(zip(names, answers, strict=True))
     points = {name: grads.get(name) for name in ("a", "b", "v")}
     return {**points, "tensors": [grads.get(name) for name in named]}
 
