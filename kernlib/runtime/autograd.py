@@ -117,7 +117,7 @@ class Recording(NamedTuple):
         return y if self.mask is None else self.mask(descriptor, operands, y)
 
 
-def _are_here(tensors: tuple) -> bool:
+def are_here(tensors: tuple) -> bool:
     """Whether tensors have what they stand for in their own memory."""
     return ORDINARY.issuperset(map(type, tensors)) or not stand_ins(*tensors)
 
@@ -143,7 +143,7 @@ def recorder(product: products.Product, bound: Bound, recording: Recording) -> C
         if eager and out is None:
             key = key_of(*request)
             route = _route(key)
-            if route is not None and _are_here(product.tensors(operands)):
+            if route is not None and are_here(product.tensors(operands)):
                 bias = None if route.bias is None else parameters[route.bias]
                 y = recording.apply(route.product, operands, bias, route.plan)
                 return recording.finish(route.parts, descriptor, operands, parameters, y)

@@ -96,6 +96,13 @@ def factor(way: Callable) -> Callable:
     return way(partial(kl.run_kernel, pattern), x, weight)
 
 
+def chain(way: Callable) -> Callable:
+    factors = kl.KroneckerSparse(8, 64, 64, 1), kl.KroneckerSparse(1, 64, 64, 8)
+    weights = (tensor(*factor.weight_shape) for factor in factors)
+    descriptor = kl.KroneckerSparseChain(factors)
+    return way(partial(kl.run_kernel, descriptor), tensor(100, 512), *weights)
+
+
 def sparse(way: Callable) -> Callable:
     matrix = golden_launches.compressed(torch.eye(512, 1024).half(), "u8")
     return way(partial(kl.sparse.matmul, matrix), tensor(1, 1024, dtype=HALF))
@@ -138,6 +145,9 @@ WAYS: dict[str, Callable[[], Callable]] = {
     "Kronecker-sparse": partial(factor, forward),
     "Kronecker-sparse, recorded": partial(factor, recorded),
     "Kronecker-sparse, backward": partial(factor, backward),
+    "chain": partial(chain, forward),
+    "chain, recorded": partial(chain, recorded),
+    "chain, backward": partial(chain, backward),
     "sparse": partial(sparse, forward),
     "sparse, recorded": partial(sparse, recorded),
     "pair gradient": pair_gradient,

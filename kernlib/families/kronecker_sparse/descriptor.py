@@ -162,6 +162,7 @@ class KroneckerSparseChain(Descriptor):
     """
 
     family: ClassVar[str] = "kronecker_sparse"
+    package: ClassVar[str] = "chain"
 
     factors: tuple[KroneckerSparse, ...]
     text: str = field(init=False, repr=False, compare=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -50,7 +50,6 @@ from kernlib.runtime.tensors import (
     is_lazy,
     is_wrapped,
     materialised,
-    refuse_any_overlap,
     signature,
 )
 
@@ -320,7 +319,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, descriptor, plan):
         needs = ctx.needs_input_grad
-        ctx.pattern, ctx.descriptor, ctx.plan = weight.shape, descriptor, plan
+        ctx.pattern, ctx.plan = weight.shape, plan
+        ctx.options = descriptor.batch_last, descriptor.precision
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         parameters = {} if bias is None else {"bias": bias}
         if plan is None:
@@ -332,61 +332,57 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
             grad = grad.contiguous()
-        request = grad, x, weight, ctx.pattern, ctx.needs_input_grad[:3]
-        options = ctx.descriptor.batch_last, ctx.descriptor.precision
+        needs, options = ctx.needs_input_grad[:3], (*ctx.options, False)
+        compute = partial(product_gradients, grad, x, weight, ctx.pattern, needs, options)
         if ctx.plan is None or torch.is_grad_enabled() or is_watched(grad):
-            grads = product_gradients(*request, (*options, False), *_ways(grad))
-        else:
-            grads = _by_plans(ctx.plan, *request, *options)
-        return *grads, None, None
-
-
-class _Steps(NamedTuple):
-    """What a backward pass launches, decided once."""
-
-    forward: products.ProductPlan
-    product: products.ProductPlan | None
-    descriptor: KroneckerSparse | None  # of the product
-    weight_gradient: plans.GradientPlan | None
+            return *compute(*ways(grad)), None, None
+        tensors = [None if t is None else signature(t) for t in (grad, x, weight)]
+        key = id(ctx.plan), settings_of(grad), needs, *tensors
+        return *by_plans(ctx.plan, key, compute), None, None
 
 
 _backwards = PlanCache()
 
 
-def _by_plans(
-    plan, grad, x, weight, pattern, needs: tuple, batch_last: bool, precision: str | None
-) -> tuple:
-    """:func:`product_gradients` by the kernels alone, their plans decided once for those of one
-    signature and one plan of the forward pass."""
-    settings = None
-    if grad.dtype is _FLOAT32:
-        settings = float32_precision(), _is_deterministic()
-    tensors = [None if t is None else signature(t) for t in (grad, x, weight)]
-    key = id(plan), settings, needs, *tensors  # no other plan has its id: an entry holds it
-    steps = _backwards.plans.get(key)
-    options = batch_last, precision
-    if steps is None:
-        request = grad, x, weight, pattern, needs, (*options, False)
-        grads = product_gradients(*request, product, weight_gradient)
-        pattern, descriptor, by_x, by_weight = tuple(pattern), None, None, None
-        if needs[0]:
-            turned = weight.transpose(1, 2)
-            descriptor = _linear(tuple(turned.shape), *options, False)
-            by_x = calls.find(descriptor, (grad, turned), None, {})
-        if needs[1]:
-            by_weight = _gradients.find(grad, x, pattern, *options)
-        if (by_x is not None or not needs[0]) and (by_weight is not None or not needs[1]):
-            _backwards.keep(key, _Steps(plan, by_x, descriptor, by_weight))
-        return grads
-    to_x = to_weight = to_bias = None
-    if needs[0]:
-        operands = grad, weight.transpose(1, 2)
-        to_x = calls.launch(steps.product, steps.descriptor, operands, None, {})
-    if needs[1]:
-        to_weight = _launch_gradient(steps.weight_gradient, grad, x)
-    if needs[2]:
-        to_bias = bias_gradient(grad, -grad.dim() if batch_last else -1)
-    return to_x, to_weight, to_bias
+def by_plans(forward: object, key: tuple, compute: Callable) -> tuple:
+    """What ``compute(product, weight_gradient)`` returns, by the kernels alone. Their plans are
+    decided once for a key, which has the id of ``forward``: the plan of a forward pass."""
+    entry = _backwards.plans.get(key)
+    if entry is not None:
+        plans = iter(entry[1])
+
+        def planned_product(x, weight, *rest) -> torch.Tensor:
+            plan, descriptor = next(plans)
+            return calls.launch(plan, descriptor, (x, weight), None, {})
+
+        def planned_gradient(grad, x, *rest) -> torch.Tensor:
+            return _launch_gradient(next(plans), grad, x)
+
+        return compute(planned_product, planned_gradient)
+    plans = []
+
+    def first_product(x, weight, bias, batch_last, precision, debug) -> torch.Tensor:
+        descriptor = _linear(tuple(weight.shape), batch_last, precision, False)
+        y = calls.execute(descriptor, (x, weight), None, {})
+        plan = calls.find(descriptor, (x, weight), None, {})
+        plans.append(None if plan is None else (plan, descriptor))
+        return y
+
+    def first_gradient(grad, x, pattern, batch_last, precision, debug) -> torch.Tensor:
+        request = grad, x, tuple(pattern), batch_last, precision
+        to_weight = _gradients.execute(*request)
+        plans.append(_gradients.find(*request))
+        return to_weight
+
+    grads = compute(first_product, first_gradient)
+    if None not in plans:
+        _backwards.keep(key, (forward, plans))  # while that is there, no other has its id
+    return grads
+
+
+def settings_of(x: torch.Tensor) -> tuple | None:
+    """Torch's settings that a product of this dtype depends on."""
+    return (float32_precision(), _is_deterministic()) if x.dtype is _FLOAT32 else None
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -398,18 +394,18 @@ class _WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, to_weight):
-        product, _ = _ways(to_weight)
+        product, _ = ways(to_weight)
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad
         grads = weight_gradient_gradients(to_weight, *saved, needs, ctx.options, product)
         return *grads, None, None, None, None
 
 
-def _recorded_product(x, weight, bias, batch_last, precision, debug):
+def recorded_product(x, weight, bias, batch_last, precision, debug):
     descriptor = _linear(tuple(weight.shape), batch_last, precision, bias is not None)
     return _Product.apply(x, weight, bias, descriptor, None)
 
 
-def _ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
+def ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
     """What a backward pass computes products and gradients of weights by: the operators where
     somebody must see them, functions that record where a gradient of them may be asked for, else
     nothing but the kernels."""
@@ -417,7 +413,7 @@ def _ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
         operators = operators_of(PRODUCT)
         return operators.product, operators.weight_gradient
     if torch.is_grad_enabled():
-        return _recorded_product, _WeightGradient.apply
+        return recorded_product, _WeightGradient.apply
     return product, weight_gradient
 
 
@@ -436,25 +432,8 @@ def _apply(descriptor: KroneckerSparse, operands: tuple, bias, plan) -> torch.Te
 # The call as it is made.
 
 
-_run_factor = front_door(PRODUCT, calls, recorder(PRODUCT, calls, Recording(parts, _apply)))
-
-
-def run_chain(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch.Tensor:
-    """The factors one after the other: x and a weight for each."""
-    check_kinds(chain, operands)
-    x, *weights = operands
-    check_names(chain, parameters)
-    last = len(weights) - 1
-    if out is not None:  # whose own factor sees neither x nor what belongs to the others
-        named = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
-        refuse_any_overlap(out, x=x, **named, **parameters)
-    for index, (factor, weight) in enumerate(zip(chain.factors, weights, strict=True)):
-        values = {name: parameters[name] for name in factor.parameters}
-        x = _run_factor(factor, x, weight, out=out if index == last else None, **values)
-    return x
-
-
-RUNS = {KroneckerSparse: _run_factor, KroneckerSparseChain: run_chain}
+run_factor = front_door(PRODUCT, calls, recorder(PRODUCT, calls, Recording(parts, _apply)))
+RUNS = {KroneckerSparse: run_factor}
 
 
 def planned(

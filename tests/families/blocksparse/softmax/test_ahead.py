@@ -60,8 +60,8 @@ def test_kernels_of_gradients_are_prepared(gpus):
     made, x = given()
     ahead.prepare(PLAIN, made, x.requires_grad_())
     kinds = [loaded.what.split("float16")[0] for loaded in gpus.loads]
-    # Of a gradient that lies as the result does, and of one as sum() makes it.
-    assert kinds == ["blocksparse softmax ", *["blocksparse softmax gradient "] * 2]
+    # One of sum() is laid out as the result is.
+    assert kinds == ["blocksparse softmax ", "blocksparse softmax gradient "]
     assert not ahead.prepared(PLAIN, made, x)
 
 
@@ -81,7 +81,7 @@ def test_specs_are_among_the_variants(gpus):
     key = torch.ones(made.shape[1], dtype=torch.float16).as_subclass(OnGpu)
     rest = {"key_padding_mask": key, "attn_mask": mask}
     found = ahead.specs(MASKED, "sm_90a", (made, x.requires_grad_()), rest)
-    assert len(found) == 3
+    assert len(found) == 2
     assert {*found} <= {*ahead.variants(MASKED, "sm_90a", (torch.float16, torch.float64))}
     assert ahead.specs(PLAIN, "sm_90a", (made, x.double()), {}) == []
     with pytest.raises(KeyError):

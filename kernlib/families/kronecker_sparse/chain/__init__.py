@@ -1,0 +1,1 @@
+"""Products with several Kronecker-sparse factors, one after the other."""

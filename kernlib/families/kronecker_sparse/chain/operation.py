@@ -1,0 +1,207 @@
+"""Chains of Kronecker-sparse factors as they are called: ``h_0 = x``, ``h_i = K(W_i) h_{i-1}``.
+
+A chain is a call for each factor. What these launch is decided at the first call of a signature and
+kept as a :class:`Route`, by which a gradient is one step of autograd, however many factors there
+are: that of W_i is the one of a factor, of ``h_{i-1}`` and the gradient of ``h_i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+
+from kernlib.families.kronecker_sparse import operation
+from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
+from kernlib.families.kronecker_sparse.operation import (
+    calls,
+    check_kinds,
+    planned,
+    run_factor,
+    settings_of,
+    variants,
+)
+from kernlib.runtime import products
+from kernlib.runtime.arguments import check_names, parameter_key
+from kernlib.runtime.autograd import Parts, are_here, bias_gradient, is_watched
+from kernlib.runtime.plan import PlanCache
+from kernlib.runtime.products import ProductPlan, requires_gradient
+from kernlib.runtime.tensors import UNREADABLE, refuse_any_overlap, signature
+
+__all__ = ["RUNS", "planned", "run", "variants"]
+
+
+class Route(NamedTuple):
+    """What a chain of one signature launches."""
+
+    factors: tuple[KroneckerSparse, ...]  # if a gradient is recorded, without the last epilogues
+    plans: tuple[ProductPlan, ...]
+    parts: Parts | None  # of the last factor if a gradient is recorded
+
+
+_routes = PlanCache()
+
+
+def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch.Tensor:
+    """The factors one after the other: x and a weight for each."""
+    key = None
+    if out is None and not torch._C._is_any_autocast_enabled() and forward_ad._current_level < 0:
+        is_recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands)
+        if not (is_recorded and _are_functorch_transforms_active()):
+            key = _key(is_recorded, chain, operands, parameters)
+            route = _route(key)
+            if route is not None and are_here(operands):
+                return _by_route(route, operands, parameters)
+    check_kinds(chain, operands)
+    check_names(chain, parameters)
+    x, *weights = operands
+    if out is not None:  # whose own factor sees neither x nor what belongs to the others
+        named = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
+        refuse_any_overlap(out, x=x, **named, **parameters)
+    hidden, last = [x], len(weights) - 1
+    for index, (factor, weight) in enumerate(zip(chain.factors, weights, strict=True)):
+        values = {name: parameters[name] for name in factor.parameters}
+        target = out if index == last else None
+        hidden.append(run_factor(factor, hidden[-1], weight, out=target, **values))
+    if key is not None and products.is_on_gpu(x.device):
+        _keep(key, chain, hidden, weights, parameters)
+    return hidden[-1]
+
+
+RUNS = {KroneckerSparseChain: run}
+
+
+def _key(is_recorded: bool, chain, operands: tuple, parameters: dict) -> tuple | None:
+    try:
+        key = is_recorded, chain.text, settings_of(operands[0]), *map(signature, operands)
+        for name, value in parameters.items():
+            key += (name, parameter_key(value))
+    except (*UNREADABLE, IndexError):
+        return None
+    return key
+
+
+def _route(key) -> Route | None:
+    try:
+        return _routes.plans.get(key)
+    except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
+        return None
+
+
+def _keep(key: tuple, chain, hidden: list, weights: list, parameters: dict) -> None:
+    """Keep the route of a call that had no error, if kernels computed it and nothing of the next
+    call is left to check."""
+    factors, parts, given = chain.factors, None, parameters
+    if key[0]:
+        *before, last = factors
+        if any(factor.epilogue for factor in before):  # which gradients pass through
+            return
+        parts = operation.parts(last)
+        rest = [parameters[name] for name in parts.names]
+        if any(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in rest):
+            return
+        factors = (*before, parts.product)
+        given = parts.operands(parameters)
+    plans = []
+    for factor, x, weight in zip(factors, hidden[:-1], weights, strict=True):
+        values = {name: given[name] for name in factor.parameters}
+        plans.append(calls.find(factor, (x, weight), None, values))
+    if None not in plans:
+        _routes.keep(key, Route(factors, tuple(plans), parts))
+
+
+def _by_route(route: Route, operands: tuple, parameters: dict) -> torch.Tensor:
+    x, *weights = operands
+    parts = route.parts
+    if parts is not None:
+        bias = None if parts.bias is None else parameters[parts.bias]
+        return parts.finish(_Chain.apply(route, x, bias, *weights), parameters)
+    for plan, factor, weight in zip(route.plans, route.factors, weights, strict=True):
+        values = {name: parameters[name] for name in factor.parameters} if parameters else {}
+        x = calls.launch(plan, factor, (x, weight), None, values)
+    return x
+
+
+# Recorded calls.
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, route, x, bias, *weights):
+        _, by_x, _, *by_weights = ctx.needs_input_grad
+        ctx.route, hidden, h = route, [], x
+        for index, (plan, factor) in enumerate(zip(route.plans, route.factors, strict=True)):
+            hidden.append(h if by_weights[index] else None)
+            values = {"bias": bias} if factor.epilogue else {}
+            h = calls.launch(plan, factor, (h, weights[index]), None, values)
+        if by_x and any(by_weights):  # whose gradients have derivatives by x
+            hidden[0] = x
+        ctx.save_for_backward(*hidden, *weights)
+        return h
+
+    @staticmethod
+    def backward(ctx, grad):
+        route, saved = ctx.route, ctx.saved_tensors
+        _, by_x, by_bias, *by_weights = ctx.needs_input_grad
+        last = route.factors[-1].batch_last
+        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+            grad = grad.contiguous()
+        to_bias = bias_gradient(grad, -grad.dim() if last else -1) if by_bias else None
+        count = len(route.factors)
+        request = route, grad, saved[:count], saved[count:], (by_x, *by_weights)
+        if is_watched(grad):
+            grads = _gradients(*request, *operation.ways(grad))
+        elif torch.is_grad_enabled():
+            grads = _recorded(*request)
+        else:
+            tensors = [None if t is None else signature(t) for t in (grad, *saved)]
+            key = id(route), settings_of(grad), request[-1], *tensors
+            grads = operation.by_plans(route, key, partial(_gradients, *request))
+        to_x, *to_weights = grads
+        return None, to_x, to_bias, *to_weights
+
+
+def _gradients(
+    route: Route, grad, hidden, weights, needs: tuple, product: Callable, weight_gradient: Callable
+) -> list:
+    """Those by x and the weights, None where there is no need."""
+    grads: list = [None] * len(needs)
+    leads_on = [*accumulate(needs, max)]  # whether there is need of something before a factor
+    for index in reversed(range(len(weights))):
+        factor, weight = route.factors[index], weights[index]
+        options = factor.batch_last, factor.precision, False
+        if needs[index + 1]:
+            grads[index + 1] = weight_gradient(grad, hidden[index], factor.pattern, *options)
+        if not leads_on[index]:
+            break
+        grad = product(grad, weight.transpose(1, 2), None, *options)
+    if needs[0]:
+        grads[0] = grad
+    return grads
+
+
+def _recorded(route: Route, grad, hidden, weights, needs: tuple) -> list:
+    """The gradients, recorded: of the chain computed again, from the first h that was saved."""
+    first = next((index for index, h in enumerate(hidden) if h is not None), None)
+    if first is None:  # by x alone
+        product, weight_gradient = operation.ways(grad)
+        return _gradients(route, grad, hidden, weights, needs, product, weight_gradient)
+    by_x, *by_weights = needs
+    with torch.enable_grad():  # by aliases, as two of the arguments may be one tensor
+        h = hidden[first].view_as(hidden[first]) if by_x else hidden[first].detach()
+        leaves = [
+            h,
+            *(t.view_as(t) if need else t for t, need in zip(weights, by_weights, strict=True)),
+        ]
+        for factor, weight in zip(route.factors[first:], leaves[first + 1 :], strict=True):
+            h = operation.recorded_product(
+                h, weight, None, factor.batch_last, factor.precision, False
+            )
+        inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(h, inputs, grad, create_graph=True))
+    return [next(grads) if need else None for need in needs]
