@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from kernlib import hints
 from kernlib.descriptors import epilogues
@@ -20,6 +21,11 @@ NAMED: dict[str, Epilogue] = {
     "sigmoid": epilogues.Sigmoid(),
     "silu": epilogues.Silu(),
     "tanh": epilogues.Tanh(),
+}
+_FUNCTIONS = {
+    **expressions.ACTIVATIONS,
+    epilogues.Gelu: lambda gelu, v: F.gelu(v, approximate=gelu.approximate),
+    epilogues.Tanh: lambda _, v: torch.tanh(v),
 }
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -66,9 +72,7 @@ class Parsed(NamedTuple):
 
 def as_steps(activation: tuple[Epilogue, ...]) -> tuple[Epilogue | Parsed, ...]:
     """What :func:`activate` takes: epilogues that torch has a function for, and trees."""
-    return tuple(
-        e if type(e) in expressions.HALF_ACTIVATIONS else Parsed(e.tree()) for e in activation
-    )
+    return tuple(e if type(e) in _FUNCTIONS else Parsed(e.tree()) for e in activation)
 
 
 def activate(steps: tuple[Epilogue | Parsed, ...], v: torch.Tensor) -> torch.Tensor:
@@ -77,5 +81,5 @@ def activate(steps: tuple[Epilogue | Parsed, ...], v: torch.Tensor) -> torch.Ten
         if isinstance(step, Parsed):
             v = expressions.apply((step,), v.to(_WIDE.get(v.dtype, v.dtype)), {}).to(v.dtype)
         else:
-            v = expressions.HALF_ACTIVATIONS[type(step)](step, v)
+            v = _FUNCTIONS[type(step)](step, v)
     return v

@@ -43,13 +43,12 @@ class Parts(NamedTuple):
         """The result of the call, from that of the product."""
         if not self.rest:
             return y
-        wide = accumulator(y.dtype)
-        if wide != y.dtype and len(self.rest) == 1:
-            activation = expressions.HALF_ACTIVATIONS.get(type(self.rest[0]))
-            if activation is not None:  # which rounds once too, in one pass over the memory
+        if y.dtype is torch.bfloat16 and len(self.rest) == 1:
+            activation = expressions.BFLOAT16_ACTIVATIONS.get(type(self.rest[0]))
+            if activation is not None:
                 return activation(self.rest[0], y)
         values = {name: parameters[name] for name in self.names}
-        v = expressions.apply(self.rest, y.to(wide), values, axis=self.axis)
+        v = expressions.apply(self.rest, y.to(accumulator(y.dtype)), values, axis=self.axis)
         return v.to(y.dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernlib.descriptors.epilogues import Epilogue, Gelu, LeakyRelu, Relu, Sigmoid, Silu, Tanh
+from kernlib.descriptors.epilogues import Epilogue, Gelu, LeakyRelu, Relu, Sigmoid, Silu
 from kernlib.descriptors.expression import (
     VALUE,
     Integer,
@@ -84,11 +84,13 @@ ACTIVATIONS: dict[type[Epilogue], Callable] = {
     Sigmoid: lambda _, v: torch.sigmoid(v),
     Silu: lambda _, v: F.silu(v),
 }
-# With those that are torch's own in half types, where it computes in float32 and rounds once. Its
-# GELU loses the relative accuracy of small results, which half types have not.
-HALF_ACTIVATIONS: dict[type[Epilogue], Callable] = ACTIVATIONS | {
+# One pass of torch's own over bfloat16, which computes in float32 and rounds once, and so do its
+# derivatives. Not those that torch takes from rounded numbers: of a tanh, and the second of a SiLU.
+# Not over float16 either, whose range the squares in a second derivative leave.
+BFLOAT16_ACTIVATIONS: dict[type[Epilogue], Callable] = {
     Gelu: lambda gelu, v: F.gelu(v, approximate=gelu.approximate),
-    Tanh: lambda _, v: torch.tanh(v),
+    LeakyRelu: ACTIVATIONS[LeakyRelu],
+    Relu: ACTIVATIONS[Relu],
 }
 
 

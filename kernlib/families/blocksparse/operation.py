@@ -196,15 +196,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, descriptor, layout, plan, bias, a, b):
         ctx.descriptor, ctx.layout, ctx.plan = descriptor, layout, plan
-        # Of the layout too, for torch to see what was written since: who writes one writes all.
-        ctx.save_for_backward(a, b, layout.tensors[0])
+        # Of the layout too, for torch to see what was written since.
+        ctx.save_for_backward(a, b, *layout.tensors)
         request = descriptor, (layout, a, b), None, {} if bias is None else {"bias": bias}
         return calls.execute(*request) if plan is None else calls.launch(plan, *request)
 
     @staticmethod
     def backward(ctx, grad):
         descriptor, needs, plan = ctx.descriptor, ctx.needs_input_grad, ctx.plan
-        a, b, _ = ctx.saved_tensors
+        a, b, *_ = ctx.saved_tensors
         if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
             grad = grad.contiguous()
         to_bias = bias_gradient(grad, descriptor.axis) if needs[3] else None

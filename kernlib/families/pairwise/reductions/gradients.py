@@ -27,7 +27,7 @@ from kernlib.runtime.numbers import on_device, plain
 from kernlib.runtime.operation import by_operator
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.tensors import is_lazy, stand_ins
+from kernlib.runtime.tensors import is_lazy, normal, stand_ins
 
 MOST_BYTES = 1 << 29  # of all that a gradient keeps of a block
 PARTS = 3  # tensors of a block's size among them: weights, a slope, and what packs their product
@@ -50,8 +50,13 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
         return by_operator(operation.REDUCTION, request)
     request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, True
     key = operation.key(*request)
-    route = _route(key)
-    if route is None:
+    if type(row_offset) is not int or type(col_offset) is not int:
+        key = None  # as 1.0 and True are the key that 1 is, and arrays are none
+    try:
+        route = None if key is None else _routes.plans.get(key)
+    except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
+        route = key = None
+    if route is None or (descriptor.symmetric and b is not None and b is not a):
         return _checked(key, reduction, descriptor, a, b, v, row_offset, col_offset, values)
     if not all([type(x) is float or isinstance(x, torch.Tensor) for x in values.values()]):
         values = {name: plain(name, value) for name, value in values.items()}
@@ -74,13 +79,6 @@ class Route(NamedTuple):
 _routes = PlanCache()
 
 
-def _route(key) -> Route | None:
-    try:
-        return _routes.plans.get(key)
-    except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
-        return None
-
-
 def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, values: dict):
     """:func:`run` of a call without a route, which it keeps if kernels compute the call."""
     request = arguments.request_of(descriptor, a, b, v, row_offset, col_offset, values)
@@ -89,7 +87,8 @@ def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, v
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
     y = _apply(reduction, request, shape, size).to(a.dtype)
-    if key is not None and not any(map(is_lazy, (a, request.b, v) if v is not None else (a, b))):
+    tensors = (t for t in (a, b, v) if t is not None)
+    if key is not None and not any(map(is_lazy, tensors)):  # of which a plan reads copies
         *tensors, rows, columns, values = request
         plan = operation.find(reduction, *tensors, None, rows, columns, values, True)
         if plan is not None and plan.launch is not None:
@@ -111,9 +110,10 @@ def _apply(
     tensors = request.tensors()
     numbers = {k: v for k, v in request.hyperparameters.items() if k not in tensors}
     fixed = request._replace(a=None, b=None, v=None, hyperparameters=numbers)
-    # Copies of what was made in inference mode, which cannot be saved.
-    saved = [t.clone() if t.is_inference() else t for t in tensors.values()]
-    return _Reduction.apply(reduction, fixed, shape, size, plan, tuple(tensors), *saved)
+    if any([t.is_inference() for t in tensors.values()]):  # which cannot be saved
+        tensors = {name: normal(t) for name, t in tensors.items()}
+        plan = None  # that of other strides
+    return _Reduction.apply(reduction, fixed, shape, size, plan, tuple(tensors), *tensors.values())
 
 
 def computed(reduction: str, request: Request, shape: Shape) -> torch.Tensor:
