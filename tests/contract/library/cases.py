@@ -12,11 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-# Why an operation may break a promise.
-EMPTY = (
-    "autograd's part of the operator passes on the None that AOTInductor gives for an empty list"
-)
-
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     """Normal numbers, the same ones of a shape and a seed."""

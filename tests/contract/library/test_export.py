@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -95,7 +94,5 @@ def test_a_program_of_aot_inductor_is_the_eager_one(operation, case, tmp_path):
     run, wanted = ahead(given, tmp_path / "program.pt2"), given.module()(x).detach()
     with torch.inference_mode():
         close(run(x), wanted, operation.near.recorded)
-    broken = f"AOTInductor outside of inference_mode {case}" in operation.broken
-    says = pytest.raises(RuntimeError, match="NoneType") if broken else nullcontext()
-    with torch.no_grad(), says:
+    with torch.no_grad():
         close(run(x), wanted, operation.near.recorded)

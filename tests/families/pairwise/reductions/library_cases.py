@@ -6,7 +6,6 @@ import torch
 
 import kernlib as kl
 from tests.contract.library.cases import (
-    EMPTY,
     Autocast,
     Call,
     Changes,
@@ -278,9 +277,6 @@ QUIET = Quiet(
     "kl.kernel_min(kl.l1_distance(), torch.ones(2, 3), torch.ones(4, 3))",
     tuple(f"{HERE}.{name}" for name in ("library", "gradients", "pairs")),
 )
-BROKEN = {
-    "AOTInductor outside of inference_mode smoothed": EMPTY,
-}
 OPERATIONS = (
     Operation(
         name="reductions",
@@ -307,6 +303,5 @@ OPERATIONS = (
         checks={f"{name}{end}": one for name, made in MADE.items() for end, one in made.items()},
         numeric=NUMERIC,
         quiet=QUIET,
-        broken=BROKEN,
     ),
 )
