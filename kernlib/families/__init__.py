@@ -1,7 +1,7 @@
 """One package a family of operations; none of them imports another.
 
-Each reads in the order descriptor, arguments (``checks``), lowering, reference, plans, primitive
-(``product``, ``matrix``), gradients, operation, operators, ahead. What two of them need lies in
+Each reads in the order descriptor, lowering, reference, plans, ``operation`` (checks, primitive,
+gradients and the call as it is made), operators, rules. What two of them need lies in
 ``kernlib.lowering`` or ``kernlib.runtime``.
 """
 

@@ -100,16 +100,12 @@ class Recording(NamedTuple):
     apply: Callable[..., torch.Tensor]
     mask: Callable[..., torch.Tensor] | None = None
 
-    def result(self, request: tuple) -> torch.Tensor:
+    def result(self, request: tuple, route: Route | None = None) -> torch.Tensor:
         """The result of a checked request, outside of transforms of torch.func."""
         descriptor, operands, _, parameters = request
-        parts = self.parts(descriptor)
-        bias = parts.operands(parameters).get("bias")
-        y = self.apply(parts.product, operands, bias, None)
-        return self.finish(parts, descriptor, operands, parameters, y)
-
-    def finish(self, parts: Parts, descriptor, operands, parameters: dict, y) -> torch.Tensor:
-        """A result, from that of the product."""
+        parts, plan = (self.parts(descriptor), None) if route is None else route
+        bias = None if parts.bias is None else parameters[parts.bias]
+        y = self.apply(parts.product, operands, bias, plan)
         if not parts.rest:
             return y
         y = parts.finish(y, parameters)
@@ -125,9 +121,7 @@ class Route(NamedTuple):
     """What a call of one signature is recorded by, decided at the first such call."""
 
     parts: Parts
-    product: Product
-    bias: str | None  # the parameter of that name
-    plan: object  # of the product
+    plan: object  # of their product
 
 
 def recorder(product: products.Product, bound: Bound, recording: Recording) -> Callable:
@@ -143,9 +137,7 @@ def recorder(product: products.Product, bound: Bound, recording: Recording) -> C
             key = key_of(*request)
             route = _route(key)
             if route is not None and are_here(product.tensors(operands)):
-                bias = None if route.bias is None else parameters[route.bias]
-                y = recording.apply(route.product, operands, bias, route.plan)
-                return recording.finish(route.parts, descriptor, operands, parameters, y)
+                return recording.result(request, route)
         product.check_operands(descriptor, operands)
         refuse_out_of_recorded(out)
         if stand_ins(*product.tensors(operands)):
@@ -175,6 +167,6 @@ def recorder(product: products.Product, bound: Bound, recording: Recording) -> C
             return
         plan = bound.find(parts.product, operands, None, parts.operands(parameters))
         if plan is not None:
-            routes.keep(key, Route(parts, parts.product, parts.bias, plan))
+            routes.keep(key, Route(parts, plan))
 
     return recorded

@@ -35,6 +35,7 @@ class _Library(torch.library.Library):
 _library = _Library("kernlib", "FRAGMENT")
 _forward: dict[str, Callable] = {}  # what torch differentiates, or exports, in its place
 _exported: dict[str, Callable] = {}  # further ones that exports take
+_schemas: dict[str, Schema] = {}
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
@@ -84,6 +85,7 @@ def register(
     for registry, function in ((_forward, forward), (_exported, exported)):
         if function is not None:
             registry[name] = _over_fields(schema, function)
+    _schemas[name] = schema
     qualified = f"kernlib::{name}"
     _library.define(f"{name}{schema.text} -> {results}", tags=_TAGS)
     _library.impl(name, _computing(schema, compute), "CompositeExplicitAutograd")
@@ -190,18 +192,14 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
     forward-mode derivative, and outside of an export to ONNX, which knows operators of torch alone.
     ``name`` may begin with the library's."""
     opname = name.rpartition("::")[2]
-    below, lists = None, []
+    below = None
 
     def seen(keyset, *arguments, **named):
-        nonlocal below, lists
+        nonlocal below
         if not torch.is_grad_enabled() and not named and _is_plain():
             # As compiled code calls it, in half the time that a Function of torch's takes.
-            if below is None:
-                overload = getattr(torch.ops.kernlib, opname).default
-                below, lists = overload.redispatch, _places_of_lists(overload)
-            if any([arguments[place] is None for place in lists]):  # AOTInductor's empty ones
-                places = enumerate(arguments)
-                arguments = [[] if t is None and place in lists else t for place, t in places]
+            below = below or getattr(torch.ops.kernlib, opname).default.redispatch
+            arguments = _schemas[opname].filled(arguments)
             with torch._C._AutoDispatchBelowAutograd():
                 return below(keyset & torch._C._after_autograd_keyset, *arguments)
         if _is_exported_to_onnx():
@@ -216,11 +214,6 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
         return _forward[opname](*arguments)
 
     return seen
-
-
-def _places_of_lists(overload: torch._ops.OpOverload) -> list[int]:
-    types = (argument.type for argument in overload._schema.arguments)
-    return [place for place, kind in enumerate(types) if isinstance(kind, torch.ListType)]
 
 
 def _is_plain() -> bool:

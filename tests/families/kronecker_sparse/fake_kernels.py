@@ -141,3 +141,12 @@ def install(monkeypatch) -> fakes.Gpus:
     for module in (products, ahead, operation, plans, devices):
         monkeypatch.setattr(module, "torch", Torch())
     return made
+
+
+def install_for_cpu(monkeypatch) -> fakes.Gpus:
+    """:func:`install`, by which plain CPU tensors are taken for those of the GPU."""
+    gpus = install(monkeypatch)
+    gpus.entered[:] = [-1]  # what get_device() says of a CPU tensor
+    monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
+    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
+    return gpus

@@ -6,7 +6,6 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import reference
-from kernlib.runtime import products
 from kernlib.runtime.plan import forget_plans
 from tests.families.kronecker_sparse import fake_kernels
 from tests.support import fakes
@@ -17,11 +16,7 @@ PATTERNS = (2, 3, 5, 4), (1, 4, 6, 4), (2, 3, 4, 2)
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
     fakes.forget()
-    gpus = fake_kernels.install(monkeypatch)
-    gpus.entered[:] = [-1]  # what get_device() says of a CPU tensor
-    monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
-    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
-    yield gpus
+    yield fake_kernels.install_for_cpu(monkeypatch)
     fakes.forget()
 
 
@@ -75,7 +70,7 @@ def test_a_route_has_the_gradients_of_the_factors(needs, batch_last):
             torch.testing.assert_close(mine, reference_of, rtol=1e-4, atol=1e-3)
 
 
-def test_a_chain_is_one_step_of_autograd(gpus):
+def test_a_chain_is_one_step_of_autograd():
     descriptor, x = chain(2), values(5, 40).requires_grad_()
     leaves = [x, *(values(*pattern).requires_grad_() for pattern in PATTERNS[:2])]
     grads = []

@@ -14,7 +14,7 @@ import kernlib as kl
 from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse import operators, reference
 from kernlib.runtime import autograd as runtime_autograd
-from kernlib.runtime import operation, products
+from kernlib.runtime import operation
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from tests.families.kronecker_sparse import fake_kernels
 from tests.support import fakes
@@ -35,11 +35,7 @@ FACTOR = kl.KroneckerSparse(*PATTERN, epilogue=kl.Bias())
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
     fakes.forget()
-    made = fake_kernels.install(monkeypatch)
-    made.entered[:] = [-1]  # what get_device() says of a CPU tensor
-    monkeypatch.setitem(fakes.MODELS, -1, fakes.MODELS[0])
-    monkeypatch.setattr(products, "is_on_gpu", lambda device: True)
-    yield made
+    yield fake_kernels.install_for_cpu(monkeypatch)
     fakes.forget()
 
 
