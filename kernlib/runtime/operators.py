@@ -11,10 +11,12 @@ from types import SimpleNamespace, TracebackType
 
 import torch
 from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_in_torch_dispatch_mode,
+    is_traceable_wrapper_subclass,
 )
 
 from kernlib import events, sharding
@@ -35,8 +37,14 @@ class _Library(torch.library.Library):
 _library = _Library("kernlib", "FRAGMENT")
 _forward: dict[str, Callable] = {}  # what torch differentiates, or exports, in its place
 _exported: dict[str, Callable] = {}  # further ones that exports take
-_schemas: dict[str, Schema] = {}
+_computing: dict[str, Callable] = {}  # the operators themselves, of their fields
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+_BELOW = torch._C._after_autograd_keyset
+# What is left below autograd where nothing records, transforms or stands for a tensor.
+_PLAIN = frozenset(
+    torch._C.DispatchKeySet(key).raw_repr()
+    for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+)
 
 
 class Operator:
@@ -59,7 +67,7 @@ def register(
     *,
     recorded: Callable | None = None,
     saves: Saves = (),
-    outputs: int = 0,
+    outputs: int | None = 0,
     backward: Callable | None = None,
     materialize: bool = True,
     vmap: Callable | None = None,
@@ -74,8 +82,9 @@ def register(
     recorded and a tensor requires one, and returns a result that torch can differentiate, or None
     where there is nothing to record. Or ``backward`` takes what :meth:`Schema.saved` returns and
     the gradients of the results, and returns those of the operator's fields by their names. Of the
-    call ``saves`` names the arguments that it reads, and ``outputs`` says how many results;
-    ``materialize`` whether torch makes zeros of gradients of results that are not there.
+    call ``saves`` names the arguments that it reads, and ``outputs`` ends the slice of results
+    that it reads, from the first; ``materialize`` says whether torch makes zeros of gradients of
+    results that are not there.
 
     ``vmap`` takes torch's information and the axes of the fields by their names before the
     arguments, as that of torch.library.register_vmap does. ``forward`` answers where an argument
@@ -85,10 +94,10 @@ def register(
     for registry, function in ((_forward, forward), (_exported, exported)):
         if function is not None:
             registry[name] = _over_fields(schema, function)
-    _schemas[name] = schema
+    computing = _computing[name] = _watched(schema, compute)
     qualified = f"kernlib::{name}"
     _library.define(f"{name}{schema.text} -> {results}", tags=_TAGS)
-    _library.impl(name, _computing(schema, compute), "CompositeExplicitAutograd")
+    _library.impl(name, computing, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.kernlib, name).default
     torch.library.register_fake(qualified, _over_fields(schema, fake), lib=_library)
     if recorded is not None:
@@ -98,11 +107,11 @@ def register(
 
         def setup_context(ctx, inputs, output) -> None:
             ctx.set_materialize_grads(materialize)
-            results = output if isinstance(output, tuple) else (output,)
+            results = output if isinstance(output, (tuple, list)) else (output,)
             schema.save(ctx, inputs, results[:outputs], saves)
 
         def gradients(ctx, *grads):
-            return schema.gradients(ctx, backward(schema.saved(ctx, outputs, saves), *grads))
+            return schema.gradients(ctx, backward(schema.saved(ctx, saves), *grads))
 
         torch.library.register_autograd(
             qualified, gradients, setup_context=setup_context, lib=_library
@@ -125,18 +134,20 @@ def _over_fields(schema: Schema, function: Callable) -> Callable:
     return lambda *flat: function(*schema.restore(flat))
 
 
-def _computing(schema: Schema, compute: Callable) -> Callable:
+def _watched(schema: Schema, compute: Callable) -> Callable:
+    """``compute`` of an operator's fields, its events printed where the field ``debug`` is True."""
+    restore = schema.restore
     if "debug" not in schema.names:
-        return _over_fields(schema, compute)
+        return lambda *flat: compute(*restore(flat))
     place = schema.names.index("debug")
 
-    def computed(*flat):
+    def computing(*flat):
         if not flat[place]:
-            return compute(*schema.restore(flat))
+            return compute(*restore(flat))
         with events.on_stderr():
-            return compute(*schema.restore(flat))
+            return compute(*restore(flat))
 
-    return computed
+    return computing
 
 
 def _register_flops(operator: torch._ops.OpOverload, family: str) -> None:
@@ -192,16 +203,16 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
     forward-mode derivative, and outside of an export to ONNX, which knows operators of torch alone.
     ``name`` may begin with the library's."""
     opname = name.rpartition("::")[2]
-    below = None
+    computing = _computing[opname]
 
     def seen(keyset, *arguments, **named):
-        nonlocal below
-        if not torch.is_grad_enabled() and not named and _is_plain():
-            # As compiled code calls it, in half the time that a Function of torch's takes.
-            below = below or getattr(torch.ops.kernlib, opname).default.redispatch
-            arguments = _schemas[opname].filled(arguments)
-            with torch._C._AutoDispatchBelowAutograd():
-                return below(keyset & torch._C._after_autograd_keyset, *arguments)
+        if (
+            (keyset & _BELOW).raw_repr() in _PLAIN
+            and not torch.is_grad_enabled()
+            and not (named or _is_tracing() or forward_ad._current_level >= 0)
+        ):
+            # As compiled code calls it. To go on by the dispatcher would take twice as long.
+            return computing(*arguments)
         if _is_exported_to_onnx():
             return _for_onnx(opname, arguments)
         if not _has_tangent(arguments):
@@ -214,16 +225,6 @@ def _seen_by_torch(name: str, kernel: Callable) -> Callable:
         return _forward[opname](*arguments)
 
     return seen
-
-
-def _is_plain() -> bool:
-    """Whether nothing records, transforms or differentiates this call."""
-    return not (
-        is_in_torch_dispatch_mode()
-        or _is_tracing()
-        or forward_ad._current_level >= 0
-        or _are_functorch_transforms_active()
-    )
 
 
 def _is_exported_to_onnx() -> bool:
@@ -262,6 +263,16 @@ def _has_tangent(values) -> bool:
         if has_one:
             return True
     return False
+
+
+def takes_lists(*tensors: torch.Tensor | None) -> bool:
+    """Whether operators of lists of tensors, and without rules for shardings, can be called here
+    with these."""
+    return not _are_functorch_transforms_active() and not any(
+        is_legacy_batchedtensor(t) or is_traceable_wrapper_subclass(t)
+        for t in tensors
+        if t is not None
+    )
 
 
 def in_front(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:

@@ -87,6 +87,7 @@ class Schema:
         self.text = f"({', '.join(fields)})"
         self.names = [_name(field) for field in fields]
         self._lists = [place for place, field in enumerate(fields) if "[]" in field]
+        self._kinds = any(kind is not None for _, kind, _ in self._parts)
 
     def flatten(self, values: Sequence) -> list:
         """What the operator takes, from the arguments."""
@@ -103,10 +104,15 @@ class Schema:
             values[place] = values[place] or []
         return values
 
-    def restore(self, flat: Sequence) -> list:
+    def restore(self, flat: Sequence) -> Sequence:
         """The arguments, from what the operator takes."""
-        if len(flat) != len(self.names) or any([flat[place] is None for place in self._lists]):
+        if len(flat) != len(self.names):
             flat = self.filled(flat)
+        for place in self._lists:
+            if flat[place] is None:
+                flat = self.filled(flat)
+        if not self._kinds:
+            return flat
         return [
             flat[at.start] if kind is None else kind.restore(*flat[at])
             for _, kind, at in self._parts
@@ -129,6 +135,7 @@ class Schema:
     def save(self, ctx, inputs: Sequence, outputs: Sequence, saves: Saves) -> None:
         """Save outputs, some arguments, and all that is neither tensor nor list of tensors."""
         values = self.filled(inputs)
+        ctx.outputs = len(outputs)
         ctx.counts = [_count(value) for value in values]
         ctx.constants = [v if n is None else None for v, n in zip(values, ctx.counts, strict=True)]
         ctx.shapes = [
@@ -147,10 +154,11 @@ class Schema:
                 tensors += value
         ctx.save_for_backward(*outputs, *tensors)
 
-    def saved(self, ctx, outputs: int, saves: Saves) -> SimpleNamespace:
+    def saved(self, ctx, saves: Saves) -> SimpleNamespace:
         """The arguments by their names. Beside them ``outputs`` and, by the names of the fields,
         ``needs``, whether a gradient is needed, and ``shapes`` of all that are tensors."""
-        tensors, values = iter(ctx.saved_tensors[outputs:]), [*ctx.constants]
+        unpacked, values = ctx.saved_tensors, [*ctx.constants]
+        outputs, tensors = unpacked[: ctx.outputs], iter(unpacked[ctx.outputs :])
         for place, _ in self._saved(saves):
             count = ctx.counts[place]
             if count is not None:
@@ -161,7 +169,6 @@ class Schema:
             if name in saves or (kind is None and ctx.counts[at.start] is None)
         }
         needs, shapes = self.named(ctx.needs_input_grad), self.named(ctx.shapes)
-        outputs = ctx.saved_tensors[:outputs]
         return SimpleNamespace(outputs=outputs, needs=needs, shapes=shapes, **arguments)
 
     def _saved(self, saves: Saves) -> Iterator[tuple[int, tuple[str, ...]]]:

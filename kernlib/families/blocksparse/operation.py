@@ -211,7 +211,7 @@ class _Product(torch.autograd.Function):
         request = descriptor, ctx.layout, {"grad": grad, "a": a, "b": b}, needs[4:]
         if plan is None or torch.is_grad_enabled() or is_watched(grad):
             return None, None, None, to_bias, *gradients(*request, _multiply)
-        return None, None, None, to_bias, *_by_plans(plan, *request)
+        return None, None, None, to_bias, *gradients_by_plans(*request, plan)
 
 
 class _Step(NamedTuple):
@@ -226,14 +226,15 @@ class _Step(NamedTuple):
 _backwards = PlanCache()
 
 
-def _by_plans(
-    plan: products.ProductPlan, descriptor, layout: Layout, tensors: dict, needs: tuple
+def gradients_by_plans(
+    descriptor, layout: Layout, tensors: dict, needs: tuple, forward: object = None
 ) -> list[torch.Tensor | None]:
-    """Gradients by the kernels alone, their plans decided once for those of one signature and one
-    plan of the forward pass."""
+    """:func:`gradients` by the kernels alone, their plans decided once for those of one signature
+    and one plan of the forward pass, if there is one."""
     permitted = float32_precision() if descriptor.precision is None else None
     # The entry holds the plan, so that no other has its id.
-    key = id(plan), permitted, layout.key, needs, *map(signature, tensors.values())
+    what = descriptor.text if forward is None else id(forward)
+    key = what, permitted, layout.key, needs, *map(signature, tensors.values())
     steps = _backwards.plans.get(key)
     if steps is None:
         grads = gradients(descriptor, layout, tensors, needs, _multiply)
@@ -242,7 +243,7 @@ def _by_plans(
             for term, name, need in zip(terms(descriptor), "ab", needs, strict=True)
         ]
         if all(step is None or step.plan is not None for step in steps):
-            _backwards.keep(key, (plan, *steps))
+            _backwards.keep(key, (forward, *steps))
         return grads
     grads = []
     for step in steps[1:]:

@@ -34,7 +34,7 @@ from kernlib.runtime.arguments import (
     written,
 )
 from kernlib.runtime.autograd import bias_gradient
-from kernlib.runtime.operators import Operator, in_front, register
+from kernlib.runtime.operators import Operator, in_front, register, takes_lists
 from kernlib.runtime.schema import DESCRIPTOR, PARAMETERS, Schema, all_placed, is_mapped
 from kernlib.runtime.tensors import takes_derivatives
 
@@ -88,13 +88,35 @@ def _fake_product(a, b, layout, descriptor, bias, debug: bool) -> torch.Tensor:
 
 
 def _backward(saved, grad) -> dict:
-    descriptor, needs = saved.descriptor, saved.needs
-    tensors = {"grad": grad, "a": saved.a, "b": saved.b}
-    to_a, to_b = operation.gradients(
-        descriptor, saved.layout, tensors, (needs.a, needs.b), multiply
-    )
-    to_bias = bias_gradient(grad, descriptor.axis) if needs.bias else None
+    descriptor, layout, needs = saved.descriptor, saved.layout, (saved.needs.a, saved.needs.b)
+    if takes_lists(grad):
+        some = iter(
+            product_gradients(grad, saved.a, saved.b, layout, descriptor, needs, saved.debug)
+        )
+        to_a, to_b = (next(some) if need else None for need in needs)
+    else:
+        tensors = {"grad": grad, "a": saved.a, "b": saved.b}
+        to_a, to_b = operation.gradients(descriptor, layout, tensors, needs, multiply)
+    to_bias = bias_gradient(grad, descriptor.axis) if saved.needs.bias else None
     return {"a": to_a, "b": to_b, "bias": to_bias}
+
+
+def _compute_gradients(grad, a, b, layout, descriptor, needs, debug: bool) -> list[torch.Tensor]:
+    if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        grad = grad.contiguous()
+    tensors = {"grad": grad, "a": a, "b": b}
+    grads = operation.gradients_by_plans(descriptor, layout, tensors, tuple(needs))
+    return [t.contiguous() for t in grads if t is not None]
+
+
+def _fake_gradients(grad, a, b, layout, descriptor, needs, debug: bool) -> list[torch.Tensor]:
+    return [t.new_empty(t.shape) for t, need in zip((a, b), needs, strict=True) if need]
+
+
+def _recorded_gradients(grad, a, b, layout, descriptor, needs, debug: bool) -> list[torch.Tensor]:
+    tensors = {"grad": grad, "a": a, "b": b}
+    grads = operation.gradients(descriptor, layout, tensors, tuple(needs), multiply)
+    return [t.contiguous() for t in grads if t is not None]
 
 
 def _mapped(operator: Operator, info, dims, a, b, layout, descriptor, *rest):
@@ -134,6 +156,14 @@ product = register(
     saves=("a", "b", "layout", "descriptor"),
     backward=_backward,
     vmap=lambda *call: _mapped(product, *call),
+)
+product_gradients = register(
+    "blocksparse_matmul_gradients",
+    Schema("Tensor grad", *_OPERANDS, "bool[] needs", "bool debug"),
+    "Tensor[]",
+    _compute_gradients,
+    _fake_gradients,
+    recorded=_recorded_gradients,
 )
 
 

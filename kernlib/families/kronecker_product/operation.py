@@ -225,7 +225,7 @@ def adjoint(descriptor: KroneckerProduct) -> KroneckerProduct:
 def apart(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple, needs: tuple) -> list:
     """The gradients that are needed, None for others: the one by x by the product that it is, those
     by factors by torch."""
-    gradients = _by_torch(descriptor, grad, operands, [False, *needs[1:]])
+    gradients = by_torch(descriptor, grad, operands, [False, *needs[1:]])
     if needs[0]:
         x, *factors = operands
         to_x = calls.execute(adjoint(descriptor), (grad, *factors), None, {})
@@ -233,9 +233,12 @@ def apart(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple, nee
     return gradients
 
 
-def _by_torch(descriptor: KroneckerProduct, grad, operands: tuple, needs: list) -> list:
+def by_torch(descriptor: KroneckerProduct, grad, operands: tuple, needs: list) -> list:
+    """The gradients by x and by the factors, by torch's own operators and, where gradients are
+    recorded, with a record; None for those that are not needed."""
     if not any(needs):
         return [None] * len(needs)
+    descriptor = _plain(descriptor)
     recorded = torch.is_grad_enabled()
     pairs = list(zip(operands, needs, strict=True))
     with torch.enable_grad():
@@ -264,6 +267,14 @@ def _gradient_way(call: Call, descriptor, grad, operands: tuple, needs: tuple) -
     arch = arch_of(operands[0].get_device())
     takes = call.batch and plans.takes_gradients(descriptor, call.dtype, arch)
     return KERNELS if takes else REFERENCE
+
+
+def has_kernels(descriptor: KroneckerProduct, operands: tuple) -> bool:
+    """Whether kernels compute all gradients of a call, of which nothing is known but that torch
+    records it."""
+    descriptor = _plain(descriptor)
+    call = check_call(descriptor, operands, None, {})
+    return _gradient_way(call, descriptor, operands[0], operands, ()) == KERNELS
 
 
 def _launch_gradients(
@@ -324,8 +335,8 @@ class _Product(torch.autograd.Function):
         if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
             grad = grad.contiguous()
         to_bias = bias_gradient(grad, ctx.descriptor.axis) if of_bias else None
-        gradients = _gradients(_plain(ctx.descriptor), grad, ctx.saved_tensors, needs)
-        return None, None, to_bias, *gradients
+        gradients = by_torch if is_watched(grad) or torch.is_grad_enabled() else by_kernels
+        return None, None, to_bias, *gradients(ctx.descriptor, grad, ctx.saved_tensors, needs)
 
 
 @lru_cache(maxsize=1024)
@@ -333,10 +344,10 @@ def _plain(descriptor: KroneckerProduct) -> KroneckerProduct:
     return descriptor.replace(epilogue=())
 
 
-def _gradients(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple, needs: list):
-    """The gradients by x and by the factors; None for those that are not needed."""
-    if is_watched(grad) or torch.is_grad_enabled():
-        return _by_torch(descriptor, grad, operands, needs)
+def by_kernels(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple, needs: list):
+    """The gradients by x and by the factors, without a record; None for those that are not
+    needed."""
+    descriptor = _plain(descriptor)
     if not any(needs[1:]):
         return apart(descriptor, grad, operands, tuple(needs))
     gradients = _all_gradients.execute(descriptor, grad, operands, tuple(needs))

@@ -1,6 +1,6 @@
-"""Products with Kronecker products as an operator of ``torch.library``, for whoever records calls
-and runs them later. Eager calls pass by. With a gradient to record, and inside transforms of
-torch.func, it is what torch's own operators make of it."""
+"""Products with Kronecker products as operators of ``torch.library``, for whoever records calls
+and runs them later. Eager calls pass by. A gradient that kernels do not compute, and transforms of
+torch.func, are left to torch's own operators."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
+from kernlib.runtime.autograd import bias_gradient
 from kernlib.runtime.dtypes import FLOAT_TYPES
-from kernlib.runtime.operators import in_front, register
+from kernlib.runtime.operators import in_front, register, takes_lists
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed, is_mapped
 
 
@@ -65,6 +66,58 @@ def _by_torch(x, factors, text: str, parameters: dict, debug: bool) -> torch.Ten
     return products.by_reference(PRODUCT, fitted(text, factors), operands, None, parameters)
 
 
+def _recorded(x, factors, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    """The product with the leading bias by its operator, where kernels compute its gradients, and
+    the other epilogues by torch's own on the rounded result."""
+    shapes = _shapes(from_text(text), factors)
+    are_known = all(isinstance(size, int) for shape in shapes for size in shape)  # and no symbols
+    if not are_known or not takes_lists(x, *factors, *parameters.values()):
+        return _by_torch(x, factors, text, parameters, debug)
+    descriptor = fitted(text, factors, exact=True)
+    parts = operation.parts(descriptor)
+    if not operation.has_kernels(parts.product, (x, *factors)):
+        return _by_torch(x, factors, text, parameters, debug)
+    y = product_of(x, factors, parts.product.text, parts.operands(parameters).get("bias"), debug)
+    return parts.finish(y, parameters)
+
+
+def _compute_product(x, factors, text: str, bias, debug: bool) -> torch.Tensor:
+    return _compute(x, factors, text, {} if bias is None else {"bias": bias}, debug)
+
+
+def _fake_product(x, factors, text: str, bias, debug: bool) -> torch.Tensor:
+    return _fake(x, factors, text, {}, debug)
+
+
+def _backward(saved, grad) -> dict:
+    operands, needs = (saved.x, *saved.factors), [saved.needs.x, *saved.needs.factors]
+    if takes_lists(grad):
+        some = iter(gradients(grad, saved.x, saved.factors, saved.descriptor, needs, saved.debug))
+        grads = [next(some) if need else None for need in needs]
+    else:
+        grads = operation.by_torch(from_text(saved.descriptor), grad, operands, needs)
+    to_bias = None
+    if saved.needs.bias:
+        to_bias = bias_gradient(grad, from_text(saved.descriptor).axis)
+    return {"x": grads[0], "factors": grads[1:], "bias": to_bias}
+
+
+def _compute_gradients(grad, x, factors, text: str, needs, debug: bool) -> list[torch.Tensor]:
+    if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        grad = grad.contiguous()
+    grads = operation.by_kernels(from_text(text), grad, (x, *factors), needs)
+    return [t.contiguous() for t in grads if t is not None]
+
+
+def _fake_gradients(grad, x, factors, text: str, needs, debug: bool) -> list[torch.Tensor]:
+    return [t.new_empty(t.shape) for t, need in zip((x, *factors), needs, strict=True) if need]
+
+
+def _recorded_gradients(grad, x, factors, text: str, needs, debug: bool) -> list[torch.Tensor]:
+    grads = operation.by_torch(from_text(text), grad, (x, *factors), needs)
+    return [t.contiguous() for t in grads if t is not None]
+
+
 def _compute(x, factors, text: str, parameters: dict, debug: bool) -> torch.Tensor:
     return calls.execute(fitted(text, factors, exact=True), (x, *factors), None, parameters)
 
@@ -91,9 +144,34 @@ whole = register(
     "Tensor",
     _compute,
     _fake,
-    recorded=_by_torch,
+    recorded=_recorded,
     forward=_by_torch,
     vmap=_mapped,
+)
+# Of factors whose shapes its descriptor has.
+product_of = register(
+    "kronecker_product_of",
+    Schema("Tensor x", "Tensor[] factors", "str descriptor", "Tensor? bias", "bool debug"),
+    "Tensor",
+    _compute_product,
+    _fake_product,
+    saves=("x", "factors"),
+    backward=_backward,
+)
+gradients = register(
+    "kronecker_product_gradients",
+    Schema(
+        "Tensor grad",
+        "Tensor x",
+        "Tensor[] factors",
+        "str descriptor",
+        "bool[] needs",
+        "bool debug",
+    ),
+    "Tensor[]",
+    _compute_gradients,
+    _fake_gradients,
+    recorded=_recorded_gradients,
 )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -344,16 +344,17 @@ class _Product(torch.autograd.Function):
 _backwards = PlanCache()
 
 
-def by_plans(forward: object, key: tuple, compute: Callable) -> tuple:
+def by_plans(forward: object, key: tuple, compute: Callable) -> Any:
     """What ``compute(product, weight_gradient)`` returns, by the kernels alone. Their plans are
-    decided once for a key, which has the id of ``forward``: the plan of a forward pass."""
+    decided once for a key, which has the id of ``forward``: the plan of a forward pass, or None."""
     entry = _backwards.plans.get(key)
     if entry is not None:
         plans = iter(entry[1])
 
-        def planned_product(x, weight, *rest) -> torch.Tensor:
+        def planned_product(x, weight, bias, *rest) -> torch.Tensor:
             plan, descriptor = next(plans)
-            return calls.launch(plan, descriptor, (x, weight), None, {})
+            parameters = {} if bias is None else {"bias": bias}
+            return calls.launch(plan, descriptor, (x, weight), None, parameters)
 
         def planned_gradient(grad, x, *rest) -> torch.Tensor:
             return _launch_gradient(next(plans), grad, x)
@@ -362,9 +363,10 @@ def by_plans(forward: object, key: tuple, compute: Callable) -> tuple:
     plans = []
 
     def first_product(x, weight, bias, batch_last, precision, debug) -> torch.Tensor:
-        descriptor = _linear(tuple(weight.shape), batch_last, precision, False)
-        y = calls.execute(descriptor, (x, weight), None, {})
-        plan = calls.find(descriptor, (x, weight), None, {})
+        descriptor = _linear(tuple(weight.shape), batch_last, precision, bias is not None)
+        request = descriptor, (x, weight), None, {} if bias is None else {"bias": bias}
+        y = calls.execute(*request)
+        plan = calls.find(*request)
         plans.append(None if plan is None else (plan, descriptor))
         return y
 

@@ -8,10 +8,12 @@ from functools import lru_cache
 
 import torch
 from torch._C import _are_functorch_transforms_active
+from torch.compiler import is_exporting
 
 from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_sparse import operation
+from kernlib.families.kronecker_sparse.chain import operation as chain
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.families.kronecker_sparse.operation import PRODUCT, calls
 from kernlib.runtime import products
@@ -23,8 +25,10 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
+from kernlib.runtime.autograd import bias_gradient
 from kernlib.runtime.dtypes import FLOAT_TYPES
-from kernlib.runtime.operators import register
+from kernlib.runtime.operators import register, takes_lists
+from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed
 from kernlib.runtime.tensors import check_dense
 
@@ -94,10 +98,15 @@ def _fake_weight_gradient(grad, x, pattern, batch_last, precision, debug):
 
 def _backward(saved, grad) -> dict:
     needs = saved.needs.x, saved.needs.weight, saved.needs.bias
-    tensors, options = (saved.x, saved.weight, saved.shapes.weight), _options(saved)
-    ways = product, weight_gradient
-    grads = operation.product_gradients(grad, *tensors, needs, options, *ways)
-    return dict(zip(("x", "weight", "bias"), grads, strict=True))
+    options, ways = _options(saved), (product, weight_gradient)
+    if all(needs[:2]) and takes_lists(grad):
+        to_x, to_weight = chain_gradients(grad, [saved.x], [saved.weight], needs[:2], *options)
+        to_bias = bias_gradient(grad, _axis(grad, saved)) if needs[2] else None
+    else:
+        tensors = saved.x, saved.weight, saved.shapes.weight
+        grads = operation.product_gradients(grad, *tensors, needs, options, *ways)
+        to_x, to_weight, to_bias = grads
+    return {"x": to_x, "weight": to_weight, "bias": to_bias}
 
 
 def _weight_gradient_backward(saved, to_weight) -> dict:
@@ -108,8 +117,56 @@ def _weight_gradient_backward(saved, to_weight) -> dict:
     return dict(zip(("grad", "x"), grads, strict=True))
 
 
+def _axis(grad: torch.Tensor, saved) -> int:
+    return -grad.dim() if saved.batch_last else -1
+
+
 def _options(saved) -> tuple:
     return saved.batch_last, saved.precision, saved.debug
+
+
+# A chain whose gradient is recorded: one operator each way, however many factors there are.
+
+
+def _compute_chain(x, weights, bias, *options) -> list[torch.Tensor]:
+    return chain.results_by_plans(x, weights, bias, options)
+
+
+def _fake_chain(x, weights, bias, *options) -> list[torch.Tensor]:
+    return chain.results(x, weights, bias, options, _fake_product)
+
+
+def _chain_backward(saved, grads: list) -> dict:
+    *inner, grad = grads
+    hidden, weights, options = [saved.x, *saved.outputs], saved.weights, _options(saved)
+    if grad is None:
+        grad = torch.zeros_like(_fake_product(hidden[-1], weights[-1], None, *options))
+    needs = saved.needs.x, *saved.needs.weights
+    if takes_lists(grad) and all(each is None for each in inner):
+        some = iter(chain_gradients(grad, hidden, weights, [*needs], *options))
+        grads = [next(some) if need else None for need in needs]
+    else:
+        request = grad, hidden, weights, needs, options, product, weight_gradient
+        grads = chain.gradients(*request, inner)
+    to_bias = bias_gradient(grad, _axis(grad, saved)) if saved.needs.bias else None
+    return {"x": grads[0], "weights": grads[1:], "bias": to_bias}
+
+
+def _compute_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
+    if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        grad = grad.contiguous()
+    grads = chain.gradients_by_plans(grad, hidden, weights, tuple(needs), options)
+    return [t.contiguous() for t in grads if t is not None]
+
+
+def _fake_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
+    likes = zip((hidden[0], *weights), needs, strict=True)
+    return [t.new_empty(t.shape) for t, need in likes if need]
+
+
+def _recorded_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
+    request = grad, hidden, weights, tuple(needs), options, product, weight_gradient
+    return [t for t in chain.gradients(*request) if t is not None]
 
 
 _OPTIONS = "bool batch_last", "str? precision", "bool debug"
@@ -139,6 +196,25 @@ weight_gradient = register(
     _fake_weight_gradient,
     saves={"grad": ("x",), "x": ("grad",)},
     backward=_weight_gradient_backward,
+)
+recorded_chain = register(
+    "kronecker_sparse_chain",
+    Schema("Tensor x", "Tensor[] weights", "Tensor? bias", *_OPTIONS),
+    "Tensor[]",
+    _compute_chain,
+    _fake_chain,
+    saves=("x", "weights"),
+    outputs=-1,
+    materialize=False,
+    backward=_chain_backward,
+)
+chain_gradients = register(
+    "kronecker_sparse_chain_gradients",
+    Schema("Tensor grad", "Tensor[] hidden", "Tensor[] weights", "bool[] needs", *_OPTIONS),
+    "Tensor[]",
+    _compute_chain_gradients,
+    _fake_chain_gradients,
+    recorded=_recorded_chain_gradients,
 )
 
 
@@ -172,6 +248,8 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
     check_names(descriptor, parameters)
     operation.check_kinds(descriptor, operands)
+    if _is_one_step(descriptor, operands, parameters):
+        return _chain(descriptor, operands, parameters, debug)
     x = operands[0]
     for factor, weight in zip(descriptor.factors, operands[1:], strict=True):
         values = {name: parameters[name] for name in factor.parameters}
@@ -186,6 +264,27 @@ def run_fitted(
     is that of layers of others."""
     names = " ".join(parameters)
     return _traced(descriptor.form, names, False, *operands, *parameters.values())
+
+
+def _is_one_step(descriptor, operands: tuple, parameters: dict) -> bool:
+    """Whether a gradient of a chain is recorded by its operator."""
+    if len(operands) < 3 or chain.options_of(descriptor) is None or not torch.is_grad_enabled():
+        return False
+    tensors = *operands, *parameters.values()
+    return requires_gradient((), *tensors) and takes_lists(*tensors) and not is_exporting()
+
+
+def _chain(descriptor: KroneckerSparseChain, operands: tuple, parameters: dict, debug: bool):
+    check_dense(tuple(descriptor.operands), **dict(zip(descriptor.operands, operands, strict=True)))
+    (x, *weights), parameters = autocast(operands, parameters)
+    last = fitted(descriptor.factors[-1].text, weights[-1])
+    parts, options = operation.parts(last), (*chain.options_of(descriptor)[:2], debug)
+    shape = _fake_chain(x, weights, None, *options)[-1].shape
+    check_parameters(last, last.out_features, parameters, x, False, FLOAT_TYPES, shape)
+    parameters = all_placed(parameters, x.device)
+    bias = parts.operands(parameters).get("bias")
+    y = recorded_chain(x, weights, bias, *options)[-1]
+    return parts.finish(y, parameters)
 
 
 def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: bool) -> torch.Tensor:

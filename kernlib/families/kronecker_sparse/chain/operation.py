@@ -42,6 +42,7 @@ class Route(NamedTuple):
     factors: tuple[KroneckerSparse, ...]  # if a gradient is recorded, without the last epilogues
     plans: tuple[ProductPlan, ...]
     parts: Parts | None  # of the last factor if a gradient is recorded
+    options: tuple | None  # of all products then, as :func:`options_of` returns them
 
 
 _routes = PlanCache()
@@ -96,11 +97,11 @@ def _route(key) -> Route | None:
 def _keep(key: tuple, chain, hidden: list, weights: list, parameters: dict) -> None:
     """Keep the route of a call that had no error, if kernels computed it and nothing of the next
     call is left to check."""
-    factors, parts, given = chain.factors, None, parameters
+    factors, parts, given, options = chain.factors, None, parameters, options_of(chain)
     if key[0]:
-        *before, last = factors
-        if any(factor.epilogue for factor in before):  # which gradients pass through
+        if options is None:
             return
+        *before, last = factors
         parts = operation.parts(last)
         rest = [parameters[name] for name in parts.names]
         if any(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in rest):
@@ -112,7 +113,17 @@ def _keep(key: tuple, chain, hidden: list, weights: list, parameters: dict) -> N
         values = {name: given[name] for name in factor.parameters}
         plans.append(calls.find(factor, (x, weight), None, values))
     if None not in plans:
-        _routes.keep(key, Route(factors, tuple(plans), parts))
+        _routes.keep(key, Route(factors, tuple(plans), parts, options))
+
+
+def options_of(chain: KroneckerSparseChain) -> tuple[bool, str | None, bool] | None:
+    """``batch_last``, ``precision`` and ``debug`` of the products of a chain whose gradient is one
+    step. None for a chain that has epilogues before its end, which gradients pass through, or
+    several precisions."""
+    *before, last = chain.factors
+    if any(factor.epilogue or factor.precision != last.precision for factor in before):
+        return None
+    return last.batch_last, last.precision, False
 
 
 def _by_route(route: Route, operands: tuple, parameters: dict) -> torch.Tensor:
@@ -148,49 +159,73 @@ class _Chain(torch.autograd.Function):
     def backward(ctx, grad):
         route, saved = ctx.route, ctx.saved_tensors
         _, by_x, by_bias, *by_weights = ctx.needs_input_grad
-        last = route.factors[-1].batch_last
         if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
             grad = grad.contiguous()
-        to_bias = bias_gradient(grad, -grad.dim() if last else -1) if by_bias else None
-        count = len(route.factors)
-        request = route, grad, saved[:count], saved[count:], (by_x, *by_weights)
+        to_bias = bias_gradient(grad, -grad.dim() if route.options[0] else -1) if by_bias else None
+        count, needs = len(route.factors), (by_x, *by_weights)
+        request = grad, saved[:count], saved[count:], needs, route.options
         if is_watched(grad):
-            grads = _gradients(*request, *operation.ways(grad))
+            grads = gradients(*request, *operation.ways(grad))
         elif torch.is_grad_enabled():
-            grads = _recorded(*request)
+            grads = _recorded(route, *request[:-1])
         else:
-            tensors = [None if t is None else signature(t) for t in (grad, *saved)]
-            key = id(route), settings_of(grad), request[-1], *tensors
-            grads = operation.by_plans(route, key, partial(_gradients, *request))
+            grads = gradients_by_plans(*request, route)
         to_x, *to_weights = grads
         return None, to_x, to_bias, *to_weights
 
 
-def _gradients(
-    route: Route, grad, hidden, weights, needs: tuple, product: Callable, weight_gradient: Callable
+def results(x, weights, bias, options: tuple, product: Callable, *_) -> list[torch.Tensor]:
+    """h_1 to h_n, the last with the bias, by ``product`` of a factor."""
+    hidden = [x]
+    for index, weight in enumerate(weights, 1 - len(weights)):
+        hidden.append(product(hidden[-1], weight, None if index else bias, *options))
+    return hidden[1:]
+
+
+def results_by_plans(x, weights, bias, options: tuple) -> list[torch.Tensor]:
+    """:func:`results` by the kernels alone."""
+    of_bias = None if bias is None else signature(bias)
+    key = "results", settings_of(x), options, of_bias, *map(signature, (x, *weights))
+    return operation.by_plans(None, key, partial(results, x, weights, bias, options))
+
+
+def gradients(
+    grad, hidden, weights, needs: tuple, options: tuple, product, weight_gradient, inner=None
 ) -> list:
-    """Those by x and the weights, None where there is no need."""
+    """Those by x and the weights, None where there is no need, from that of h_n and, in ``inner``,
+    those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` are x and these h, None where there is
+    no need of the weight's gradient."""
     grads: list = [None] * len(needs)
     leads_on = [*accumulate(needs, max)]  # whether there is need of something before a factor
     for index in reversed(range(len(weights))):
-        factor, weight = route.factors[index], weights[index]
-        options = factor.batch_last, factor.precision, False
+        weight = weights[index]
         if needs[index + 1]:
-            grads[index + 1] = weight_gradient(grad, hidden[index], factor.pattern, *options)
+            grads[index + 1] = weight_gradient(grad, hidden[index], weight.shape, *options)
         if not leads_on[index]:
             break
         grad = product(grad, weight.transpose(1, 2), None, *options)
+        if inner and index and inner[index - 1] is not None:
+            grad = grad + inner[index - 1]
     if needs[0]:
         grads[0] = grad
     return grads
+
+
+def gradients_by_plans(
+    grad, hidden, weights, needs: tuple, options: tuple, forward: object = None
+) -> list:
+    """:func:`gradients` by the kernels alone, for the route of the forward pass if it has one."""
+    tensors = [None if t is None else signature(t) for t in (grad, *hidden, *weights)]
+    key = id(forward), settings_of(grad), options, needs, *tensors
+    compute = partial(gradients, grad, hidden, weights, needs, options)
+    return operation.by_plans(forward, key, compute)
 
 
 def _recorded(route: Route, grad, hidden, weights, needs: tuple) -> list:
     """The gradients, recorded: of the chain computed again, from the first h that was saved."""
     first = next((index for index, h in enumerate(hidden) if h is not None), None)
     if first is None:  # by x alone
-        product, weight_gradient = operation.ways(grad)
-        return _gradients(route, grad, hidden, weights, needs, product, weight_gradient)
+        return gradients(grad, hidden, weights, needs, route.options, *operation.ways(grad))
     by_x, *by_weights = needs
     with torch.enable_grad():  # by aliases, as two of the arguments may be one tensor
         h = hidden[first].view_as(hidden[first]) if by_x else hidden[first].detach()
@@ -198,10 +233,8 @@ def _recorded(route: Route, grad, hidden, weights, needs: tuple) -> list:
             h,
             *(t.view_as(t) if need else t for t, need in zip(weights, by_weights, strict=True)),
         ]
-        for factor, weight in zip(route.factors[first:], leaves[first + 1 :], strict=True):
-            h = operation.recorded_product(
-                h, weight, None, factor.batch_last, factor.precision, False
-            )
+        for weight in leaves[first + 1 :]:
+            h = operation.recorded_product(h, weight, None, *route.options)
         inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(h, inputs, grad, create_graph=True))
     return [next(grads) if need else None for need in needs]
