@@ -25,7 +25,8 @@ from benchmarks.common.harness import note, number
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = (
-    "pairwise", "kronecker_sparse", "sparse", "kronecker_product", "blocksparse", "service",
+    "pairwise", "kronecker_sparse", "sparse", "kronecker_product", "blocksparse", "programs",
+    "service",
 )  # fmt: skip
 ROUNDS = 2
 SHARE, MICROSECONDS = 0.03, 0.5  # what two runs of one commit may differ by; a time must pass both

@@ -9,6 +9,8 @@ import argparse
 import datetime
 import json
 import math
+import os
+import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -95,15 +97,24 @@ class Session:
 
 
 def machine() -> dict[str, str]:
-    """GPU, driver and versions, as the head of result files and of the GPU record."""
+    """GPU, host, driver and versions, as the head of result files and of the GPU record."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU,
+        "host": f"{cpu()}, {len(os.sched_getaffinity(0))} CPUs",
         "driver": query_gpu("driver_version"),
         "torch": torch.__version__,
         "nvrtc": toolchain.nvrtc_version(),
         "kernlib": kernlib.__version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def cpu() -> str:
+    """The name of the CPU, as the system says it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def headers(family: str) -> list[str]:
@@ -138,8 +149,8 @@ def merge(head: dict, rows: list[dict], old: dict | None, order: Sequence[str] =
     """A result file with ``rows`` in place of those of the same cases in ``old``, in ``order``,
     cases measured with KERNLIB_PORTABLE=1 behind all others.
 
-    A kept row that other kernel sources gave keeps their digest as its own ``sources``. Raises
-    ValueError when ``old`` is of another GPU.
+    A kept row that other kernel sources gave keeps their digest as its own ``sources``, and one of
+    another host that as its own ``host``. Raises ValueError when ``old`` is of another GPU.
     """
     if old and old["gpu"] != head["gpu"]:
         raise ValueError(f"the file holds results of {old['gpu']}, this is {head['gpu']}")
@@ -155,9 +166,10 @@ def merge(head: dict, rows: list[dict], old: dict | None, order: Sequence[str] =
 
 
 def _dated(row: dict, old: dict, head: dict) -> dict:
-    digest = row.get("sources", old["sources"])
-    rest = {k: v for k, v in row.items() if k != "sources"}
-    return rest if digest == head["sources"] else {**rest, "sources": digest}
+    """A row of ``old`` with what it was measured of and on, where that differs from ``head``."""
+    origin = {name: row.get(name, old.get(name)) for name in ("sources", "host")}
+    differing = {k: v for k, v in origin.items() if v is not None and v != head.get(k)}
+    return {k: v for k, v in row.items() if k not in origin} | differing
 
 
 def read(path: Path) -> dict | None:

@@ -6,10 +6,8 @@ whatever else runs on a CPU only adds to it.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -76,16 +74,8 @@ def measure(name: str, session: Session) -> Row:
 
 def machine() -> dict[str, str]:
     """The head of a result file, with the CPU in the GPU's place."""
-    return {**harness.machine(), "gpu": f"{cpu()}, {torch.get_num_threads()} threads",
-            "driver": "none"}  # fmt: skip
-
-
-def cpu() -> str:
-    """Its name, as the system says it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    name = f"{harness.cpu()}, {torch.get_num_threads()} threads"
+    return {**harness.machine(), "gpu": name, "driver": "none"}
 
 
 def cases() -> list[Case]:

@@ -40,6 +40,13 @@ for up to 8 features and for absolute differences, fused sums. `keops` is KeOps'
 `keops products` the same by norms and scalar products; both include the host's work, as no CUDA
 graph can hold them.
 """,
+    "programs": """\
+Microseconds are the host's, of a step (forward and backward, with a gradient given) or of a call
+without gradients ("hot"); milliseconds are the GPU's from a step's begin to the next one's. Rivals
+are not always the same function: `linear` is a dense layer of as many features, `dense` the dense
+MLP, `mm` a product of 256 x 256 matrices; `torch`, `sdpa` and `gpytorch` compute the same. `add_`,
+which tells how fast the host is, and `given`, kernlib's step with a gradient given, count as none.
+""",
     "sparse": """\
 MACKO's format is multiplied by kernlib's own kernel, and counts as no rival.
 """,

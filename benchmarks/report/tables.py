@@ -26,9 +26,10 @@ SUMMARIES = (
 
 def section(family: str, found: dict) -> str:
     """Of one result file: where and when it was measured, and its tables."""
+    host = f", host {found['host']}" if "host" in found else ""
     head = (
-        f"**{title(family)}** on {found['gpu']}, driver {found['driver']}, torch {found['torch']}, "
-        f"NVRTC {found['nvrtc']}, {found['date']}"
+        f"**{title(family)}** on {found['gpu']}{host}, driver {found['driver']}, "
+        f"torch {found['torch']}, NVRTC {found['nvrtc']}, {found['date']}"
     )
     return "\n\n".join([head, *TABLES.get(family, _rows)(found["rows"])])
 

@@ -10,6 +10,7 @@ from benchmarks.kronecker_product import problems as products
 from benchmarks.kronecker_product.run import HOT_NAME, hot_call
 from benchmarks.kronecker_sparse import run as kronecker_sparse
 from benchmarks.pairwise import run as pairwise
+from benchmarks.programs import run as programs
 from benchmarks.sparse import run as sparse
 from tests.benchmarks.cases import committed
 
@@ -28,6 +29,7 @@ CASES = {
         for plan in kronecker_sparse.planned(section)
     ],
     "pairwise": pairwise.cases() + pairwise.cases(portable=True),
+    "programs": programs.cases(),
     "sparse": [case for section in sparse.SECTIONS for case in sparse.cases(section)],
 }
 

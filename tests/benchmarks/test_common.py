@@ -59,6 +59,16 @@ def test_merge_keeps_the_digest_of_older_rows():
     assert [one.get("sources") for one in back["rows"]] == ["cd34", None]
 
 
+def test_merge_keeps_the_host_of_rows_of_another():
+    old = harness.merge(HEAD | {"host": "slow"}, [row("a").as_json(), row("b").as_json()], None)
+    found = harness.merge(HEAD | {"host": "fast"}, [row("a").as_json()], old)
+    assert [one.get("host") for one in found["rows"]] == [None, "slow"]
+    back = harness.merge(HEAD | {"host": "slow"}, [], found)
+    assert [one.get("host") for one in back["rows"]] == ["fast", None]
+    check_schema(back)
+    assert "on NVIDIA H200, host slow, driver" in report.tables.section("service", back)
+
+
 def test_merge_refuses_another_gpu():
     with pytest.raises(ValueError, match="holds results of NVIDIA H200"):
         harness.merge({**HEAD, "gpu": "other"}, [], harness.merge(HEAD, [], None))
@@ -217,6 +227,24 @@ def test_case_names_of_the_service_are_the_agreed_ones():
     attention = {f"first call attention {kind}" for kind in ("cold", "cached")}
     attention |= {f"first use attention{way} filled" for way in ("", " backward")}
     assert attention | {"hot call attention", "hot step attention"} <= names
+
+
+def test_the_first_use_of_what_loads_cholesky_may_take_as_much_more(monkeypatch):
+    times = {"use('solve_kernel')": 300.0, "use('cdist p=2')": 90.0, "use_cholesky()": 200.0}
+    ran = []
+
+    def child(code, directory):
+        ran.append(code.split("; ")[1])
+        return {"ms": times[ran[-1]]}
+
+    monkeypatch.setattr(service, "child", child)
+    session = harness.Session()
+    rows = [service.first_use_row("solve_kernel", kind, session) for kind in ("empty", "filled")]
+    assert [one.must for one in rows] == [1200.0, 300.0]
+    assert all(one.rivals == {"cholesky": 200.0} for one in rows)
+    assert ran.count("use_cholesky()") == 3 and summary.others(rows[0].rivals) == {}
+    plain = service.first_use_row("cdist p=2", "filled", session)
+    assert plain.must == 100.0 and not plain.rivals
 
 
 def test_attention_of_the_service_is_torch_s(monkeypatch, seed):

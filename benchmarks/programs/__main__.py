@@ -1,0 +1,3 @@
+from benchmarks.programs.run import main
+
+raise SystemExit(main())
