@@ -265,14 +265,20 @@ def _has_tangent(values) -> bool:
     return False
 
 
-def takes_lists(*tensors: torch.Tensor | None) -> bool:
+def takes_lists(*values: object) -> bool:
     """Whether operators of lists of tensors, and without rules for shardings, can be called here
-    with these."""
+    with the tensors among these."""
     return not _are_functorch_transforms_active() and not any(
         is_legacy_batchedtensor(t) or is_traceable_wrapper_subclass(t)
-        for t in tensors
-        if t is not None
+        for t in values
+        if isinstance(t, torch.Tensor)
     )
+
+
+def is_one_step(grad: torch.Tensor) -> bool:
+    """Whether all gradients of a call are computed by one operator of lists: no gradient of them is
+    recorded, for which each would be an operator."""
+    return not torch.is_grad_enabled() and takes_lists(grad)
 
 
 def in_front(t: torch.Tensor | None, dim: int | None, rank: int) -> torch.Tensor | None:

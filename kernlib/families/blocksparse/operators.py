@@ -34,7 +34,7 @@ from kernlib.runtime.arguments import (
     written,
 )
 from kernlib.runtime.autograd import bias_gradient
-from kernlib.runtime.operators import Operator, in_front, register, takes_lists
+from kernlib.runtime.operators import Operator, in_front, is_one_step, register
 from kernlib.runtime.schema import DESCRIPTOR, PARAMETERS, Schema, all_placed, is_mapped
 from kernlib.runtime.tensors import takes_derivatives
 
@@ -89,7 +89,7 @@ def _fake_product(a, b, layout, descriptor, bias, debug: bool) -> torch.Tensor:
 
 def _backward(saved, grad) -> dict:
     descriptor, layout, needs = saved.descriptor, saved.layout, (saved.needs.a, saved.needs.b)
-    if takes_lists(grad):
+    if is_one_step(grad):
         some = iter(
             product_gradients(grad, saved.a, saved.b, layout, descriptor, needs, saved.debug)
         )

@@ -35,6 +35,11 @@ def _count_product(
     return 2 * slots * rows * columns * result.numel() // max(1, lines)
 
 
+def _count_gradients(result: list, /, *, grad, needs, **operands) -> int:
+    """Each as many as the product."""
+    return sum(needs) * _count_product(grad, **operands)
+
+
 def heads_of(q: torch.Tensor, layout: list[torch.Tensor], layout_text: str) -> int:
     """Heads of the layout of attention: 1 where it has none."""
     if is_form(layout_text):
@@ -64,6 +69,7 @@ FORMULAS = {
     "blocksparse_attention_gradient": _count_attention_gradient,
     "blocksparse_attention_scored": _count_attention,
     "blocksparse_matmul": _count_product,
+    "blocksparse_matmul_gradients": _count_gradients,
     "blocksparse_matmul_product": _count_product,
     "blocksparse_scaled": _count_product,
 }

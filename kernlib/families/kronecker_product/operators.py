@@ -23,7 +23,7 @@ from kernlib.runtime.arguments import (
 )
 from kernlib.runtime.autograd import bias_gradient
 from kernlib.runtime.dtypes import FLOAT_TYPES
-from kernlib.runtime.operators import in_front, register, takes_lists
+from kernlib.runtime.operators import in_front, is_one_step, register, takes_lists
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed, is_mapped
 
 
@@ -91,7 +91,7 @@ def _fake_product(x, factors, text: str, bias, debug: bool) -> torch.Tensor:
 
 def _backward(saved, grad) -> dict:
     operands, needs = (saved.x, *saved.factors), [saved.needs.x, *saved.needs.factors]
-    if takes_lists(grad):
+    if is_one_step(grad):
         some = iter(gradients(grad, saved.x, saved.factors, saved.descriptor, needs, saved.debug))
         grads = [next(some) if need else None for need in needs]
     else:

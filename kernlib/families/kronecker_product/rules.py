@@ -27,7 +27,17 @@ def _count_product(result: torch.Tensor, /, *, factors, descriptor: str, **_) ->
     return total
 
 
-FORMULAS = {"kronecker_product": _count_product}
+def _count_gradients(result: list, /, *, grad, needs, **operands) -> int:
+    """That by x as many as the product; those by factors twice as many, for the products that they
+    are computed from and for their sums."""
+    return (needs[0] + 2 * any(needs[1:])) * _count_product(grad, **operands)
+
+
+FORMULAS = {
+    "kronecker_product": _count_product,
+    "kronecker_product_gradients": _count_gradients,
+    "kronecker_product_of": _count_product,
+}
 
 
 # Shardings.

@@ -27,7 +27,7 @@ from kernlib.runtime.arguments import (
 )
 from kernlib.runtime.autograd import bias_gradient
 from kernlib.runtime.dtypes import FLOAT_TYPES
-from kernlib.runtime.operators import register, takes_lists
+from kernlib.runtime.operators import is_one_step, register, takes_lists
 from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed
 from kernlib.runtime.tensors import check_dense
@@ -99,7 +99,7 @@ def _fake_weight_gradient(grad, x, pattern, batch_last, precision, debug):
 def _backward(saved, grad) -> dict:
     needs = saved.needs.x, saved.needs.weight, saved.needs.bias
     options, ways = _options(saved), (product, weight_gradient)
-    if all(needs[:2]) and takes_lists(grad):
+    if all(needs[:2]) and is_one_step(grad):
         to_x, to_weight = chain_gradients(grad, [saved.x], [saved.weight], needs[:2], *options)
         to_bias = bias_gradient(grad, _axis(grad, saved)) if needs[2] else None
     else:
@@ -142,7 +142,7 @@ def _chain_backward(saved, grads: list) -> dict:
     if grad is None:
         grad = torch.zeros_like(_fake_product(hidden[-1], weights[-1], None, *options))
     needs = saved.needs.x, *saved.needs.weights
-    if takes_lists(grad) and all(each is None for each in inner):
+    if is_one_step(grad) and all(each is None for each in inner):
         some = iter(chain_gradients(grad, hidden, weights, [*needs], *options))
         grads = [next(some) if need else None for need in needs]
     else:

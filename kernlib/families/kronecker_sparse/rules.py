@@ -5,6 +5,7 @@ then."""
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import torch
 
@@ -24,8 +25,24 @@ def _count_weight_gradient(result: torch.Tensor, /, *, grad, pattern, **_) -> in
     return 2 * grad.numel() // (a * b * d) * math.prod(pattern)
 
 
+def _count_chain(result: list, /, *, x, weights, **_) -> int:
+    a, _b, c, d = weights[0].shape
+    return 2 * x.numel() // (a * c * d) * sum(weight.numel() for weight in weights)
+
+
+def _count_chain_gradients(result: list, /, *, hidden, weights, needs, **_) -> int:
+    """Of each weight that needs one, and of each h that leads on to one."""
+    a, _b, c, d = weights[0].shape
+    leads_on = accumulate(needs, max)
+    counts = zip(weights, leads_on, needs[1:], strict=False)
+    total = sum(weight.numel() * (leads + need) for weight, leads, need in counts)
+    return 2 * hidden[0].numel() // (a * c * d) * total
+
+
 FORMULAS = {
     "kronecker_sparse": _count_product,
+    "kronecker_sparse_chain": _count_chain,
+    "kronecker_sparse_chain_gradients": _count_chain_gradients,
     "kronecker_sparse_product": _count_product,
     "kronecker_sparse_weight_gradient": _count_weight_gradient,
 }

@@ -287,7 +287,12 @@ OPERATOR, PRODUCT = ("blocksparse_matmul",), ("blocksparse_matmul_product",)
 GRAPHS = {
     "a layout": Graph(CALLS["a layout"], OPERATOR, PRODUCT, PRODUCT),
     "sdd": Graph(of_mode(SDD, LAYOUT, A, B), OPERATOR, PRODUCT, PRODUCT),
-    "dsd": Graph(of_mode(DSD, LAYOUT, W, UNDER), OPERATOR, PRODUCT, PRODUCT),
+    "dsd": Graph(
+        of_mode(DSD, LAYOUT, W, UNDER),
+        OPERATOR,
+        PRODUCT,
+        (*PRODUCT, "blocksparse_matmul_gradients"),
+    ),
 }
 TRANSFORMS = {  # of those whose gradients have the strides of eager calls'
     name: Transform(CALLS[name], CALLS[name].places, None, None, None, None)
@@ -306,6 +311,12 @@ def product(descriptor, a, b, bias=None, layout=LAYOUT) -> Check:
     return Check("blocksparse_matmul_product", given, (0, 1, 5))
 
 
+def gradients(descriptor, a, b, needs, layout=LAYOUT) -> Check:
+    grad = kl.run_kernel(descriptor, layout, a, b)
+    given = (grad, a, b, [*layout.tensors], layout.text, descriptor.text, needs, False)
+    return Check("blocksparse_matmul_gradients", given, (0, 1, 2))
+
+
 BIASED = FIRST.replace(epilogue=kl.Bias())
 CHECKS = {
     "sdd": whole(SDD, A, B),
@@ -319,6 +330,9 @@ CHECKS = {
     "product of dds": product(BIASED, X, W, BIAS),
     "product of batches": product(DDS, values(3, 2, 32), W),
     "product of heads": product(SDD, A3[:1], B3, layout=HEADS),
+    "gradients of sdd": gradients(SDD, A, B, [True, True]),
+    "gradients of dds": gradients(DDS, values(3, 2, 32), W, [False, True]),
+    "gradients of heads": gradients(SDD, A3[:1], B3, [True, False], layout=HEADS),
 }
 
 

@@ -300,7 +300,25 @@ def whole(x, factors, descriptor, names="", numbers=(), tensors=()) -> Check:
     return Check("kronecker_product", arguments, (0, 1, 5))
 
 
+def recorded(x, factors, descriptor, bias=None) -> Check:
+    arguments = (x, [*factors], descriptor.text, bias, False)
+    return Check("kronecker_product_of", arguments, (0, 1, 3))
+
+
+def gradients(x, factors, descriptor, needs) -> Check:
+    grad = kl.run_kernel(descriptor.replace(epilogue=()), x, *factors)
+    arguments = (grad, x, [*factors], descriptor.text, needs, False)
+    return Check("kronecker_product_gradients", arguments, (0, 1, 2))
+
+
 CHECKS = {
+    "recorded": recorded(X, (A, B), FIRST, BIAS),
+    "recorded left": recorded(UNDER, (A, B), LEFT.replace(epilogue=())),
+    "gradients": gradients(X, (A, B), FIRST, [True, True, True]),
+    "gradients by x": gradients(X, (A, B), PLAIN, [True, False, False]),
+    "gradients of batches": gradients(
+        X.view(3, 1, 2, 8), (values(2, 2, 3), B), PLAIN, [False, True, True]
+    ),
     "plain": whole(X, (A, B), PLAIN),
     "epilogue": whole(X, (A, B), FIRST, "bias", tensors=[BIAS]),
     "left": whole(UNDER, (A, B), LEFT, "bias", tensors=[SHORT]),

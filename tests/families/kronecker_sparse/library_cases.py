@@ -226,7 +226,7 @@ PRODUCT = ("kronecker_sparse_product",)
 GRAPHS = {
     "epilogue": Graph(
         EPILOGUED, ("kronecker_sparse",), PRODUCT,
-        (*PRODUCT, "kronecker_sparse_weight_gradient"),
+        (*PRODUCT, "kronecker_sparse_chain_gradients"),
     ),
     "weight alone": Graph(EPILOGUED._replace(places=(1,)), ("kronecker_sparse",), PRODUCT),
 }  # fmt: skip
@@ -234,6 +234,9 @@ GRAPHS = {
 TRANSFORMS = {
     "epilogue": Transform(CALLS["epilogue"], SIDES, None, None, None, None),
 }
+
+
+SECOND = values(3, 2, 8, 1)  # the weight of a factor behind
 
 
 def whole(x, weight, descriptor, names="", numbers=(), tensors=()) -> Check:
@@ -251,6 +254,14 @@ def parts(batch_last: bool, batch: tuple) -> dict[str, Check]:
         "weight gradient": Check(
             "kronecker_sparse_weight_gradient",
             (grad, x, list(PATTERN), batch_last, "tf32", False), SIDES,
+        ),
+        "chain": Check(
+            "kronecker_sparse_chain", (x, [W, SECOND], values(6), batch_last, None, False), THREE
+        ),
+        "chain gradients": Check(
+            "kronecker_sparse_chain_gradients",
+            (values(6, *batch) if batch_last else values(*batch, 6), [x, grad], [W, SECOND],
+             [True, False, True], batch_last, "tf32", False), THREE,
         ),
     }  # fmt: skip
 
