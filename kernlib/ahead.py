@@ -208,7 +208,7 @@ def build_all(
 ) -> list[Entry]:
     """The entry of each job. Equal jobs are built once, by a pool of threads: NVRTC releases the
     GIL. Raises the first failure, and begins nothing after it."""
-    _check_workers(workers)
+    check_workers(workers)
     keys = [(spec.canonical(), arch) for spec, arch in jobs]
     distinct = dict(zip(keys, jobs, strict=True))
     if not jobs:
@@ -257,12 +257,12 @@ def _check_named(misplaced: tuple, arguments: dict, descriptors) -> None:
 
 def _check_options(workers, progress, debug) -> None:
     """Raises TypeError and ValueError."""
-    _check_workers(workers)
+    check_workers(workers)
     check_progress(progress)
     check_flag("debug", debug)
 
 
-def _check_workers(workers: int | None) -> None:
+def check_workers(workers: int | None) -> None:
     """Raises TypeError and ValueError for what is neither a positive int nor None."""
     if workers is None:
         return

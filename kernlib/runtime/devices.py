@@ -16,7 +16,7 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime import driver, nvtx, rehearsal
+from kernlib.runtime import driver, nvtx, recorders, rehearsal
 from kernlib.runtime.rehearsal import Rehearsal
 from kernlib.settings import current
 
@@ -137,10 +137,11 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
         if found is None:
             _refuse_capture(spec, device)
         driver.bind_context(device)
-        if found is not None:
-            return found
-        with nvtx.range_of(f"kernlib load {spec.description}"):
-            return service.kernel(spec, device, arch)
+        if found is None:
+            with nvtx.range_of(f"kernlib load {spec.description}"):
+                found = service.kernel(spec, device, arch)
+    recorders.note_kernel(spec, arch)
+    return found
 
 
 def build(specs: list[KernelSpec], device: int) -> None:

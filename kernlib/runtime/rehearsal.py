@@ -8,7 +8,7 @@ what would be loaded; the index of a meta tensor's device is -1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -22,10 +22,13 @@ from kernlib.jit.spec import KernelSpec
 
 class Rehearsal:
     """The GPUs of an arch, with each of ``counts`` multiprocessors, or one of them if a ``device``
-    is given, and the kernels that calls would load there."""
+    is given, and the kernels that calls would load there. One that ``poses`` answers for real
+    devices too: to what lowers a call of real tensors, which must load nothing."""
 
-    def __init__(self, arch: str, device: int | None, counts: Iterable[int]):
-        self.arch, self.device, self.counts = arch, device, counts
+    def __init__(
+        self, arch: str, device: int | None, counts: Sequence[int], poses: bool = False
+    ) -> None:
+        self.arch, self.device, self.counts, self.poses = arch, device, counts, poses
         self._noted: dict[KernelSpec, None] = {}
 
     @property
@@ -56,8 +59,9 @@ def current() -> Rehearsal | None:
 
 
 def of(device: int) -> Rehearsal | None:
-    """The rehearsal that a device's index is of, None for a real device."""
-    return _current.get() if device < 0 else None
+    """The rehearsal that answers for a device's index, None for a real device."""
+    rehearsal = _current.get()
+    return rehearsal if rehearsal is not None and (device < 0 or rehearsal.poses) else None
 
 
 def on_gpu(device: torch.device) -> bool:
