@@ -66,6 +66,8 @@ def compile(
     ``progress`` shows a bar on stderr if that is a terminal or a notebook's, else a line every ten
     seconds, which work of less than that does not reach. False shows nothing, True the end too.
 
+    :func:`kernlib.recording` compiles the calls that a program makes, into a bundle.
+
     Returns the entries in order. The first failure cancels what has not begun and is raised:
     CompileError, or UnsupportedError when no compiler is installed. Raises ValueError for an
     unknown arch, TypeError and ValueError for bad arguments.
@@ -102,6 +104,9 @@ def prepare(
     for tensors of the current CUDA device with the same shapes, strides and offsets. CPU tensors
     are checked; for them nothing is compiled. ``workers`` and ``progress`` are those of
     :func:`kernlib.compile`; the calling thread loads what the workers have compiled.
+
+    :func:`kernlib.recording` around one step of a program takes all its kernels to other machines,
+    without a list of its calls.
 
     Raises what :func:`kernlib.run_kernel` raises, CaptureError if something is not loaded while the
     stream captures a CUDA graph, and UnsupportedError for ``meta`` tensors without a usable GPU.

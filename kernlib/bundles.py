@@ -19,7 +19,7 @@ from kernlib.jit import bundle, layers, targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
 from kernlib.progress import check as check_progress
-from kernlib.runtime import ahead, devices, recorders, rehearsal
+from kernlib.runtime import ahead, devices, rehearsal
 from kernlib.runtime.plan import forget_plans
 from kernlib.runtime.rehearsal import Rehearsal
 
@@ -85,12 +85,12 @@ def recording(
     bundle.refuse_target(path, replace, "replace=True replaces it")
     bundle.make_folder(path)
     recorder = _Recorder(targeted)
-    recorders.active.append(recorder)
+    rehearsal.recorders.append(recorder)
     try:
         forget_plans()  # what plans are made anew for is heard of
         yield
     finally:
-        recorders.active.remove(recorder)
+        rehearsal.recorders.remove(recorder)
     jobs = recorder.jobs()
     if recorder.failures:
         warnings.warn(_left_out(recorder.failures), KernlibWarning, stacklevel=3)

@@ -141,22 +141,22 @@ def _refuse_others(folder: Path) -> None:
         if (folder / LAYOUT).is_dir():
             advice = "this is a cache, which may change while it is read: " + advice
         raise FileNotFoundError(f"{folder} holds no {FILE}; {advice}")
-    _refuse_writable(folder)
-    _refuse_writable(path)
+    _refuse_writable(folder, path)
 
 
-def _refuse_writable(part: Path) -> None:
-    found = os.stat(part)
-    if found.st_uid not in (0, os.geteuid()):
-        raise PermissionError(
-            f"{part} belongs to user {found.st_uid}, who may change it; a bundle must be "
-            "root's or your own, as a copy of it is"
-        )
-    mode = found.st_mode
-    if mode & 0o022 and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
-        raise PermissionError(
-            f"others may write {part} (mode {mode & 0o777:o}); chmod go-w would do"
-        )
+def _refuse_writable(*parts: Path) -> None:
+    for part in parts:
+        found = os.stat(part)
+        if found.st_uid not in (0, os.geteuid()):
+            raise PermissionError(
+                f"{part} belongs to user {found.st_uid}, who may change it; a bundle must be "
+                "root's or your own, as a copy of it is"
+            )
+        mode = found.st_mode
+        if mode & 0o022 and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+            raise PermissionError(
+                f"others may write {part} (mode {mode & 0o777:o}); chmod go-w would do"
+            )
 
 
 def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -> dict:

@@ -16,7 +16,7 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime import driver, nvtx, recorders, rehearsal
+from kernlib.runtime import driver, nvtx, rehearsal
 from kernlib.runtime.rehearsal import Rehearsal
 from kernlib.settings import current
 
@@ -140,7 +140,7 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
         if found is None:
             with nvtx.range_of(f"kernlib load {spec.description}"):
                 found = service.kernel(spec, device, arch)
-    recorders.note_kernel(spec, arch)
+    rehearsal.note_kernel(spec, arch)
     return found
 
 

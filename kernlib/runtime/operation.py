@@ -18,7 +18,7 @@ import torch
 from kernlib import events
 from kernlib.descriptors.base import whole
 from kernlib.errors import UnsupportedError
-from kernlib.runtime import recorders, rehearsal
+from kernlib.runtime import rehearsal
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import UNREADABLE, stand_ins
 
@@ -124,10 +124,10 @@ def bind(operation: Operation) -> Bound:
         return plan
 
     def tell(call, request: tuple) -> None:
-        if recorders.active:
+        if rehearsal.recorders:
             device = _device(operation, call, request)
             if device.type == "cuda":
-                recorders.note_call(operation.on_meta or execute, request, device.index)
+                rehearsal.note_call(operation.on_meta or execute, request, device.index)
 
     return Bound(execute, launch, first, find, make, cache)
 

@@ -8,7 +8,7 @@ from operator import itemgetter
 import torch
 
 from kernlib.lowering.steps import NUMBER, WORKSPACE, Lowered, Step
-from kernlib.runtime import devices, recorders, rehearsal
+from kernlib.runtime import devices, rehearsal
 from kernlib.runtime.devices import allocator, build, load
 from kernlib.runtime.plan import Plan, PlanCache, start_all
 
@@ -123,7 +123,7 @@ class StepsCache(PlanCache):
         key = (*key, device.index)
         found = self.plans.get(key)
         if found is None:
-            recorders.note_lowering(lower, device.index)
+            rehearsal.note_lowering(lower, device.index)
             found = Steps(lower(), operands, device)
             self.keep(key, found)
         return found

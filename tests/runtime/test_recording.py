@@ -18,7 +18,7 @@ from kernlib.jit import bundle, compiler, layers, service, toolchain
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered, Step
-from kernlib.runtime import devices, recorders
+from kernlib.runtime import devices, rehearsal
 from kernlib.runtime.sequence import StepsCache
 from tests.architecture import golden_gradients, walks
 from tests.jit.service_cases import loading
@@ -65,7 +65,7 @@ def test_a_warm_program_is_recorded_whole(gpus, tmp_path):
     with kl.recording(tmp_path / "bundle"):
         step()
     assert keys(tmp_path / "bundle") == of_call(L1, "sm_90a")
-    assert len(gpus.loads) == loads and not recorders.active
+    assert len(gpus.loads) == loads and not rehearsal.recorders
 
 
 def test_the_step_elsewhere_compiles_nothing(gpus, tmp_path, monkeypatch):
@@ -80,7 +80,6 @@ def test_the_step_elsewhere_compiles_nothing(gpus, tmp_path, monkeypatch):
 
     def elsewhere(*folders):
         monkeypatch.setenv("KERNLIB_CACHE_DIR", os.pathsep.join(map(str, folders)))
-        monkeypatch.setattr(layers, "_layers", None)
         settings.reset()
         service.forget()
         fakes.forget()
@@ -252,7 +251,7 @@ def test_the_very_kernels_that_ran_are_there_too(gpus, tmp_path):
     """As a tuned one, which no rule would choose."""
     (tuned,) = ahead.specs(RELU, "sm_80", (torch.empty(50, 64, device="meta"),) * 2, {})
     with kl.recording(tmp_path / "bundle", archs=("sm_80", "sm_90a")):
-        recorders.note_kernel(tuned, "sm_90a")
+        rehearsal.note_kernel(tuned, "sm_90a")
     assert keys(tmp_path / "bundle") == portable([tuned], "sm_90a")
 
 
@@ -301,7 +300,7 @@ def test_a_folder_that_takes_no_bundle_is_refused_before_the_block(gpus, tmp_pat
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     refused(tmp_path / "open", PermissionError, "others may write")
-    assert not recorders.active
+    assert not rehearsal.recorders
 
 
 def test_a_bundle_is_replaced_only_where_that_is_asked_for(gpus, tmp_path):
@@ -329,7 +328,7 @@ def test_an_exception_of_the_block_comes_through_and_leaves_no_bundle(gpus, tmp_
         with pytest.raises(ZeroDivisionError), kl.recording(tmp_path / "bundle"):
             work()
             raise ZeroDivisionError
-    assert not list((tmp_path / "bundle").iterdir()) and not recorders.active
+    assert not list((tmp_path / "bundle").iterdir()) and not rehearsal.recorders
 
 
 def test_a_call_that_another_gpu_does_not_take_is_left_out_with_a_warning(gpus, tmp_path):
@@ -341,12 +340,12 @@ def test_a_call_that_another_gpu_does_not_take_is_left_out_with_a_warning(gpus, 
         pytest.warns(kl.KernlibWarning, match="holds no kernels of: sm_80: no such kernel"),
         kl.recording(tmp_path / "bundle", archs=("sm_80", "sm_90a")),
     ):
-        recorders.note_call(call, (on_gpu(3),), 0)
+        rehearsal.note_call(call, (on_gpu(3),), 0)
         step()
     assert keys(tmp_path / "bundle") == of_call(L1, "sm_90a") | of_call(L1, "sm_80")
     with (
         pytest.raises(RuntimeError, match=r"no bundle .* sm_80: no such kernel"),
         kl.recording(tmp_path / "other", archs="sm_80"),
     ):
-        recorders.note_call(call, (on_gpu(3),), 0)
-        recorders.note_kernel(None, "sm_90a")
+        rehearsal.note_call(call, (on_gpu(3),), 0)
+        rehearsal.note_kernel(None, "sm_90a")

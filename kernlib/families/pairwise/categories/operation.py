@@ -26,7 +26,7 @@ from kernlib.families.pairwise.matrix import PairwisePlan, key_of, loaded_plan, 
 from kernlib.families.pairwise.request import Request, is_empty, layout_of, problem_of
 from kernlib.families.pairwise.stages_reference import finish
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime import recorders, rehearsal
+from kernlib.runtime import rehearsal
 from kernlib.runtime.devices import arch_of, model
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import plain
@@ -164,7 +164,7 @@ def _plan(request: Request, call: checks.Call, tables: Tables) -> PairwisePlan:
     arch_of(device)  # one too old is refused for an empty out as well
     lowered = None
     if not is_empty(call):
-        recorders.note_lowering(lambda: lower(request, call, tables, device), device)
+        rehearsal.note_lowering(lambda: lower(request, call, tables, device), device)
         lowered = lower(request, call, tables, device)
     made = loaded_plan(request, call, None)
     if lowered is None:

@@ -18,7 +18,7 @@ from kernlib.descriptors.base import check_flag
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.matrix import MATRIX, calls
-from kernlib.runtime import recorders, rehearsal
+from kernlib.runtime import rehearsal
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.operation import by_operator
 from kernlib.runtime.rehearsal import is_traced
@@ -107,9 +107,9 @@ class _Pairwise(torch.autograd.Function):
         from kernlib.families.pairwise.gradients import backward  # which record has loaded
 
         request = ctx.call, needs, ctx.saved_tensors, grad
-        if recorders.active and grad.device.type == "cuda":
+        if rehearsal.recorders and grad.device.type == "cuda":
             # As a whole, since some of its products are split in as many parts as fill the GPU.
-            recorders.note_call(backward.gradients, request, grad.get_device())
+            rehearsal.note_call(backward.gradients, request, grad.get_device())
         return None, *backward.gradients(*request)
 
 

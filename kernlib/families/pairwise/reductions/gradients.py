@@ -21,7 +21,7 @@ from kernlib.families.pairwise.gradients import autograd, backward
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions import arguments, blocks, fused, operation
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
-from kernlib.runtime import recorders, rehearsal
+from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device, plain
 from kernlib.runtime.operation import by_operator
@@ -196,10 +196,10 @@ def _gradients(reduction, request, shape, names, gradient, out, shared) -> dict:
             return {"v": transposed_product(request, shape, gradient)}
         if torch.is_grad_enabled():
             return _recorded(reduction, request, shape, names, gradient, out)
-        if recorders.active and request.a.device.type == "cuda":
+        if rehearsal.recorders and request.a.device.type == "cuda":
             # As a whole, since kernels compute it on some GPUs, and blocks of the matrix on others.
             given = reduction, request, shape, names, gradient, out, shared
-            recorders.note_call(_gradients, given, request.a.get_device())
+            rehearsal.note_call(_gradients, given, request.a.get_device())
         leaves = request.tensors()
         widened, grads = _widened(request, leaves), None
         if reduction != "logsumexp":
