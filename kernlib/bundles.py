@@ -73,7 +73,7 @@ def recording(
     Raises before the block ValueError for an unknown arch, FileExistsError for a folder that has a
     bundle or is a cache, other OSErrors for one that cannot be written, or that others may write.
     Raises behind it RuntimeError if no kernel was used, else what :func:`kernlib.compile` raises. A
-    call that is not supported on one of ``archs`` is left out there, with a KernlibWarning.
+    call that cannot be planned for one of ``archs`` is left out there, with a KernlibWarning.
 
     :func:`kernlib.prepare` loads the kernels of single calls into this process, which a CUDA graph
     needs; :func:`kernlib.compile` and ``kernlib compile`` compile calls that nobody makes.
@@ -93,7 +93,8 @@ def recording(
         rehearsal.recorders.remove(recorder)
     jobs = recorder.jobs()
     if recorder.failures:
-        warnings.warn(_left_out(recorder.failures), KernlibWarning, stacklevel=3)
+        text = f"the bundle may lack kernels: {_left_out(recorder.failures)}"
+        warnings.warn(text, KernlibWarning, stacklevel=3)
     entries = build_all(jobs, workers, progress)
     keys = [layers.request_of(*job).portable for job in jobs]
     bundle.write(path, dict(zip(keys, map(bundle.shipped, entries), strict=True)))
@@ -196,4 +197,4 @@ def _described(value: object) -> object:
 def _left_out(failures: dict[str, None]) -> str:
     texts = [*failures][:SHOWN_FAILURES]
     more = f"; and {len(failures) - len(texts)} more" if len(failures) > len(texts) else ""
-    return f"calls that the bundle holds no kernels of: {'; '.join(texts)}{more}"
+    return f"calls that could not be planned for a target: {'; '.join(texts)}{more}"
