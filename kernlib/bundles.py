@@ -47,32 +47,30 @@ def recording(
 
         KERNLIB_CACHE_DIR=$HOME/.cache/kernlib:/path/to/bundle
 
-    What is recorded are the calls on CUDA tensors of all threads of this process while the block is
-    open, so backward passes too. They may have run before: the block makes all plans anew, and
-    plans make no second compile. Recordings may be nested, or open in several threads; each has
-    all that was called while it was open.
+    Calls on CUDA tensors are recorded, of all threads of this process, backward passes included. The
+    program may have run before: the block drops all plans, so each call makes its plan again, which
+    compiles nothing here. Recordings may be nested, and open in several threads; each has all calls
+    from its begin to its end.
 
-    ``archs`` are targets such as ``"sm_80"``; by default those of the GPUs that the block uses. For
-    each, as :func:`kernlib.compile` does it, the bundle holds the kernels that the recorded calls
-    take there, which may be others than here, on the smallest to the largest GPU of the target. For
-    the target of a GPU that ran them it also holds the very kernels that ran, such as those that
-    :func:`kernlib.tune` has chosen. The bundle does not hold:
+    ``archs`` are targets such as ``"sm_80"``, by default those of the GPUs that the block uses. Each
+    call is planned for each of them, which takes some milliseconds the first time, because other
+    GPUs may take other kernels. As with :func:`kernlib.compile` the bundle holds those of the
+    smallest to the largest GPU of a target. It also holds the very kernels that ran, such as those
+    that :func:`kernlib.tune` has chosen, if ``archs`` has the target of their GPU. It lacks
 
-    - kernels for other sizes, dtypes and layouts than those of the block, where a choice of kernels
-      depends on them;
-    - kernels of calls that happen on other GPUs only, because the program asks what GPU it has, or
-      torch computes here what kernels compute there;
-    - kernels of a CUDA graph that was captured before the block: record its capture, or a step
-      without it.
+    - kernels of other sizes, dtypes and layouts, where the choice of a kernel depends on these;
+    - kernels of calls that other GPUs alone make: the program asks which GPU it has, or torch
+      computes here what kernels compute there;
+    - kernels of a CUDA graph that was captured before: record its capture, or a step without it.
 
-    ``folder`` is made before the block runs, and written, as a whole, when it has ended without an
-    exception. ``replace=True`` permits that it has a bundle, which is replaced. Kernels that the
-    cache lacks are compiled then, for GPUs that are not here too, by ``workers`` threads and with
-    ``progress`` as in :func:`kernlib.compile`.
+    ``folder`` is made before the block. The bundle in it is written as a whole, after the block,
+    unless that raises. ``replace=True`` permits a folder that has a bundle, which is replaced.
+    Kernels that the cache lacks are compiled after the block, for GPUs that are not here too, by
+    ``workers`` threads and with ``progress`` as in :func:`kernlib.compile`.
 
     Raises before the block ValueError for an unknown arch, FileExistsError for a folder that has a
     bundle or is a cache, other OSErrors for one that cannot be written, or that others may write.
-    Raises behind it RuntimeError if no kernel was used, else what :func:`kernlib.compile` raises. A
+    Raises after it RuntimeError if no kernel was used, else what :func:`kernlib.compile` raises. A
     call that cannot be planned for one of ``archs`` is left out there, with a KernlibWarning.
 
     :func:`kernlib.prepare` loads the kernels of single calls into this process, which a CUDA graph
@@ -87,7 +85,7 @@ def recording(
     recorder = _Recorder(targeted)
     rehearsal.recorders.append(recorder)
     try:
-        forget_plans()  # what plans are made anew for is heard of
+        forget_plans()  # calls are heard of where they make their plans
         yield
     finally:
         rehearsal.recorders.remove(recorder)
@@ -168,12 +166,12 @@ class _Recorder:
 
     def _is_new(self, call: tuple) -> bool:
         """Whether a call was not there before, as one whose layouts have no hash never was."""
+        count = len(self._calls)
         try:
-            known = call in self._calls
+            self._calls.add(call)
         except TypeError:
             return True
-        self._calls.add(call)
-        return not known
+        return len(self._calls) > count
 
     @contextmanager
     def _failing(self, arch: str) -> Iterator[None]:

@@ -179,10 +179,10 @@ def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -
     return kernels
 
 
-def shipped(found: Entry) -> Entry:
+def shipped(kernel: Entry) -> Entry:
     """An entry as a bundle has it: without what differs between two compiles of a kernel."""
-    meta = {name: text for name, text in found.meta.items() if name not in NOT_SHIPPED}
-    return Entry(found.kernel, found.cubin, meta)
+    meta = {name: text for name, text in kernel.meta.items() if name not in NOT_SHIPPED}
+    return kernel._replace(meta=meta)
 
 
 def _portable(found: Entry) -> bytes | None:

@@ -87,8 +87,8 @@ torch.manual_seed(0)
 x = torch.randn(300, 12, device="cuda", requires_grad=True)
 v = torch.randn(300, 2, device="cuda")
 bandwidth = torch.tensor(2.0, device="cuda", requires_grad=True)
-patterns = [(1, 16, 16, 4), (4, 16, 16, 1)]
-layer = kl.nn.KSLinear(patterns=patterns, activation="gelu", device="cuda")
+patterns = [(1, 64, 64, 8), (8, 64, 64, 1)]
+layer = kl.nn.KSLinear(patterns, algo="kernel", activation="gelu", device="cuda")
 small, done = torch.randn(50, 12, device="cuda"), []
 
 def other():
@@ -96,7 +96,7 @@ def other():
 
 def step():
     y = kl.kernel_matmul(kl.gaussian(), x, x, v, bandwidth=bandwidth)
-    (y.sum() + layer(torch.randn(32, 64, device="cuda")).square().mean()).backward()
+    (y.sum() + layer(torch.randn(256, 512, device="cuda")).square().mean()).backward()
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()

@@ -198,8 +198,8 @@ def _gradients(reduction, request, shape, names, gradient, out, shared) -> dict:
             return _recorded(reduction, request, shape, names, gradient, out)
         if rehearsal.recorders and request.a.device.type == "cuda":
             # As a whole, since kernels compute it on some GPUs, and blocks of the matrix on others.
-            given = reduction, request, shape, names, gradient, out, shared
-            rehearsal.note_call(_gradients, given, request.a.get_device())
+            call = reduction, request, shape, names, gradient, out, shared
+            rehearsal.note_call(_gradients, call, request.a.get_device())
         leaves = request.tensors()
         widened, grads = _widened(request, leaves), None
         if reduction != "logsumexp":
