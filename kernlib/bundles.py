@@ -47,14 +47,14 @@ def recording(
 
         KERNLIB_CACHE_DIR=$HOME/.cache/kernlib:/path/to/bundle
 
-    Calls on CUDA tensors are recorded, of all threads of this process, backward passes included. The
-    program may have run before: the block drops all plans, so each call makes its plan again, which
-    compiles nothing here. Recordings may be nested, and open in several threads; each has all calls
-    from its begin to its end.
+    Calls on CUDA tensors are recorded, of all threads of this process, backward passes included.
+    The program may have run before: the block drops all plans, so each call makes its plan again,
+    which compiles nothing here. Recordings may be nested, and open in several threads; each has all
+    calls from its begin to its end.
 
-    ``archs`` are targets such as ``"sm_80"``, by default those of the GPUs that the block uses. Each
-    call is planned for each of them, which takes some milliseconds the first time, because other
-    GPUs may take other kernels. As with :func:`kernlib.compile` the bundle holds those of the
+    ``archs`` are targets such as ``"sm_80"``, by default those of the GPUs that the block uses.
+    Each call is planned for each of them, which takes some milliseconds the first time, because
+    other GPUs may take other kernels. As with :func:`kernlib.compile` the bundle holds those of the
     smallest to the largest GPU of a target. It also holds the very kernels that ran, such as those
     that :func:`kernlib.tune` has chosen, if ``archs`` has the target of their GPU. It lacks
 
