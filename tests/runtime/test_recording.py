@@ -242,9 +242,9 @@ def test_a_call_without_a_rehearsal_is_lowered_for_each_gpu_of_a_target(gpus, tm
 
 
 def test_prepared_calls_are_recorded(gpus, tmp_path):
-    with kl.recording(tmp_path / "bundle"):
+    with kl.recording(tmp_path / "bundle", archs=("sm_80", "sm_90a")):
         kl.prepare(L1, on_gpu(3000, 64), on_gpu(3000, 64))
-    assert keys(tmp_path / "bundle") == of_call(L1, "sm_90a")
+    assert keys(tmp_path / "bundle") == of_call(L1, "sm_80") | of_call(L1, "sm_90a")
 
 
 def test_the_very_kernels_that_ran_are_there_too(gpus, tmp_path):

@@ -106,11 +106,7 @@ class _Pairwise(torch.autograd.Function):
             return None, *_recorded(ctx.call, needs, ctx.saved_tensors, grad)
         from kernlib.families.pairwise.gradients import backward  # which record has loaded
 
-        request = ctx.call, needs, ctx.saved_tensors, grad
-        if rehearsal.recorders and grad.device.type == "cuda":
-            # As a whole, since some of its products are split in as many parts as fill the GPU.
-            rehearsal.note_call(backward.gradients, request, grad.get_device())
-        return None, *backward.gradients(*request)
+        return None, *backward.gradients(ctx.call, needs, ctx.saved_tensors, grad)
 
 
 def _recorded(call: Call, needs: tuple, saved: tuple, grad) -> list:

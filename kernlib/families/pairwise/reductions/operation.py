@@ -287,7 +287,6 @@ REDUCTION = Operation(
     launch=launch,
     tensors=_tensors,
     materialised=_materialised,
-    on_meta=rehearsed,
 )
 _bound = bind(REDUCTION)
 _execute, find = _bound.execute, _bound.find
