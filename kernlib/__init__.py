@@ -25,6 +25,7 @@ _NAMES = {
         "kernel_topk",
     ),
     "kernlib.ahead": ("compile", "prepare"),
+    "kernlib.bundles": ("recording",),
     "kernlib.tuner": ("tune",),
     "kernlib.families.pairwise.descriptor": (
         "Pairwise",

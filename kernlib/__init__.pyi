@@ -10,6 +10,7 @@ from kernlib import settings as settings
 from kernlib import sparse as sparse
 from kernlib.ahead import compile as compile
 from kernlib.ahead import prepare as prepare
+from kernlib.bundles import recording as recording
 from kernlib.descriptors.epilogues import Add as Add
 from kernlib.descriptors.epilogues import Bias as Bias
 from kernlib.descriptors.epilogues import Cauchy as Cauchy
@@ -108,6 +109,6 @@ __all__ = [
     "gaussian", "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min",
     "kernel_sum", "kernel_topk", "kron_matmul", "l1_distance", "l2_distance", "laplace_l1",
     "laplace_l2", "laplace_pq", "linalg", "matern32", "matern52", "nn", "p_distance",
-    "polynomial", "power_sum", "prepare", "rational_quadratic", "register_operators",
+    "polynomial", "power_sum", "prepare", "rational_quadratic", "recording", "register_operators",
     "run_kernel", "settings", "sparse", "squared_distance", "tune",
 ]  # fmt: skip

@@ -66,6 +66,8 @@ def compile(
     ``progress`` shows a bar on stderr if that is a terminal or a notebook's, else a line every ten
     seconds, which work of less than that does not reach. False shows nothing, True the end too.
 
+    :func:`kernlib.recording` compiles the calls that a program makes, into a bundle.
+
     Returns the entries in order. The first failure cancels what has not begun and is raised:
     CompileError, or UnsupportedError when no compiler is installed. Raises ValueError for an
     unknown arch, TypeError and ValueError for bad arguments.
@@ -102,6 +104,9 @@ def prepare(
     for tensors of the current CUDA device with the same shapes, strides and offsets. CPU tensors
     are checked; for them nothing is compiled. ``workers`` and ``progress`` are those of
     :func:`kernlib.compile`; the calling thread loads what the workers have compiled.
+
+    :func:`kernlib.recording` around one step of a program takes all its kernels to other machines,
+    without a list of its calls.
 
     Raises what :func:`kernlib.run_kernel` raises, CaptureError if something is not loaded while the
     stream captures a CUDA graph, and UnsupportedError for ``meta`` tensors without a usable GPU.
@@ -208,7 +213,7 @@ def build_all(
 ) -> list[Entry]:
     """The entry of each job. Equal jobs are built once, by a pool of threads: NVRTC releases the
     GIL. Raises the first failure, and begins nothing after it."""
-    _check_workers(workers)
+    check_workers(workers)
     keys = [(spec.canonical(), arch) for spec, arch in jobs]
     distinct = dict(zip(keys, jobs, strict=True))
     if not jobs:
@@ -257,12 +262,12 @@ def _check_named(misplaced: tuple, arguments: dict, descriptors) -> None:
 
 def _check_options(workers, progress, debug) -> None:
     """Raises TypeError and ValueError."""
-    _check_workers(workers)
+    check_workers(workers)
     check_progress(progress)
     check_flag("debug", debug)
 
 
-def _check_workers(workers: int | None) -> None:
+def check_workers(workers: int | None) -> None:
     """Raises TypeError and ValueError for what is neither a positive int nor None."""
     if workers is None:
         return

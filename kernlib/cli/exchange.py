@@ -28,8 +28,10 @@ def export(folder: Path, archs: tuple[str, ...], force: bool, as_json: bool) -> 
     Equal kernels give equal bytes. Processes that have a replaced bundle open keep the old one.
     Exits with 1 if nothing would be exported, or FOLDER has a bundle and --force is not given.
     """
+    from kernlib.jit import bundle
+
     with plain_errors():
-        _refuse(folder, force)
+        bundle.refuse_target(folder, force, "--force replaces it")
         with progress.busy("exporting"):
             facts = _export(folder, archs)
     if as_json:
@@ -40,15 +42,6 @@ def export(folder: Path, archs: tuple[str, ...], force: bool, as_json: bool) -> 
     click.echo(f"file    {facts['path']}, {size(facts['bytes'])}")
     click.echo(f"sha256  {facts['sha256']}")
     click.echo(f"use     {facts['use']}, or where it is copied to")
-
-
-def _refuse(folder: Path, force: bool) -> None:
-    from kernlib.jit import bundle
-
-    if (folder / bundle.FILE).exists() and not force:
-        raise click.ClickException(f"{folder} has a bundle already; --force replaces it")
-    if (folder / "v1").is_dir():
-        raise click.ClickException(f"{folder} is a cache; give the bundle a folder of its own")
 
 
 def _export(folder: Path, archs: tuple[str, ...]) -> dict:

@@ -138,10 +138,14 @@ def _refuse_others(folder: Path) -> None:
         raise NotADirectoryError(f"{folder} is a file; name the folder that holds {FILE}")
     if not path.exists():
         advice = "a bundle is what `kernlib cache export` writes"
-        if (folder / "v1").is_dir():
+        if (folder / LAYOUT).is_dir():
             advice = "this is a cache, which may change while it is read: " + advice
         raise FileNotFoundError(f"{folder} holds no {FILE}; {advice}")
-    for part in (folder, path):
+    _refuse_writable(folder, path)
+
+
+def _refuse_writable(*parts: Path) -> None:
+    for part in parts:
         found = os.stat(part)
         if found.st_uid not in (0, os.geteuid()):
             raise PermissionError(
@@ -171,9 +175,14 @@ def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -
             continue
         kept = kernels.get(portable)
         if kept is None or _version(kept) < _version(found):
-            meta = {name: text for name, text in found.meta.items() if name not in NOT_SHIPPED}
-            kernels[portable] = Entry(found.kernel, found.cubin, meta)
+            kernels[portable] = shipped(found)
     return kernels
+
+
+def shipped(kernel: Entry) -> Entry:
+    """An entry as a bundle has it: without what differs between two compiles of a kernel."""
+    meta = {name: text for name, text in kernel.meta.items() if name not in NOT_SHIPPED}
+    return kernel._replace(meta=meta)
 
 
 def _portable(found: Entry) -> bytes | None:
@@ -221,6 +230,28 @@ def _compiled(store) -> set[bytes]:
         if kernel is not None and kernel.meta.get("nvrtc") == nvrtc:
             found.add(_portable(kernel) or key)
     return found
+
+
+def refuse_target(folder: Path, replace: bool, advice: str) -> None:
+    """Raises OSError for a folder that has a bundle, unless that is to be replaced, where it says
+    the ``advice``, and for a cache."""
+    if (folder / FILE).exists() and not replace:
+        raise FileExistsError(f"{folder} has a bundle already; {advice}")
+    if (folder / LAYOUT).is_dir():
+        raise FileExistsError(f"{folder} is a cache; give the bundle a folder of its own")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a bundle that will be written later. Raises OSError where that would fail,
+    and where nobody would read it, because others may write there."""
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=folder):
+            pass
+    except OSError as error:
+        text = f"no bundle can be written there: {error.strerror}"
+        raise OSError(error.errno, text, str(folder)) from error
+    _refuse_writable(folder)
 
 
 def write(folder: Path, kernels: dict[bytes, Entry]) -> None:

@@ -137,10 +137,11 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
         if found is None:
             _refuse_capture(spec, device)
         driver.bind_context(device)
-        if found is not None:
-            return found
-        with nvtx.range_of(f"kernlib load {spec.description}"):
-            return service.kernel(spec, device, arch)
+        if found is None:
+            with nvtx.range_of(f"kernlib load {spec.description}"):
+                found = service.kernel(spec, device, arch)
+    rehearsal.note_kernel(spec, arch)
+    return found
 
 
 def build(specs: list[KernelSpec], device: int) -> None:

@@ -44,6 +44,8 @@ class Operation(NamedTuple):
     materialised: Callable  # the request with copies of its lazy tensors; None if it has none
     # In a rehearsal what a launch would return, on meta: by a plan, whose request it is.
     rehearsed: Callable | None = None
+    # In a rehearsal the result of a request of meta tensors, where ``execute`` does not take these.
+    on_meta: Callable | None = None
 
 
 class Bound(NamedTuple):
@@ -84,6 +86,8 @@ def bind(operation: Operation) -> Bound:
             return by_operator(operation, request)
         call = check(*request)
         way = operation.way(call, *request)
+        if way != OPERATOR:
+            tell(call, request)
         if way == REFERENCE:
             if events.listening():
                 device = _device(operation, call, request)
@@ -114,9 +118,16 @@ def bind(operation: Operation) -> Bound:
             raise
 
     def make(call, *request):
+        tell(call, request)
         plan = _planned(operation, call, request)
         cache.keep(key_of(*request), plan)
         return plan
+
+    def tell(call, request: tuple) -> None:
+        if rehearsal.recorders:
+            device = _device(operation, call, request)
+            if device.type == "cuda":
+                rehearsal.note_call(operation.on_meta or execute, request, device.index)
 
     return Bound(execute, launch, first, find, make, cache)
 

@@ -123,6 +123,7 @@ class StepsCache(PlanCache):
         key = (*key, device.index)
         found = self.plans.get(key)
         if found is None:
+            rehearsal.note_lowering(lower, device.index)
             found = Steps(lower(), operands, device)
             self.keep(key, found)
         return found

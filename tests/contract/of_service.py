@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 
 import kernlib as kl
@@ -22,7 +24,7 @@ KINDS = of_pairwise.OPTIONS | of_linalg.KINDS | {
     "regularization_offset_x": "int", "regularization_offset_y": "int", "text": "text",
     "name": "text", "key": "text", "arch": "text", "description": "text", "event": "any",
     "cache_bytes": "int", "lock_timeout": "number", "assert_cached": "flag", "cache_dir": "any",
-    "variable": "text", "default": "text", "meaning": "text",
+    "variable": "text", "default": "text", "meaning": "text", "replace": "flag",
 }  # fmt: skip
 NUMERIC = KINDS | {"a": "int", "b": "int", "c": "int", "d": "int"}
 TENSOR_NAMES = (
@@ -81,6 +83,21 @@ def call_ahead(descriptors, **rest):
 def prepared(c: Context) -> dict:
     return {"descriptors": kl.gaussian(), **of_pairwise.points(c, "a", "b"), "workers": None,
             "progress": False, "debug": False, "bandwidth": 2.0}  # fmt: skip
+
+
+def recorded(c: Context) -> dict:
+    return {"archs": ("sm_90a",), "replace": False, "workers": 1, "progress": False}
+
+
+def call_recording(**given):
+    """Without a GPU a block that is right ends in the words that it used no kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with kl.recording(folder, **given):
+                pass
+        except RuntimeError as error:
+            if "used no kernel" not in str(error):
+                raise
 
 
 def call_tune(descriptor, a, b, **rest):
@@ -215,6 +232,7 @@ ENTRIES = dict(
         entry("kernlib.SparseMatmul", kl.SparseMatmul, fixed(epilogue=(kl.Bias(),))),
         entry("kernlib.compile", call_ahead, ahead, 1, None, 3),
         entry("kernlib.prepare", kl.prepare, prepared, 3, None, 2),
+        entry("kernlib.recording", call_recording, recorded, 0, None, 2),
         entry("kernlib.tune", call_tune, tuned, 3, None, 2),
         entry("kernlib.events.subscribe", listening, fixed(listener=print), 1),
         entry("kernlib.compat.kermac.run_kernel", kermac.run_kernel, kermac_kernel, 3, None, 3),

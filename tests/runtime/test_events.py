@@ -58,9 +58,9 @@ CALLS = {
 }
 # What only describes, and what the tests of its own module cover.
 OTHERS = {
-    kl.compile, kl.prepare, kl.register_operators, kl.tune, blocksparse.block_diagonal,
-    blocksparse.causal, blocksparse.dense, blocksparse.fixed, blocksparse.random,
-    blocksparse.sliding_window,
+    kl.compile, kl.prepare, kl.recording, kl.register_operators, kl.tune,
+    blocksparse.block_diagonal, blocksparse.causal, blocksparse.dense, blocksparse.fixed,
+    blocksparse.random, blocksparse.sliding_window,
 }  # fmt: skip
 
 

@@ -77,6 +77,71 @@ def test_a_read_only_bundle_of_three_archs_leaves_nothing_to_compile(tmp_path):
     assert found == {"events": ["lookup", "hit", "load", "launch"], "nvrtc": False}
 
 
+RECORDED = """
+import json, sys, threading, torch
+from contextlib import nullcontext
+import kernlib as kl
+names = []
+kl.events.subscribe(lambda event: names.append(event.name))
+torch.manual_seed(0)
+x = torch.randn(300, 12, device="cuda", requires_grad=True)
+v = torch.randn(300, 2, device="cuda")
+bandwidth = torch.tensor(2.0, device="cuda", requires_grad=True)
+patterns = [(1, 64, 64, 8), (8, 64, 64, 1)]
+layer = kl.nn.KSLinear(patterns, algo="kernel", activation="gelu", device="cuda")
+small, done = torch.randn(50, 12, device="cuda"), []
+
+def other():
+    done.append(kl.run_kernel(kl.laplace_l1(), small, small, bandwidth=2.0))
+
+def step():
+    y = kl.kernel_matmul(kl.gaussian(), x, x, v, bandwidth=bandwidth)
+    (y.sum() + layer(torch.randn(256, 512, device="cuda")).square().mean()).backward()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert done.pop().shape == (50, 50)
+    torch.cuda.synchronize()
+
+block = nullcontext()
+if len(sys.argv) > 1:
+    step()  # warm: its plans are there
+    block = kl.recording(sys.argv[1], archs=sys.argv[2:] or None)
+with block:
+    step()
+print(json.dumps(names))
+"""
+
+
+def recorded(cache, *arguments, **environment) -> list[str]:
+    """The events of a process that makes one step, or records its second."""
+    env = {**os.environ, "KERNLIB_CACHE_DIR": str(cache), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", RECORDED, *map(str, arguments)],
+        env=env, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_recorded_step_compiles_nothing_elsewhere(tmp_path):
+    """Not its backward pass either, nor a call of another thread."""
+    folder = tmp_path / "bundle"
+    assert "compile" in recorded(tmp_path / "maker", folder)
+    roots = os.pathsep.join(map(str, (tmp_path / "empty", folder)))
+    events = recorded(roots, KERNLIB_ASSERT_CACHED="1")
+    assert events.count("load") > 4 and "compile" not in events
+
+
+def test_a_step_is_recorded_for_a_gpu_that_is_not_here(tmp_path):
+    from kernlib.jit import bundle
+
+    recorded(tmp_path / "maker", tmp_path / "bundle", "sm_80")
+    values = bundle.open_bundle(tmp_path / "bundle").items()
+    found = [entry.unpack(key, value) for key, value in values]
+    assert len(found) > 4 and {each.meta["arch"] for each in found} == {"sm_80"}
+
+
 def test_more_than_48_kb_of_shared_memory(device):
     from cuda.bindings import driver
 

@@ -162,7 +162,10 @@ def _refuse_overlap(request: Request, tables: Tables) -> None:
 def _plan(request: Request, call: checks.Call, tables: Tables) -> PairwisePlan:
     device = request.device()
     arch_of(device)  # one too old is refused for an empty out as well
-    lowered = None if is_empty(call) else lower(request, call, tables, device)
+    lowered = None
+    if not is_empty(call):
+        rehearsal.note_lowering(lambda: lower(request, call, tables, device), device)
+        lowered = lower(request, call, tables, device)
     made = loaded_plan(request, call, None)
     if lowered is None:
         return made

@@ -429,5 +429,6 @@ PAIR_GRADIENT = Operation(
     launch=_launch,
     tensors=lambda *request: (),  # those without memory have no key
     materialised=_materialised,
+    on_meta=rehearsed,
 )
 execute = operation.bind(PAIR_GRADIENT).execute

@@ -196,6 +196,10 @@ def _gradients(reduction, request, shape, names, gradient, out, shared) -> dict:
             return {"v": transposed_product(request, shape, gradient)}
         if torch.is_grad_enabled():
             return _recorded(reduction, request, shape, names, gradient, out)
+        if rehearsal.recorders and request.a.device.type == "cuda":
+            # As a whole, since kernels compute it on some GPUs, and blocks of the matrix on others.
+            call = reduction, request, shape, names, gradient, out, shared
+            rehearsal.note_call(_gradients, call, request.a.get_device())
         leaves = request.tensors()
         widened, grads = _widened(request, leaves), None
         if reduction != "logsumexp":
