@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session
-from benchmarks.programs import gaussian_process, mlps, steps
+from benchmarks.programs import gaussian_process, llama, mlps, steps
 from benchmarks.programs.problems import Program, measure
 
 FAMILY = "programs"
-OPERATIONS = ("pairwise", "kronecker_sparse", "kronecker_product", "blocksparse")
+OPERATIONS = ("pairwise", "kronecker_sparse", "kronecker_product", "blocksparse", "sparse")
 INCLUDED = ("common/math.cuh", *(name for f in OPERATIONS for name in harness.headers(f)))
 SOURCE = "\n".join(f'#include "{name}"' for name in INCLUDED)
 
@@ -36,7 +36,8 @@ def tidied(program: Program, session: Session) -> Row:
 
 
 def cases() -> list[Case]:
-    return [Case(program.name, partial(tidied, program)) for program in programs()]
+    some = [Case(program.name, partial(tidied, program)) for program in programs()]
+    return [*some, *llama.cases()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 
 
-def child(code: str, cache_dir: str, **variables: str) -> dict:
+def child(code: str, cache_dir: str, timeout_s: float = TIMEOUT_S, **variables: str) -> dict:
     """Run code in a fresh interpreter and read the JSON of its last line. Raises RuntimeError when
     it fails."""
     if sys.dont_write_bytecode:
         _warm(code)
     else:
         compileall.compile_dir(ROOT / "kernlib", quiet=1)
-    return json.loads(_run(code, cache_dir, variables).splitlines()[-1])
+    return json.loads(_run(code, cache_dir, variables, timeout_s).splitlines()[-1])
 
 
 @cache
@@ -42,7 +42,7 @@ def _bytecode() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="kernlib-bench-")  # until this process ends
 
 
-def _run(code: str, cache_dir: str, variables: dict[str, str]) -> str:
+def _run(code: str, cache_dir: str, variables: dict[str, str], timeout_s: float = TIMEOUT_S) -> str:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KERNLIB_")}
     if sys.dont_write_bytecode:
         inherited.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -55,7 +55,7 @@ def _run(code: str, cache_dir: str, variables: dict[str, str]) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
     )
     if done.returncode != 0:
         raise RuntimeError(f"a fresh process failed: {done.stderr.strip()[-600:]}")
