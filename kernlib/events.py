@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kernlib import settings
+from kernlib.records import NamedTuple
 
 NAMES = ("lookup", "hit", "wait", "compile", "evict", "store", "load", "launch", "failed", "torch")
 

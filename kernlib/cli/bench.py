@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import click
 
@@ -12,6 +11,7 @@ from kernlib.cli import machine, places, workloads
 from kernlib.cli.machine import GpuClock, milliseconds
 from kernlib.cli.options import json_option
 from kernlib.cli.output import plain_errors, print_json, print_table, say
+from kernlib.records import NamedTuple
 
 COLUMNS = {
     "family": "left",

@@ -7,7 +7,6 @@ import re
 import time
 from collections import defaultdict
 from itertools import product, zip_longest
-from typing import NamedTuple
 
 import click
 
@@ -15,6 +14,7 @@ from kernlib import progress
 from kernlib.cli import kernels, lookup, machine, places
 from kernlib.cli.options import Argument, Shape, Sizes, arch_option, json_option
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
+from kernlib.records import NamedTuple
 
 COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "left"}
 SPARE = ("shared", "spills", "registers", "cubin")  # what a narrow terminal does without

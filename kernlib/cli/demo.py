@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
 
 import click
 
@@ -13,6 +12,7 @@ from kernlib.cli import machine, places, workloads
 from kernlib.cli.machine import ARCH_WITHOUT_GPU, CpuClock, GpuClock, milliseconds
 from kernlib.cli.options import json_option
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
+from kernlib.records import NamedTuple
 
 COLUMNS = {
     "family": "left",

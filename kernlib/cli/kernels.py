@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import date, datetime, timedelta
-from typing import NamedTuple
 
 from kernlib.cli import places
 from kernlib.cli.output import size
+from kernlib.records import NamedTuple
 
 KEY_DIGITS = 12  # as many as an event's line shows
 REPORTS = {

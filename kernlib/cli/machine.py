@@ -6,7 +6,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+
+from kernlib.records import NamedTuple
 
 ARCH_WITHOUT_GPU = "sm_90a"
 SWEEP_BYTES = 256 << 20  # more than any supported GPU's L2 holds

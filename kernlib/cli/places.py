@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
 from kernlib.cli.output import plain
+from kernlib.records import NamedTuple
 from kernlib.settings import CACHE_ADVICE
 
 

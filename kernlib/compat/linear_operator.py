@@ -37,12 +37,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.families.kronecker_product.matmul import kron_matmul
+from kernlib.records import NamedTuple
 from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.tensors import stand_ins
 

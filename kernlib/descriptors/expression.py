@@ -10,10 +10,10 @@ from __future__ import annotations
 import ast
 import math
 from functools import cache
-from typing import NamedTuple
 
 from kernlib.descriptors import nesting
 from kernlib.descriptors.base import shown
+from kernlib.records import NamedTuple
 
 FUNCTIONS = {
     "abs": 1,

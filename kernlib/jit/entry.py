@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import NamedTuple
+
+from kernlib.records import NamedTuple
 
 MAGIC = b"KLIB"
 SCHEMA = 1  # raise it whenever the layout or the meaning of a field changes

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from kernlib import events, settings
 from kernlib.canonical import encode
@@ -23,6 +22,7 @@ from kernlib.jit.entry import Entry
 from kernlib.jit.locks import KeyLocks, MemoryLocks
 from kernlib.jit.spec import KernelSpec
 from kernlib.jit.store import LmdbStore, MemoryStore, locks_directory, open_store
+from kernlib.records import NamedTuple
 
 
 class Request(NamedTuple):

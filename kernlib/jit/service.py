@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
 
 from kernlib import settings
 from kernlib.errors import CompileError, NotCachedError
@@ -21,6 +20,7 @@ from kernlib.jit.layers import Layers, Request, layers, request_of
 from kernlib.jit.locks import ForkGuard, surely
 from kernlib.jit.single_flight import SingleFlight
 from kernlib.jit.spec import KernelSpec
+from kernlib.records import NamedTuple
 
 # Parts of the driver's errors for what is no cubin, or a cubin for another device.
 REJECTED = ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_PTX", "INVALID_SOURCE", "NOT_FOUND")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.canonical import encode
+from kernlib.records import NamedTuple
 
 
 class KernelSpec(NamedTuple):

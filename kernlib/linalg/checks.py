@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from kernlib.descriptors.base import check_flag
+from kernlib.records import NamedTuple
 from kernlib.runtime.tensors import (
     broadcast_shapes,
     check_dense,

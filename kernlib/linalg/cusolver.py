@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from kernlib.errors import KernlibError
 from kernlib.linalg.layouts import is_packed, leading_dimension
+from kernlib.records import NamedTuple
 
 # As cublas_api.h and cusolver_common.h number them.
 _LEFT, _NON_UNIT = 0, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,7 @@ from kernlib.descriptors.base import as_int, shown
 from kernlib.errors import CaptureError, ConvergenceWarning, warn
 from kernlib.linalg.captured import Captured, is_busy, is_capturable
 from kernlib.linalg.checks import DTYPES, refuse_meta
+from kernlib.records import NamedTuple
 from kernlib.runtime.numbers import check_kind, host_value
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import check_dense, refuse_distributed, refuse_transforms

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -37,6 +36,7 @@ from kernlib.linalg.kronecker_gradients import (
     symmetric,
 )
 from kernlib.linalg.layouts import by_parts
+from kernlib.records import NamedTuple
 from kernlib.runtime.arguments import check_same_kind
 from kernlib.runtime.numbers import extremes, host_value, on_device
 from kernlib.runtime.precision import rounds_gradients, without_autocast

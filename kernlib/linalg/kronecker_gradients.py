@@ -7,7 +7,6 @@ one taken through the eigenvectors has; so these are written down by their formu
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch.autograd import Function
@@ -15,6 +14,7 @@ from torch.autograd import Function
 from kernlib.families.kronecker_product.matmul import kron_matmul
 from kernlib.linalg import dense
 from kernlib.linalg.checks import raise_for_info
+from kernlib.records import NamedTuple
 from kernlib.runtime.precision import without_autocast
 
 NOT_CONVERGED = "its eigenvalues did not converge (info {info}), as with NaN in {what}"

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from kernlib.records import NamedTuple
 
 # A grid has at most 65,535 blocks in two of its dimensions, and cuSOLVER and cuBLAS spend one of
 # these on the batch; beyond they fail, with an internal error or without a word.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -28,6 +27,7 @@ from kernlib.linalg.kronecker import (
     features,
 )
 from kernlib.linalg.kronecker_gradients import ImplicitSolve, product, symmetric
+from kernlib.records import NamedTuple
 from kernlib.runtime.arguments import check_same_kind
 from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.tensors import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 
@@ -14,6 +13,7 @@ from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.linalg import native
 from kernlib.linalg.checks import DTYPES, cholesky_info, refuse_meta, refuse_not_finite
 from kernlib.linalg.dense import eigh
+from kernlib.records import NamedTuple
 from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.precision import without_autocast

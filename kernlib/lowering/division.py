@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 
 MAX_SPLITS = 512
 MAX_PLACES = 1 << 30  # terms of a block, which an int counts

@@ -3,7 +3,7 @@ that they are summed in."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from kernlib.records import NamedTuple
 
 
 class Dtype(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.steps import NUMBER
+from kernlib.records import NamedTuple
 
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of an encoded tensor map
 ADDRESS_BYTES, SCALAR_BYTES = 8, struct.calcsize("<" + NUMBER)

@@ -5,10 +5,9 @@ Steps follow each other on one stream and share one scratch tensor, the workspac
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.tma import TensorMap
+from kernlib.records import NamedTuple
 
 NUMBER = "dQ"  # format of a scalar: its value, and its address if it is on the device, else 0
 WORKSPACE = "workspace"  # the name of the workspace among operands

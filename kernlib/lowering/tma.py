@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.records import NamedTuple
 
 MAX_SIZE = 2**31 - 1024  # kernels round sizes up to whole tiles, in an int
 

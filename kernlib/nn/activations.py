@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +10,7 @@ from kernlib.descriptors import epilogues
 from kernlib.descriptors.base import shown
 from kernlib.descriptors.epilogues import Epilogue, advice_on, as_epilogues
 from kernlib.descriptors.expression import Node
+from kernlib.records import NamedTuple
 from kernlib.runtime import expressions
 
 NAMED: dict[str, Epilogue] = {

@@ -13,12 +13,13 @@ Of a weight that requires a gradient nothing is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
 
 import torch
 from torch._C import _is_tracing
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from kernlib.records import NamedTuple
 
 
 class Kept(NamedTuple):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
@@ -16,6 +15,7 @@ from kernlib.descriptors.epilogues import Product as Descriptor
 from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.choice import Choice
+from kernlib.records import NamedTuple
 from kernlib.runtime import devices, tuned
 from kernlib.runtime.arguments import check_names, parameters_of, readable, refuse_out_of_recorded
 from kernlib.runtime.devices import allocator

@@ -4,7 +4,6 @@ function that answers it, and whether a backward pass must be seen as operators.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active, _is_tracing
@@ -14,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors.epilogues import Bias, Epilogue, Product
+from kernlib.records import NamedTuple
 from kernlib.runtime import early, expressions, products, rehearsal
 from kernlib.runtime.arguments import refuse_out_of_recorded
 from kernlib.runtime.dtypes import accumulator

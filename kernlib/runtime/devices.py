@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import lru_cache, partial
 from threading import Thread
-from typing import NamedTuple
 
 import torch
 
@@ -16,6 +15,7 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime import driver, rehearsal
 from kernlib.runtime.rehearsal import Rehearsal
 from kernlib.settings import current

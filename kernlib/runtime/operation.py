@@ -11,13 +11,13 @@ import struct
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
 from kernlib import events
 from kernlib.descriptors.base import whole
 from kernlib.errors import UnsupportedError
+from kernlib.records import NamedTuple
 from kernlib.runtime import rehearsal
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.tensors import UNREADABLE, stand_ins

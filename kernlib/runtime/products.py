@@ -7,13 +7,13 @@ run_kernel takes them, and the parameters of the epilogue by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from kernlib.descriptors.epilogues import Product as Descriptor
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime import devices, operation, rehearsal
 from kernlib.runtime.arguments import (
     apart_of,

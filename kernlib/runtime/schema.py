@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kernlib.descriptors.text import from_text
+from kernlib.records import NamedTuple
 from kernlib.runtime.numbers import host_value
 
 # Names of arguments that a backward pass reads: always, or where a field of some needs a gradient.

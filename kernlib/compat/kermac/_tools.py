@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
-from typing import NamedTuple
 
 import torch
 
@@ -13,6 +12,7 @@ from kernlib import ahead
 from kernlib.compat.kermac._descriptors import KernelDescriptor, KernelType, PowerType
 from kernlib.descriptors.base import as_int, check_flag, shown
 from kernlib.errors import UnsupportedError
+from kernlib.records import NamedTuple
 from kernlib.runtime import devices
 from kernlib.runtime.tensors import check_layout
 

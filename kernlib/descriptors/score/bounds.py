@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.descriptors.expression import Integer, Name, Node, Operation
+from kernlib.records import NamedTuple
 
 _TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "=="}
 _COLUMN, _ROW = Name("col"), Name("row")

@@ -6,12 +6,12 @@ from __future__ import annotations
 import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kernlib.descriptors.base import Part, require, shown
 from kernlib.descriptors.expression import POSITIONS, Node, names
 from kernlib.descriptors.score.grammar import CALLS, SCORE_CONSTANTS, parse_mask, parse_score
 from kernlib.descriptors.score.kinds import ANY, ARGUMENTS, FLOAT, KINDS, OWN
+from kernlib.records import NamedTuple
 
 MEANT = ("q", "k", "v", *ARGUMENTS)  # by a name that nothing reads
 # Names that no captured tensor may have: of the language, and of what a call is given.

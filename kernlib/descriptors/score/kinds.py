@@ -9,7 +9,6 @@ becomes one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from kernlib.descriptors.expression import (
     POSITIONS,
@@ -21,6 +20,7 @@ from kernlib.descriptors.expression import (
     Number,
     Operation,
 )
+from kernlib.records import NamedTuple
 
 FLOAT, INT, LONG, BOOL = "float", "int32", "int64", "bool"
 ANY = "any"  # of a captured tensor before there is one

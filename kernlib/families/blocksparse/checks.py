@@ -4,12 +4,12 @@ and attention take as well: layouts, values and scales."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import NAMES, Layout
+from kernlib.records import NamedTuple
 from kernlib.runtime import products
 from kernlib.runtime.arguments import check_out, check_parameters, check_same_kind
 from kernlib.runtime.dtypes import FLOAT_TYPES as TYPES

@@ -11,7 +11,6 @@ count.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -19,6 +18,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.records import NamedTuple
 from kernlib.runtime.tensors import broadcast_shapes, stand_ins
 
 AT_ONCE = 1 << 19  # numbers that are brought together for some blocks: they stay in a cache

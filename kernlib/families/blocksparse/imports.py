@@ -3,14 +3,13 @@ FlexAttention's masks of blocks."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from kernlib.families.blocksparse.conditions import BEYOND_CAUSAL, CONDITION
 from kernlib.families.blocksparse.contents.sizes import checked_block
 from kernlib.families.blocksparse.contents.writing import refuse_capture
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 from kernlib.runtime.tensors import refuse_transforms
 
 FIELDS = (

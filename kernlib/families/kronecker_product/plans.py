@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, 
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime import expressions, tuned
 from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import allocator, arch_of, lower_on, model

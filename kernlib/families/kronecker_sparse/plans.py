@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -18,6 +17,7 @@ from kernlib import events
 from kernlib.canonical import encode
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.families.kronecker_sparse.lowering import choose
+from kernlib.records import NamedTuple
 from kernlib.runtime import rehearsal, tuned
 from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import allocator, arch_of, lower_on, model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -16,6 +16,7 @@ from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
+from kernlib.records import NamedTuple
 from kernlib.runtime import numbers
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import check_kind, extremes, host_value

@@ -3,10 +3,9 @@ batch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from kernlib.records import NamedTuple
 from kernlib.runtime.arguments import tensors_of
 
 MATRIX, NUMBER = 2, 0  # dimensions of one entry of the batch

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -28,6 +27,7 @@ from kernlib.families.pairwise.units import (
     unit_of,
 )
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime import operation, rehearsal, tuned
 from kernlib.runtime.devices import arch_of, lower_on, model
 from kernlib.runtime.dtypes import accumulator

@@ -7,12 +7,11 @@ with a value for each point of x is added to the diagonal, behind the kernel.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.families.pairwise.descriptor import CODES
+from kernlib.records import NamedTuple
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import check_kind, on_device
 from kernlib.runtime.tensors import check_memory, is_wrapped, refuse_any_overlap

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from kernlib.canonical import encode
@@ -12,6 +10,7 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct as lowering
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.records import NamedTuple
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.rehearsal import on_gpu
 from kernlib.runtime.tensors import materialised

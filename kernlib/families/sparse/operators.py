@@ -10,8 +10,6 @@ known.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from kernlib.descriptors.text import from_text
@@ -22,6 +20,7 @@ from kernlib.families.sparse.layout import count_of, shape_of
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.families.sparse.operation import calls, multiply
 from kernlib.families.sparse.tensors import TURNED, check_frozen, state_of
+from kernlib.records import NamedTuple
 from kernlib.runtime.arguments import (
     autocast,
     check_parameters,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -18,6 +17,7 @@ from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.families.sparse.matrix import SparseMatrix, dense_of
 from kernlib.families.sparse.tensors import check_frozen, check_place
 from kernlib.lowering.arithmetic import round_up
+from kernlib.records import NamedTuple
 from kernlib.runtime import rehearsal
 from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import arch_of, lower_on

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 
@@ -18,6 +17,7 @@ from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.layout import untransformed
 from kernlib.families.sparse.matrix import SparseMatrix, by_entries
 from kernlib.families.sparse.tensors import State, state_of
+from kernlib.records import NamedTuple
 from kernlib.runtime import expressions
 from kernlib.runtime.dtypes import accumulator
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -27,6 +27,7 @@ from kernlib.families.blocksparse.checks import (
 from kernlib.families.blocksparse.contents.sizes import is_int
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 from kernlib.runtime.arguments import autocast_device, check_out
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.numbers import host_value

@@ -7,8 +7,6 @@ do not depend on.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch._C import _is_tracing
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -16,6 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from kernlib.families.blocksparse.attention.arguments import Sizes
 from kernlib.families.blocksparse.attention.descriptor import AXES
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.records import NamedTuple
 from kernlib.runtime.tensors import stand_ins
 
 MOST = 1 << 22  # logits of a piece, 16 MiB in float32

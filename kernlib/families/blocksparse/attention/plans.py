@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -37,6 +36,7 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
 from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED, pointers
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime import devices, tuned
 from kernlib.runtime.arguments import address_of
 from kernlib.runtime.devices import allocator, arch_of, lower_on, model

@@ -7,8 +7,6 @@ nobody looks: rows meet all keys, some rows at a time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from kernlib.descriptors.score.bounds import structure
@@ -32,6 +30,7 @@ from kernlib.families.blocksparse.attention.pieces import (
 )
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.reference import scaled
+from kernlib.records import NamedTuple
 from kernlib.runtime import expressions
 from kernlib.runtime.arguments import no_autocast
 from kernlib.runtime.dtypes import accumulator

@@ -7,7 +7,6 @@ Blocks and columns are read by 16 bytes along the depth; other layouts go to the
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import portable
@@ -19,6 +18,7 @@ from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 KIND = "decode"
 COLUMNS = (8, 16)

@@ -7,7 +7,6 @@ The copy engine wants strides of whole 16 bytes; other layouts go to the portabl
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import order, portable, times
@@ -23,6 +22,7 @@ from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "hopper"
 ARCH = "sm_90a"

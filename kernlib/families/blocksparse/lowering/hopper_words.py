@@ -7,8 +7,6 @@ for is left to the portable kernel.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import hopper, order, pack_words, portable
 from kernlib.families.blocksparse.lowering.pack_words import TILE_COLUMNS, Packed
@@ -20,6 +18,7 @@ from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "hopper_words"
 PRECISION = True  # variants() takes it

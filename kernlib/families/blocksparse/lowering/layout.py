@@ -8,14 +8,13 @@ and indices are counted in integers: the result is the same each time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 FAMILY = "blocksparse"
 THREADS = {"mark": 256, "count": 256, "scan": 1024, "place": 256, "turn": 256}

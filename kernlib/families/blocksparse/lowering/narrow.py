@@ -6,8 +6,6 @@ Operands are copied by 16 bytes; other layouts go to the portable kernel.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import hopper, order
 from kernlib.families.blocksparse.lowering.problem import Spmm
@@ -17,6 +15,7 @@ from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "narrow"
 SIZES = (16, 32)  # of square blocks

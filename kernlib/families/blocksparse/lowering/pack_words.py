@@ -7,14 +7,13 @@ a tensor can change.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
+from kernlib.records import NamedTuple
 
 THREADS = 256
 SQUARE = 64  # rows that a CTA packs, and numbers of a row

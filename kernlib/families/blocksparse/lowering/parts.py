@@ -4,7 +4,6 @@ several blocks of threads share, which adds them up in order and finishes the re
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd, Spmm
@@ -15,6 +14,7 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
+from kernlib.records import NamedTuple
 
 KIND = "parts"
 COUNTS = (2, 4, 8, 16, 32)  # of a sum

@@ -6,9 +6,8 @@ holds is no part of a problem: one kernel, and one plan, serves all contents.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 
 WORD = 32  # blocks of a line that one word of a layout's bits says of
 

@@ -4,7 +4,6 @@ product by mma.sync, for any strides, on every GPU."""
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
@@ -31,6 +30,7 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 KIND = "sampled"
 PRECISION = True  # variants() takes it

@@ -7,7 +7,6 @@ The copy engine wants strides of whole 16 bytes; other layouts go to the portabl
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import hopper, sampled
@@ -22,6 +21,7 @@ from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "hopper"
 LISTS = ("rows", "cols")

@@ -9,7 +9,6 @@ the result's.
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.families.blocksparse.lowering import hopper, order
 from kernlib.families.blocksparse.lowering.problem import Dense, Spmm, Values
@@ -21,6 +20,7 @@ from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "scaled"
 STORAGE = "float8_e4m3fn"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.jit.spec import KernelSpec
@@ -21,6 +20,7 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 FAMILY = "blocksparse"
 THREADS = 256

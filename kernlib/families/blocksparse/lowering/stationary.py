@@ -9,7 +9,6 @@ the other kernels.
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import hopper, sampled, sampled_hopper
@@ -21,6 +20,7 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 KIND = "stationary"
 LISTS = ("row_bits", "row_ranks", "counts", "out")

@@ -9,7 +9,6 @@ few blocks, go to the other kernels.
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import hopper, sampled, sampled_hopper, stationary
@@ -21,6 +20,7 @@ from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "tiles"
 LISTS = ("row_bits", "row_ranks", "counts", "out")

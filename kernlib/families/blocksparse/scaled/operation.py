@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +20,7 @@ from kernlib.families.blocksparse.lowering.scaled import Scales
 from kernlib.families.blocksparse.scaled import reference
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
     address_of,

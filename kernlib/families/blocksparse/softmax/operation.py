@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -26,6 +26,7 @@ from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.softmax import arguments, plans, reference
 from kernlib.families.blocksparse.softmax.arguments import NAMES
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
+from kernlib.records import NamedTuple
 from kernlib.runtime import operation
 from kernlib.runtime.arguments import no_autocast, parameter_key, refuse_out_of_recorded
 from kernlib.runtime.autograd import is_watched

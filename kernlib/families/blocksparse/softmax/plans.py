@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -15,6 +14,7 @@ from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.lowering.softmax import Gradient, Operand, Options, Softmax
 from kernlib.families.blocksparse.softmax.arguments import NAMES, refuse_overlap
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
+from kernlib.records import NamedTuple
 from kernlib.runtime import devices
 from kernlib.runtime.arguments import address_of, folded
 from kernlib.runtime.devices import allocator, arch_of

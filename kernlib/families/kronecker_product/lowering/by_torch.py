@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
@@ -21,6 +20,7 @@ from kernlib.families.kronecker_product.lowering.grouping import CHUNK, Size
 from kernlib.families.kronecker_product.lowering.problem import Layout, Problem
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.records import NamedTuple
 
 # That torch must be faster by: the ratio of two estimates is wrong by 1.2 as a rule, either way. Of
 # 120 ragged products, those of the fit, 8 take more than 1.05 times the time of the fastest way

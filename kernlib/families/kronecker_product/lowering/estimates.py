@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kernlib.families.kronecker_product.lowering.grouping import CHUNK, Mode
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import Run
 from kernlib.families.kronecker_product.lowering.variant import Part, Variant, is_vectors
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 
 GPU = "sm_90a", 132  # of which there are measurements, and its multiprocessors
 MOST_BYTES = 1 << 30  # beside x and result, of what waits between two launches or products

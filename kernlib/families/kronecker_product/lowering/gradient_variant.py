@@ -4,7 +4,6 @@ and of the gradient by the result lie side by side in shared memory."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from kernlib.families.kronecker_product.lowering import grouping, modes
 from kernlib.families.kronecker_product.lowering.grouping import Mode, Size, cached
@@ -20,6 +19,7 @@ from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
+from kernlib.records import NamedTuple
 
 # Of shared memory, of each tile, if a column is not longer: with small matrices, and with others,
 # whose results wait in registers beside the sums of gradients.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 from kernlib.families.kronecker_product.lowering import gradient_variant, grouping, modes, parts
 from kernlib.families.kronecker_product.lowering.gradient_variant import Variant
@@ -27,6 +26,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 MOST_FACTORS = 128  # whose strides a launch's parameters hold
 COLUMNS = 1024  # that the time of a run is estimated for

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 from kernlib.lowering.arithmetic import round_up
+from kernlib.records import NamedTuple
 
 CHUNK = 8  # numbers that tensor cores take at once
 MERGED = 16  # rows and columns of small neighbours that are applied as one matrix

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_product.lowering import grouping
@@ -29,6 +28,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Step
+from kernlib.records import NamedTuple
 
 # Half-precision numbers that one of a dtype is in shared memory.
 WORDS = {"float16": 1, "bfloat16": 1, "float32": 2}

@@ -4,7 +4,6 @@ square factors, powers of two wide, one or two neighbours in a pass over memory.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_product.lowering.grouping import Size
@@ -17,6 +16,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 ARCH = "sm_90a"
 PANEL, WIDEST = 64, 128  # lines and columns of a tile; those of a matrix that is larger

@@ -3,8 +3,6 @@ parts that blocks have made."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.families.kronecker_product.lowering.gradient_variant import Variant
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.variant import GRID_BATCH
@@ -14,6 +12,7 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Step
+from kernlib.records import NamedTuple
 
 LANES, GROUPS, MOST_MERGED = 32, 16, 256  # as in sum.cuh
 FACTOR, MATRIX = "6q2I", "2q6I"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+
+from kernlib.records import NamedTuple
 
 
 class Layout(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from kernlib.families.kronecker_product.lowering.grouping import Size
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
+from kernlib.records import NamedTuple
 
 
 class Run(NamedTuple):

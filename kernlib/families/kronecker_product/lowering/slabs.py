@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_product.lowering import grouping, halves, modes
@@ -30,6 +29,7 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 SLAB_BYTES = 4 << 20  # of what one run hands to the next
 RESTAGED_BYTES = 32 << 20  # the same where a block stages matrices anew with each change of runs

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
@@ -19,6 +18,7 @@ from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
+from kernlib.records import NamedTuple
 
 LINE = 32  # elements: what a tile's size is a multiple of
 MOST_WARPS = 16

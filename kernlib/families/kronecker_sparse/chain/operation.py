@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -26,6 +25,7 @@ from kernlib.families.kronecker_sparse.operation import (
     settings_of,
     variants,
 )
+from kernlib.records import NamedTuple
 from kernlib.runtime import early, products
 from kernlib.runtime.arguments import check_names, parameter_key
 from kernlib.runtime.autograd import Parts, are_here, bias_gradient, is_watched

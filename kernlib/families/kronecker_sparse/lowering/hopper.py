@@ -6,8 +6,6 @@ The copy engine wants strides of whole 16 bytes; other layouts go to the portabl
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper_common, pack
 from kernlib.families.kronecker_sparse.lowering.problem import Problem, is_deep
@@ -21,6 +19,7 @@ from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "hopper"
 TILE_ROWS = 128

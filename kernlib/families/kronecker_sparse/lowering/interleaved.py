@@ -5,8 +5,6 @@ Whole 32-byte sectors of neighbouring l move together, or all l of a k where the
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper_common, pack
 from kernlib.families.kronecker_sparse.lowering.problem import Problem, is_deep
@@ -21,6 +19,7 @@ from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "interleaved"
 FIXED = "<10i"  # struct Fixed

@@ -6,8 +6,6 @@ in which a weight can change (``.data``, a replayed CUDA graph, another process)
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_sparse.lowering.problem import MAX_BLOCKS, Problem
 from kernlib.jit.spec import KernelSpec
@@ -16,6 +14,7 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Step
+from kernlib.records import NamedTuple
 
 THREADS = 128
 PARAMETERS = Parameters(2, "<5q6i")

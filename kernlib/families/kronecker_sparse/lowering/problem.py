@@ -10,7 +10,7 @@ depth a block's output and input features; for the weight's gradient the batch i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from kernlib.records import NamedTuple
 
 Pattern = tuple[int, int, int, int]
 MAX_BLOCKS = 2**31 - 1  # of a grid's first axis

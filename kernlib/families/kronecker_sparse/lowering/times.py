@@ -12,7 +12,6 @@ float16 and 15 % in 3xTF32, and by 11 and 7 % by way of batch last.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from kernlib.families.kronecker_sparse.lowering import (
     hopper,
@@ -27,6 +26,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.records import NamedTuple
 
 MULTIPROCESSORS = 132
 ROUNDS = 3  # up to which a last round that is not full counts as one that is

@@ -8,8 +8,6 @@ last), or both with features contiguous and d = 1 (batch first).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.kronecker_sparse.lowering import hopper_common, portable
 from kernlib.families.kronecker_sparse.lowering.hopper import FIXED, TILE_ROWS
@@ -24,6 +22,7 @@ from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "gradient"
 TILE_DEPTH = hopper_common.ROW_BYTES // 2

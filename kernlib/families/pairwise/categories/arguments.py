@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -13,6 +12,7 @@ from kernlib.descriptors.base import shown
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
 from kernlib.families.pairwise.lowering.layout import MOST_ELEMENTS
+from kernlib.records import NamedTuple
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import extremes, host_value
 from kernlib.runtime.tensors import check_dense, common_batch

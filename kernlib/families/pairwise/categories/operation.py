@@ -9,7 +9,6 @@ memory for a block.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -26,6 +25,7 @@ from kernlib.families.pairwise.matrix import PairwisePlan, key_of, loaded_plan, 
 from kernlib.families.pairwise.request import Request, is_empty, layout_of, problem_of
 from kernlib.families.pairwise.stages_reference import finish
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime import rehearsal
 from kernlib.runtime.devices import arch_of, model
 from kernlib.runtime.dtypes import accumulator

@@ -6,8 +6,6 @@ differentiated forwards: it is made of operators that torch differentiates.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.autograd import forward_ad
 
@@ -16,6 +14,7 @@ from kernlib.descriptors.epilogues import Gaussian, Laplace
 from kernlib.families.pairwise import checks, reference, stages, units
 from kernlib.families.pairwise.cpu import sums
 from kernlib.families.pairwise.request import Request
+from kernlib.records import NamedTuple
 from kernlib.runtime import expressions
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import host_value

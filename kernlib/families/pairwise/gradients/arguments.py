@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -11,6 +10,7 @@ from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.checks import check_result
 from kernlib.families.pairwise.descriptor import OPERATORS
+from kernlib.records import NamedTuple
 from kernlib.runtime import numbers
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import host_value

@@ -14,7 +14,6 @@ is kept with the plans, so that a hot pass looks it up and launches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -34,6 +33,7 @@ from kernlib.families.pairwise.units import (
     is_of_quotients,
     unit_of,
 )
+from kernlib.records import NamedTuple
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device
 from kernlib.runtime.plan import PlanCache

@@ -8,13 +8,13 @@ Every difference is there at once, so whatever may go by blocks of rows does; un
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.records import NamedTuple
 from kernlib.runtime import rehearsal
 from kernlib.runtime.precision import rounds, without_autocast
 from kernlib.runtime.tensors import normal

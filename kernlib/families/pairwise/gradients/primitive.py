@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -23,6 +22,7 @@ from kernlib.families.pairwise.lowering import gradient_tensor
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.request import layout_of, scalar_stride
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 from kernlib.runtime import operation, rehearsal
 from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator

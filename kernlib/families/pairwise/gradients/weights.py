@@ -6,7 +6,6 @@ sums, under epilogues that :mod:`kernlib.descriptors.derivative` makes. So one k
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -19,6 +18,7 @@ from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.matrix import calls, matrix
+from kernlib.records import NamedTuple
 from kernlib.runtime import expressions
 from kernlib.runtime.tensors import broadcast_shapes, normal
 

@@ -5,7 +5,6 @@ stores no entry of the matrix (``kernel_sources/pairwise/reduce/gradient.cuh``).
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import reduce
@@ -30,6 +29,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.division import Sums, split
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 COLUMNS = 4  # of g and v that a launch takes
 WIDTHS = (1, 2, 4)

@@ -4,13 +4,13 @@ of pairs, in the arithmetic of :mod:`kernlib.families.pairwise.lowering.finish`.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from kernlib.descriptors.derivative import ONE, Derivative, separated
 from kernlib.descriptors.expression import VALUE, Node, Number, Operation, names
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering.finish import COMMON_SCALARS, ReductionSource, factors_of
 from kernlib.lowering.epilogue_source import function_struct
+from kernlib.records import NamedTuple
 
 LARGEST = "3.402823466e38f"
 # 1 / p, and 1 where the root is the sum itself.

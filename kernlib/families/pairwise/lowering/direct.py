@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import stages as norms
@@ -37,6 +36,7 @@ from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES, outputs
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 THREADS = 256
 TILE_K = 16

@@ -10,7 +10,6 @@ log-sum-exps and minima too.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
@@ -30,6 +29,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 TILED = ("matmul", "sum")  # reductions that tiles compute
 WIDTH = 8  # columns of v that a launch takes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import direct
@@ -19,6 +18,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, outputs
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 THREADS = 256
 WARPS = THREADS // 32

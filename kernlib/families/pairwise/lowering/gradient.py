@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, MAX_TILES
@@ -20,6 +19,7 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, outputs
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 THREADS = 256
 TILE, TILE_K = 64, 16  # queries, and features if doubled; points of a stage

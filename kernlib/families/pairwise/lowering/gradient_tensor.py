@@ -7,7 +7,6 @@ feature, which :mod:`kernlib.families.pairwise.gradients.points` arranges.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, MAX_TILES
 from kernlib.families.pairwise.lowering.gradient import (
@@ -25,6 +24,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 
 SIGN = "AbsSlope"
 LINES = "features"  # of Access: points of a feature side by side

@@ -5,9 +5,9 @@ kernel_sources/pairwise/direct/categories.cuh)."""
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.records import NamedTuple
 
 TABLE_OPERANDS = ("a_codes", "b_codes", "tables")  # whose addresses stand ahead of the points'
 MOST_ELEMENTS = 2**30 - 1  # of all tables, so that places in them add up within an int

@@ -8,8 +8,6 @@ tile, ``depth`` (features of a stage) and ``promote`` (of whose multiples stages
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, Problem
@@ -20,6 +18,7 @@ from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
+from kernlib.records import NamedTuple
 
 INFO_BYTES = 8  # of a point
 CHUNK = 8  # features

@@ -11,7 +11,6 @@ alone. Both leave the same partial results: those of hyperparameters one for eac
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack, points_source, reduce
@@ -30,6 +29,7 @@ from kernlib.jit import targets
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 WIDTHS = (1, 2, 4)  # columns of g and v that a launch takes
 # Up to which registers hold what :func:`crowd` counts of three warpgroups, and of two.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering.backward import ROLES
@@ -21,6 +19,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 TILE_N, GROUP = 64, 256  # lines of a stage, and of those that are scaled alike
 DIRECT_TILE = 64  # rows, and lines, of a block of the lanes' kernel

@@ -11,7 +11,6 @@ results.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack, product_source
@@ -35,6 +34,7 @@ from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 __all__ = ["WIDTHS", "lower", "pays", "takes", "variants", "widths"]
 

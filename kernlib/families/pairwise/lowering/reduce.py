@@ -11,7 +11,6 @@ features by ``small``. What none takes is computed by blocks of the matrix
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering.direct import (
@@ -34,6 +33,7 @@ from kernlib.lowering.division import MAX_PLACES, Sums, split
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 SMALL_K = 16
 WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes

@@ -10,7 +10,6 @@ waits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -42,6 +41,7 @@ from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 ARCH = "sm_90a"
 TILE_M = 128

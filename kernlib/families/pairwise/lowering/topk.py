@@ -14,7 +14,6 @@ units of 256 points, so that few long splits are faster than many that fill the 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack, reduce
@@ -35,6 +34,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 # Lengths of lists, each with the threads of a block of the small kernel, so that several blocks
 # have room for theirs, and the entries that may wait for a place: many where a list is long to

@@ -4,7 +4,6 @@ and what code generation chooses."""
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
@@ -15,6 +14,7 @@ from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.records import NamedTuple
 
 WIDTHS = (16, 32, 48, 64, 96, 128)  # columns of v that a launch takes
 NARROW, MIDDLE = 32, 64  # up to which registers hold the sums of four and three warpgroups

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from kernlib.descriptors.base import Descriptor, as_int, refuse_descriptor, shown
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.records import NamedTuple
 from kernlib.runtime.numbers import plain
 from kernlib.runtime.tensors import (
     check_dense,

@@ -6,8 +6,6 @@ Backward makes blocks of rows again, as
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch._C import _are_functorch_transforms_active
 
@@ -21,6 +19,7 @@ from kernlib.families.pairwise.reductions import arguments as reduced
 from kernlib.families.pairwise.reductions import blocks
 from kernlib.families.pairwise.reductions.arguments import Nearest, Shape
 from kernlib.families.pairwise.request import Request
+from kernlib.records import NamedTuple
 from kernlib.runtime import rehearsal
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import refuse_any_overlap, stand_ins

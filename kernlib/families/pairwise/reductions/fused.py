@@ -6,7 +6,6 @@ Memory is O(M + N), and that of partial sums, 128 MB at most."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -30,6 +29,7 @@ from kernlib.families.pairwise.reductions.arguments import Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime import devices
 from kernlib.runtime.devices import allocator, arch_of, build, model
 from kernlib.runtime.numbers import host_value

@@ -10,8 +10,6 @@ is recorded: its blocks, computed by calls that are recorded, and their graphs s
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
@@ -21,6 +19,7 @@ from kernlib.families.pairwise.gradients import autograd, backward
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions import arguments, blocks, fused, operation
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
+from kernlib.records import NamedTuple
 from kernlib.runtime import early, rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device, plain

@@ -4,7 +4,6 @@ their launches."""
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
 
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.lowering import product
@@ -16,6 +15,7 @@ from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Sha
 from kernlib.families.pairwise.request import layout_of, scalar_strides
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.steps import Lowered
+from kernlib.records import NamedTuple
 from kernlib.runtime.devices import arch_of, build, lower_on, model
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.plan import Plan

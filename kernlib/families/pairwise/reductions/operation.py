@@ -5,8 +5,6 @@ takes them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -15,6 +13,7 @@ from kernlib.families.pairwise.matrix import kind_of_number, numbers_of, precisi
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks, kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
+from kernlib.records import NamedTuple
 from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operation import KERNELS, OPERATOR, REFERENCE, Operation, bind

@@ -8,11 +8,11 @@ What a slab takes is bounded, whatever the matrix is: it has SLAB entries, or el
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, nonzero
+from kernlib.records import NamedTuple
 
 ROWS = 16  # of which slabs are made, as those of bitmap's chunks
 SLAB = 1 << 21  # entries, each of which takes some 100 bytes while it is encoded

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
@@ -69,6 +68,7 @@ from kernlib.families.sparse.lowering.codes import (
     grid,
 )
 from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.records import NamedTuple
 from kernlib.runtime.rehearsal import on_gpu
 
 # Default widths, of 2-byte values: 8 copies of 8 vectors' x fill Hopper's shared memory at 1792.

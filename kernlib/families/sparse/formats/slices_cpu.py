@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -15,6 +14,7 @@ from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
 from kernlib.families.sparse.formats.entries import CELLS, SLAB, Entries, Slab, Triplets
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 
 GROUPS = 1 << 16  # whose steps are looked at together
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import struct
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
@@ -18,6 +17,7 @@ from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 AT_ONCE = 16  # vectors of a launch
 # In two launches: 215 us for 32 of them with 8192 x 28672 at density .5, beside 304 of laying the

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 
 LANES = 32  # rows of a slice
 SHORT_ROWS = 65535  # most rows of a matrix whose row numbers have 2 bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import struct
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
@@ -18,6 +17,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 MOST_COLUMNS = 16
 MOST_SIZE = 2**31 - 2**16  # of rows and columns

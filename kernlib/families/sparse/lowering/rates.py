@@ -8,10 +8,9 @@ than their bytes: as long as the sums that one thread adds up.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kernlib.descriptors.base import shown, whole
 from kernlib.families.sparse.lowering.codes import SLICES
+from kernlib.records import NamedTuple
 
 
 class Rate(NamedTuple):

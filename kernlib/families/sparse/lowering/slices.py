@@ -10,7 +10,6 @@ what came before it has ended.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.sparse.lowering.codes import (
@@ -33,6 +32,7 @@ from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 MOST_COLUMNS = 16  # columns of x that one call takes
 COLUMNS = (1, 2, 4, 8)  # that a block takes at a time

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.families.blocksparse.lowering import order
 from kernlib.families.blocksparse.lowering.attention import score_source as text
@@ -22,6 +21,7 @@ from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
+from kernlib.records import NamedTuple
 
 KIND = "hopper"
 FAMILY = "blocksparse"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse.lowering.attention import score_source as text
@@ -23,6 +22,7 @@ from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
+from kernlib.records import NamedTuple
 
 KIND = "portable"
 FAMILY = "blocksparse"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 from kernlib.families.blocksparse.lowering.attention import deltas, portable
 from kernlib.families.blocksparse.lowering.attention import score_source as text
@@ -26,6 +25,7 @@ from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.records import NamedTuple
 
 KIND = "portable"
 WARPS = 4

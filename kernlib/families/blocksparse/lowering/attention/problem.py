@@ -7,10 +7,9 @@ part of a problem: one kernel, and one plan, serves them all.
 
 # Annotations are no text here: of text NamedTuple compiles each, 0.3 ms of a first call.
 
-from typing import NamedTuple
-
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.records import NamedTuple
 
 
 class Operand(NamedTuple):
