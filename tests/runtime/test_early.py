@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernlib.errors import CompileError
+from kernlib.families.sparse.formats import registry
 from kernlib.jit import service
 from kernlib.runtime import early
 from tests.architecture import walks
@@ -75,6 +76,16 @@ def test_kernels_of_a_backward_pass_are_compiled_from_the_first_miss_on(way, bui
     builds.made.clear()
     backward(y)
     assert builds.of(False) <= known
+
+
+def test_what_writes_a_format_is_compiled_while_formats_are_compared(builds):
+    registry._build_counting.cache_clear()
+    registry._build_counting(torch.float16, 0)
+    joined()
+    registry._build_counting.cache_clear()
+    assert all("count" in what for what in builds.of(False))
+    for what in ("u8 write", "u4 write", "u2 write", "bitmap encode", "macko encode"):
+        assert any(what in each for each in builds.of(True))
 
 
 def test_what_fails_is_raised_where_it_is_needed(builds):

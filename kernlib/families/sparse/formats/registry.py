@@ -120,11 +120,20 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
 
 @lru_cache(maxsize=64)
 def _build_counting(dtype: torch.dtype, device: int) -> None:
-    """Have the kernels that count a matrix's entries for each format compiled side by side."""
+    """Have the kernels that count a matrix's entries for each format compiled side by side, and
+    meanwhile those of which one writes the format that is fastest."""
     from kernlib.families.sparse.formats import bitmap_gpu, macko_gpu, slices_gpu
-    from kernlib.runtime.devices import build  # which CPU tensors do not load
+    from kernlib.runtime import early  # which CPU tensors do not load
+    from kernlib.runtime.devices import build
 
-    size = dtype.itemsize
-    specs = [bitmap_gpu.spec("count", size), macko_gpu.spec("count", dtype, False)]
-    specs += [slices_gpu.count_spec(format_of(name).code, size) for name in SLICES]
-    build(specs, device)
+    size, codes = dtype.itemsize, [format_of(name).code for name in SLICES]
+    counting = [bitmap_gpu.spec("count", size), macko_gpu.spec("count", dtype, False)]
+    counting += [slices_gpu.count_spec(code, size) for code in codes]
+    writing = [slices_gpu.write_spec(code, size, "u16") for code in codes]
+    writing += [bitmap_gpu.spec("encode", size), macko_gpu.spec("encode", dtype, False)]
+
+    def write(like: torch.Tensor) -> None:
+        build(writing, like.get_device())
+
+    like = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
+    early.first(build, counting, device, again=(write, like))
