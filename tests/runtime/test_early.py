@@ -15,16 +15,10 @@ from kernlib.jit import service
 from kernlib.runtime import early
 from tests.architecture import walks
 from tests.support import fakes
+from tests.support.early import join
 
 WAYS = ["gaussian", "kernel_matmul", "Kronecker-sparse", "chain", "sparse", "dsd", "attention"]
 WAYS += ["kron_matmul"]
-
-
-def joined() -> None:
-    """Wait for the threads, each of which may begin others."""
-    while threads := [t for t in threading.enumerate() if t.name == early.NAME]:
-        for thread in threads:
-            thread.join()
 
 
 class Builds:
@@ -55,7 +49,7 @@ class Builds:
 @pytest.fixture
 def builds(monkeypatch):
     yield Builds(monkeypatch)
-    joined()
+    join()
     fakes.forget()
 
 
@@ -70,7 +64,7 @@ def test_kernels_of_a_backward_pass_are_compiled_from_the_first_miss_on(way, bui
     call = walks.WAYS[f"{way}, recorded"]()
     builds.made.clear()
     y = call()
-    joined()
+    join()
     known = builds.of(True)
     assert known - builds.of(False)
     builds.made.clear()
@@ -81,7 +75,7 @@ def test_kernels_of_a_backward_pass_are_compiled_from_the_first_miss_on(way, bui
 def test_what_writes_a_format_is_compiled_while_formats_are_compared(builds):
     registry._build_counting.cache_clear()
     registry._build_counting(torch.float16, 0)
-    joined()
+    join()
     registry._build_counting.cache_clear()
     assert all("count" in what for what in builds.of(False))
     for what in ("u8 write", "u4 write", "u2 write", "bitmap encode", "macko encode"):
@@ -91,7 +85,7 @@ def test_what_writes_a_format_is_compiled_while_formats_are_compared(builds):
 def test_what_fails_is_raised_where_it_is_needed(builds):
     call = walks.WAYS["dsd, recorded"]()
     y = call()
-    joined()
+    join()
     builds.refused = builds.of(True) - builds.of(False)
     with pytest.raises(CompileError, match="refused"):
         backward(y)
