@@ -91,11 +91,16 @@ class _Beginning:
             _with_backward(self._call(*arguments))
 
 
+def _other_cores() -> threading.BoundedSemaphore:
+    """All cores but the one that is left to the call."""
+    return threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) - 1))
+
+
+_cores = _other_cores()
+
+
 class _Compiled(Rehearsal):
     """A rehearsal whose kernels are compiled from the moment at which they are noted."""
-
-    # One core is left to the call.
-    _cores = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) - 1))
 
     def note(self, specs: Iterable[KernelSpec]) -> None:
         new = [spec for spec in specs if spec not in self.specs]
@@ -105,7 +110,7 @@ class _Compiled(Rehearsal):
                 _start(self._build, spec)
 
     def _build(self, spec: KernelSpec) -> None:
-        with self._cores:
+        with _cores:
             if threading.main_thread().is_alive():
                 os.nice(NICENESS)  # this thread alone
                 service.build(spec, self.arch)
@@ -119,3 +124,12 @@ def _start(work: Callable, *arguments) -> None:
             work(*arguments)
 
     threading.Thread(target=copy_context().run, args=(run,), name=NAME).start()
+
+
+def _after_in_child() -> None:
+    """The threads that held cores do not exist here."""
+    global _cores
+    _cores = _other_cores()
+
+
+os.register_at_fork(after_in_child=_after_in_child)

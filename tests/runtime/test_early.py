@@ -94,11 +94,11 @@ def test_what_fails_is_raised_where_it_is_needed(builds):
 def test_a_process_that_ends_begins_no_more():
     """It waits for the compile that it is in, and prints nothing."""
     program = """
-import os, sys, threading, time, pytest
+import os, threading, time, pytest
+os.sched_getaffinity = lambda _: {0, 1}  # so that one thread compiles at a time
 from kernlib.jit import service
 from tests.architecture import walks
 walks.install(pytest.MonkeyPatch())
-os.sched_getaffinity = lambda _: {0, 1}
 inner, main, begun = service.build, threading.main_thread(), threading.Event()
 def build(spec, arch):
     if service.missed.get():
