@@ -73,10 +73,10 @@ def test_kernels_of_a_backward_pass_are_compiled_from_the_first_miss_on(way, bui
 
 
 def test_what_writes_a_format_is_compiled_while_formats_are_compared(builds):
-    registry._build_counting.cache_clear()
-    registry._build_counting(torch.float16, 0)
+    registry.build_counting.cache_clear()
+    registry.build_counting(torch.float16, 0)
     join()
-    registry._build_counting.cache_clear()
+    registry.build_counting.cache_clear()
     assert all("count" in what for what in builds.of(False))
     for what in ("u8 write", "u4 write", "u2 write", "bitmap encode", "macko encode"):
         assert any(what in each for each in builds.of(True))

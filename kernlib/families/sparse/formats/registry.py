@@ -105,7 +105,7 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     """Bytes of a matrix in each format that can hold it, and its density."""
     formats = {name: format_of(name) for name in FORMATS}
     if dense.device.type == "cuda":
-        _build_counting(dense.dtype, dense.get_device())
+        build_counting(dense.dtype, dense.get_device())
     counts = counted(formats["bitmap"].chunk_counts(dense))
     quick = {n: f.measure(dense, counts) for n, f in formats.items() if hasattr(f, "measure")}
     entries = counts.sum(dtype=torch.int64)
@@ -119,7 +119,7 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
 
 
 @lru_cache(maxsize=64)
-def _build_counting(dtype: torch.dtype, device: int) -> None:
+def build_counting(dtype: torch.dtype, device: int) -> None:
     """Have the kernels that count a matrix's entries for each format compiled side by side, and
     meanwhile those of which one writes the format that is fastest."""
     from kernlib.families.sparse.formats import bitmap_gpu, macko_gpu, slices_gpu
