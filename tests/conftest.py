@@ -11,7 +11,7 @@ import torch
 
 from kernlib import settings
 from kernlib.runtime import tensors
-from tests.support import gpu_kernels, record, selection, speeds
+from tests.support import early, gpu_kernels, record, selection, speeds
 
 # Tensors in host memory stand for a GPU's, which have no address below 4 GiB. A python linked to a
 # fixed place, as Debian's is, has its heap there, behind where such programs begin.
@@ -194,8 +194,9 @@ def session_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fresh_settings():
-    """What a test sets in the environment ends with it."""
+    """What a test sets in the environment, and what it begins in threads, ends with it."""
     yield
+    early.join()
     settings.reset()
 
 

@@ -8,6 +8,9 @@ a tensor or a family, and only :func:`load` touches the driver.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 from kernlib import settings
@@ -41,6 +44,8 @@ _loads: SingleFlight = SingleFlight()
 _builds: SingleFlight = SingleFlight()
 _ahead: dict[bytes, Entry] = {}  # built for a load to come
 _unforked = ForkGuard()  # around NVRTC, and around imports of many modules
+# What to call before a kernel is compiled that is in no cache.
+missed: ContextVar[Callable[[], None] | None] = ContextVar("kernlib_missed", default=None)
 # Arguments of CompileErrors by key, not the errors: a raised one keeps the frames of its callers.
 _failures: dict[bytes, tuple] = {}
 
@@ -82,6 +87,14 @@ def build_ahead(spec: KernelSpec, arch: str) -> None:
     _ahead[digest(spec, arch)] = build(spec, arch)
 
 
+@contextmanager
+def apart_from_forks() -> Iterator[None]:
+    """A block of imports and the like for whose end a fork of another thread waits."""
+    work = _unforked.work()
+    with surely(work), work:
+        yield
+
+
 def forget() -> None:
     """Drop loaded kernels, entries built ahead and remembered failures. The store stays."""
     _kernels.clear()
@@ -103,6 +116,9 @@ def _find_or_compile(asked: Request) -> Entry:
             "the cache; make it with `kernlib compile` or without that variable, or name a bundle "
             "that holds it in KERNLIB_CACHE_DIR"
         )
+    notify = missed.get()
+    if notify is not None:
+        notify()
 
     def waiting() -> None:
         asked.emit("wait", pid=os.getpid())

@@ -129,12 +129,14 @@ def _as_it_is(t: torch.Tensor) -> torch.Tensor:
 
 class StandIns:
     """A meta tensor in the place of each tensor, one for all places of one, and a layout or matrix
-    on meta in the place of another. ``leaves`` are those of which gradients are wanted."""
+    on meta in the place of another. ``leaves`` are those of which gradients are wanted, and
+    ``device`` is that of the first tensor, None without one."""
 
     def __init__(self) -> None:
         # By the value's id, with the value, lest another one gets that id.
         self._pairs: dict[int, tuple[object, object]] = {}
         self.leaves: list[torch.Tensor] = []
+        self.device: torch.device | None = None
 
     def of(self, value):
         """What stands for a value, or for all in a tuple or dict. What is no dense tensor is there
@@ -155,6 +157,7 @@ class StandIns:
             check_layout("", value)
         except TypeError:
             return value
+        self.device = self.device or value.device
         tensor = stand_in(value)
         if tensor.requires_grad:
             self.leaves.append(tensor)

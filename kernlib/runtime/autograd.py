@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.descriptors.epilogues import Bias, Epilogue, Product
-from kernlib.runtime import expressions, products, rehearsal
+from kernlib.runtime import early, expressions, products, rehearsal
 from kernlib.runtime.arguments import refuse_out_of_recorded
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operation import REFERENCE, Bound, by_operator, operators_of
@@ -105,7 +105,10 @@ class Recording(NamedTuple):
         descriptor, operands, _, parameters = request
         parts, plan = (self.parts(descriptor), None) if route is None else route
         bias = None if parts.bias is None else parameters[parts.bias]
-        y = self.apply(parts.product, operands, bias, plan)
+        if plan is None:
+            y = early.first(self.apply, parts.product, operands, bias, None)
+        else:
+            y = self.apply(parts.product, operands, bias, plan)
         if not parts.rest:
             return y
         y = parts.finish(y, parameters)

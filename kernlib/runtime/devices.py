@@ -16,7 +16,7 @@ from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.jit import service, targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
-from kernlib.runtime import driver, nvtx, rehearsal
+from kernlib.runtime import driver, rehearsal
 from kernlib.runtime.rehearsal import Rehearsal
 from kernlib.settings import current
 
@@ -101,13 +101,16 @@ def real_model(device: int) -> Model:
 
 
 @contextmanager
-def rehearse(arch: str, device: int | None = None) -> Iterator[Rehearsal]:
+def rehearse(
+    arch: str, device: int | None = None, kind: type[Rehearsal] = Rehearsal
+) -> Iterator[Rehearsal]:
     """Calls of meta tensors in this block, in this thread, are rehearsed for all GPUs of an arch,
-    or for ``device`` alone."""
+    or for ``device`` alone. ``kind`` is what notes their kernels."""
     fewest, most = targets.MULTIPROCESSORS[arch]
     if device is not None:
         fewest = most = real_model(device).multiprocessors
-    with rehearsal.entered(Rehearsal(arch, device, range(fewest, most + 1))) as rehearsed:
+    counts = range(fewest, most + 1)
+    with rehearsal.entered(kind(arch, device, counts)) as rehearsed:
         yield rehearsed
 
 
@@ -138,7 +141,7 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
             _refuse_capture(spec, device)
         driver.bind_context(device)
         if found is None:
-            with nvtx.range_of(f"kernlib load {spec.description}"):
+            with driver.range_of(f"kernlib load {spec.description}"):
                 found = service.kernel(spec, device, arch)
     rehearsal.note_kernel(spec, arch)
     return found

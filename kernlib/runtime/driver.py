@@ -1,11 +1,17 @@
-"""What kernlib asks of the CUDA driver itself, imported when the first kernel needs it."""
+"""What kernlib asks of the CUDA driver itself, imported when the first kernel needs it, and NVTX
+ranges around what it loads and launches, for Nsight Systems, where the setting ``KERNLIB_NVTX``
+asks for them. Without that setting a launch costs nothing more."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
+import torch
+
+from kernlib import settings
 from kernlib.jit import toolchain
 
 OVERLAPS_FROM = 12030  # the oldest driver that captures overlapping launches in a CUDA graph
@@ -69,3 +75,28 @@ def function_type() -> type:
 def encode_tiled() -> Callable:
     """cuTensorMapEncodeTiled by ctypes: 1 us, where cuda.bindings takes 10."""
     return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+
+
+# Ranges of NVTX.
+
+
+def range_of(name: str) -> AbstractContextManager:
+    """A range of this name, or nothing where none are asked for."""
+    return torch.cuda.nvtx.range(name) if settings.current().nvtx else nullcontext()
+
+
+def ranged(launch: Callable, name: str) -> Callable:
+    """``launch`` within a range of this name, or ``launch`` itself where no ranges are asked
+    for."""
+    if not settings.current().nvtx:
+        return launch
+    push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+
+    def within():
+        push(name)
+        try:
+            return launch()
+        finally:
+            pop()
+
+    return within

@@ -19,7 +19,7 @@ import torch
 from kernlib import events
 from kernlib.jit import service
 from kernlib.lowering.parameters import MAP_ALIGNMENT, MAP_BYTES
-from kernlib.runtime import devices, driver, nvtx
+from kernlib.runtime import devices, driver
 
 if TYPE_CHECKING:
     from kernlib.lowering.tma import TensorMap
@@ -119,7 +119,7 @@ class Plan:
         config = driver.launch_config(self._shape, stream, self._overlaps)
         block = ctypes.addressof(self._memory[1])
         launch = partial(driver.launch_kernel_ex(), config, self._function, block, 0)
-        self._launch = nvtx.ranged(launch, self.kernel.spec.description)
+        self._launch = driver.ranged(launch, self.kernel.spec.description)
         self._stream = stream
 
     def report(self) -> None:

@@ -68,6 +68,11 @@ def of(device: int) -> Rehearsal | None:
     return rehearsal if rehearsal is not None and (device < 0 or rehearsal.poses) else None
 
 
+def like(t: torch.Tensor) -> torch.Tensor:
+    """``torch.empty_like`` of a meta tensor, which itself would import a second of torch."""
+    return t.new_empty_strided(t.shape, t.stride())
+
+
 def on_gpu(device: torch.device) -> bool:
     """Whether kernels compute on a device: a GPU, or in a rehearsal one that stands for it."""
     return device.type == "cuda" or (device.type == "meta" and _current.get() is not None)

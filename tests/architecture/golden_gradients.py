@@ -62,13 +62,13 @@ def install(monkeypatch) -> Runs:
 
 
 def everywhere(monkeypatch, index: int = 0) -> None:
-    """All tensors on a GPU: a pass by autograd makes some of its own, of no class that a test has.
-    What kernels would have written is 0."""
-    device = torch.device("cuda", index)
+    """All tensors on a GPU but those on meta: a pass by autograd makes some of its own, of no class
+    that a test has. What kernels would have written is 0."""
+    places = {False: torch.device("cuda", index), True: torch.device("meta")}
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).zero_())
-    monkeypatch.setattr(torch.Tensor, "device", property(lambda self: device))
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: index)
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda self: places[self.is_meta]))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: -1 if self.is_meta else index)
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
 

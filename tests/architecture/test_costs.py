@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.architecture import walks
+from tests.architecture.package import MODULES
 
 # Frames of kernlib, distinct files of theirs, and switches, which are frames in another file than
 # the one before, of calls whose plans are there: numbers that may fall. Comprehensions of Python
@@ -53,6 +54,17 @@ IMPORTS = {
 }
 
 
+# Modules of kernlib that a process has loaded when the kernels of its first call are chosen: the
+# time of a first call from the cache is mostly theirs. Numbers that may fall.
+FIRST_CALLS = {
+    "kl.cdist(t(2000, 64), t(3000, 64))": 71,
+    "kl.run_kernel(kl.KroneckerSparse(16, 64, 64, 1), t(256, 1024), t(16, 64, 64, 1))": 78,
+    "kl.kron_matmul(t(256, 4096), [t(16, 16) for _ in range(3)])": 80,
+    "kl.blocksparse.dsd(t(77, 64, 64), t(1024, 256), layout(64))": 91,
+    "kl.blocksparse.attention(*[t(2, 8, 2048, 128).half()] * 3, layout(128))": 90,
+}
+
+
 @pytest.mark.few(1000)
 @pytest.mark.parametrize("name", WALKS)
 def test_a_hot_call_is_short(name, monkeypatch):
@@ -89,6 +101,30 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     own = [name for name in loaded if name.split(".")[0] == "kernlib"]
     assert len(own) <= most, own
     assert not {name.split(".")[0] for name in loaded} & set(forbidden)
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS)
+def test_a_first_call_loads_few_modules(call):
+    program = f"""
+import functools, json, sys, torch, kernlib as kl
+from kernlib.runtime import devices
+t = functools.partial(torch.empty, device="meta")
+layout = lambda block: kl.blocksparse.Layout(torch.ones(16, 16) > 0, block, 77, "meta")
+with devices.rehearse("sm_90a") as rehearsal:
+    {call}
+assert rehearsal.specs
+print(json.dumps([name for name in sys.modules if name.split(".")[0] == "kernlib"]))
+"""
+    loaded = printed(program)
+    assert len(loaded) <= FIRST_CALLS[call], loaded
+
+
+def test_named_tuples_are_made_in_half_the_time():
+    """But in modules that import nothing of kernlib."""
+    others = ("records", "settings", "sharding")
+    for path in MODULES:
+        words = [line for line in path.read_text().splitlines() if line.startswith("from typing")]
+        assert "NamedTuple" not in " ".join(words) or path.stem in others, path
 
 
 @pytest.mark.few(0)

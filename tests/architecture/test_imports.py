@@ -17,7 +17,6 @@ FORMER = {PACKAGE / f"descriptors/{name}.py" for name in (*FAMILIES, "norms")}
 LAUNCHING = (
     "devices",
     "driver",
-    "nvtx",
     "plan",
 )  # of the runtime: for kernels of any family
 

@@ -113,6 +113,22 @@ def test_assert_cached_forbids_a_compile_and_allows_a_hit(fake, monkeypatch):
     assert sum(fake.counts.values()) == 1
 
 
+def test_a_miss_is_told_before_the_compile_and_a_hit_is_not(fake, monkeypatch):
+    told = []
+    token = service.missed.set(lambda: told.append(sum(fake.counts.values())))
+    try:
+        for _ in range(2):
+            service.build(SPEC, ARCH)
+        assert told == [0]
+        monkeypatch.setenv("KERNLIB_ASSERT_CACHED", "1")
+        settings.reset()
+        with pytest.raises(NotCachedError):
+            service.build(SPEC, "sm_80")
+        assert told == [0]
+    finally:
+        service.missed.reset(token)
+
+
 def test_assert_cached_forbids_the_compile_that_replaces_a_refused_cubin(fake, monkeypatch):
     service.build(SPEC, ARCH)
     monkeypatch.setenv("KERNLIB_ASSERT_CACHED", "1")

@@ -5,7 +5,7 @@ import torch
 
 import kernlib as kl
 from kernlib import settings
-from kernlib.runtime import nvtx
+from kernlib.runtime import driver
 from tests.support import fakes
 
 
@@ -34,13 +34,13 @@ def test_loads_and_launches_lie_in_ranges(gpus, ranges):
 def test_there_are_none_unless_asked_for(gpus, ranges):
     call()
     launch = object()
-    assert nvtx.ranged(launch, "name") is launch
+    assert driver.ranged(launch, "name") is launch
     assert len(gpus.launches) == 1 and not ranges
 
 
 def test_a_launch_that_fails_ends_its_range(ranges):
     with settings.override(nvtx=True), pytest.raises(KeyError):
-        nvtx.ranged({}.popitem, "name")()
+        driver.ranged({}.popitem, "name")()
     assert ranges == ["name", "end"]
 
 

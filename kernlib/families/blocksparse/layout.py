@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from kernlib import run
 from kernlib.descriptors.base import check_flag
-from kernlib.families.blocksparse.contents import bits, matrices, writing
+from kernlib.families.blocksparse.contents import bits, host, matrices, writing
 from kernlib.families.blocksparse.contents.given import (
     Indices,
     Mask,
@@ -103,10 +103,11 @@ class Layout:
             count = writing.count_live(mask) if capacity is None else capacity
             count = checked_count("capacity", count, 0)
             blocks = blocks_of(block, grid, heads, count)
-            tensors = writing.of_mask(_with_heads(mask), blocks, place)
-            _fill(self, layout_text(block, grid, heads, count), tensors)
+            made = writing.of_mask(_with_heads(mask), blocks, host.source(mask, place))
+            _fill(self, layout_text(block, grid, heads, count), tuple(t.to(place) for t in made))
             _note_mask(self, mask)
         _mark(self)
+        host.note(self, made)
 
     @classmethod
     def from_indices(
@@ -345,8 +346,7 @@ class Layout:
         check_source("mask", mask, self._device)
         with outside():
             writing.update_mask(self.tensors, _with_heads(mask), self.sizes)
-        if self._mask is not None:
-            object.__setattr__(self, "_mask", None)
+        object.__setattr__(self, "_mask", None)
         return self
 
     def update_indices_(self, rows: Indices, cols: Indices, heads: Indices | None = None) -> Layout:
@@ -361,8 +361,7 @@ class Layout:
         check_source("rows", given["rows"], self._device)
         with outside():
             writing.update_indices(self.tensors, given, self.sizes)
-        if self._mask is not None:
-            object.__setattr__(self, "_mask", None)
+        object.__setattr__(self, "_mask", None)
         return self
 
     def keep_for(self, keeper: str) -> None:
@@ -483,11 +482,11 @@ class Layout:
         raise AttributeError(f"the sizes of a Layout do not change: {name} cannot be deleted")
 
     def __copy__(self) -> Layout:
-        return _with_mask_of(self, Layout.from_layout(self.form, self.flat))
+        return _copied(self, Layout.from_layout(self.form, self.flat))
 
     def __deepcopy__(self, memo: dict) -> Layout:
         with outside():
-            layout = _with_mask_of(self, _marked(self.text, tuple(t.clone() for t in self.tensors)))
+            layout = _copied(self, _marked(self.text, tuple(t.clone() for t in self.tensors)))
         memo[id(self)] = layout
         return layout
 
@@ -559,8 +558,9 @@ def _note_mask(layout: Layout, mask: torch.Tensor) -> None:
         object.__setattr__(layout, "_mask", mask.to("cpu", copy=True) if has_values(mask) else None)
 
 
-def _with_mask_of(layout: Layout, other: Layout) -> Layout:
+def _copied(layout: Layout, other: Layout) -> Layout:
     object.__setattr__(other, "_mask", layout._mask)
+    host.copy(layout, other)
     return other
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernlib.descriptors.epilogues import Bias
-from kernlib.families.blocksparse import checks, plans, reference
+from kernlib.families.blocksparse import checks, plans
 from kernlib.families.blocksparse.checks import LAYOUT_NAMES
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.layout import Layout
@@ -78,6 +78,8 @@ def _way(call: products.Call, descriptor, operands: tuple, out, parameters: dict
 
 
 def _reference(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict) -> torch.Tensor:
+    from kernlib.families.blocksparse import reference  # 2 ms that kernels do without
+
     return reference.blocksparse_matmul(descriptor, *operands, parameters)
 
 
@@ -186,6 +188,8 @@ def masked(descriptor: BlockSparseMatmul, operands: tuple, y: torch.Tensor) -> t
     """What torch's epilogues made of a result, 0 in slots that hold no block."""
     if descriptor.mode != "sdd":
         return y
+    from kernlib.families.blocksparse import reference
+
     return torch.where(reference.is_stored(operands[0]), y, 0.0)
 
 

@@ -17,7 +17,7 @@ from kernlib.descriptors.epilogues import Bias
 from kernlib.families.kronecker_product import plans, reference
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.lowering import choose
-from kernlib.runtime import autograd, devices, operation, products
+from kernlib.runtime import autograd, devices, operation, products, rehearsal
 from kernlib.runtime.arguments import (
     autocast,
     check_broadcast,
@@ -313,7 +313,7 @@ GRADIENTS = Operation(  # by x and all factors at once
     launch=_launch_gradients,
     tensors=lambda descriptor, grad, operands, needs: (grad, *operands),
     materialised=_materialised,
-    rehearsed=lambda plan, *request: [torch.empty_like(t) for t in request[2]],
+    rehearsed=lambda plan, *request: [rehearsal.like(t) for t in request[2]],
 )
 _all_gradients = operation.bind(GRADIENTS)
 

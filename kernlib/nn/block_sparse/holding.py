@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.families.blocksparse.contents import bits, writing
+from kernlib.families.blocksparse.contents import bits, host, writing
 from kernlib.families.blocksparse.contents.given import has_values, outside
 from kernlib.families.blocksparse.contents.sizes import NAMES
 from kernlib.families.blocksparse.layout import Layout
@@ -404,8 +404,9 @@ class LayoutModule(IndexedModule):
 def mark_of(layout: Layout) -> torch.Tensor:
     """The mark of a layout, float32: the bits of its lines, 4 to a number, and a fingerprint of
     these and of its sizes. Does not wait for the device."""
+    known = host.known(layout) or layout  # on the host no operator has to be loaded
     with outside(), torch.no_grad():
-        return _marked(layout.tensors[0], layout)
+        return _marked(known.tensors[0], layout).to(layout.device)
 
 
 def _marked(words: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -29,7 +29,7 @@ from kernlib.families.blocksparse.attention.plans import AttentionPlan
 from kernlib.families.blocksparse.checks import Call
 from kernlib.families.blocksparse.lowering.attention import choose
 from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED
-from kernlib.runtime import operation
+from kernlib.runtime import early, operation, rehearsal
 from kernlib.runtime.arguments import no_autocast, parameter_key, refuse_out_of_recorded
 from kernlib.runtime.autograd import ORDINARY, is_watched
 from kernlib.runtime.dtypes import KERNEL_TYPES
@@ -188,7 +188,7 @@ def _gradient_materialised(descriptor, operands, saved, options, captured, grads
 
 def _gradient_rehearsed(plan, descriptor, operands, saved, options, captured, grads, needs) -> list:
     tensors = *operands[1:], *(captured[name] for name in descriptor.names)
-    return [torch.empty_like(t) if need else None for t, need in zip(tensors, needs, strict=True)]
+    return [rehearsal.like(t) if need else None for t, need in zip(tensors, needs, strict=True)]
 
 
 GRADIENT = Operation(
@@ -289,7 +289,9 @@ def _recorded(descriptor, operands: tuple, out, options: Options, captured: dict
     if captured:
         known = arguments.differentiable(descriptor, captured)
         named = [captured[n] if n in known else captured[n].detach() for n in descriptor.names]
-    out, lse = _Attention.apply(descriptor, layout, with_lse, plan, *tensors, *named)
+    request = descriptor, layout, with_lse, plan, *tensors, *named
+    apply = _Attention.apply
+    out, lse = early.first(apply, *request) if plan is None else apply(*request)
     return out, lse if options.lse else None
 
 

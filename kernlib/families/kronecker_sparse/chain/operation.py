@@ -26,7 +26,7 @@ from kernlib.families.kronecker_sparse.operation import (
     settings_of,
     variants,
 )
-from kernlib.runtime import products
+from kernlib.runtime import early, products
 from kernlib.runtime.arguments import check_names, parameter_key
 from kernlib.runtime.autograd import Parts, are_here, bias_gradient, is_watched
 from kernlib.runtime.plan import PlanCache
@@ -64,17 +64,26 @@ def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch
     if out is not None:  # whose own factor sees neither x nor what belongs to the others
         named = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
         refuse_any_overlap(out, x=x, **named, **parameters)
-    hidden, last = [x], len(weights) - 1
-    for index, (factor, weight) in enumerate(zip(chain.factors, weights, strict=True)):
-        values = {name: parameters[name] for name in factor.parameters}
-        target = out if index == last else None
-        hidden.append(run_factor(factor, hidden[-1], weight, out=target, **values))
+    request = chain, x, tuple(weights), out, parameters
+    # A thread has none of the autocast that this one has: each factor then begins its own.
+    by_factor = torch._C._is_any_autocast_enabled()
+    hidden = _by_factor(*request) if by_factor else early.first(_by_factor, *request)
     if key is not None and products.is_on_gpu(x.device):
         _keep(key, chain, hidden, weights, parameters)
     return hidden[-1]
 
 
 RUNS = {KroneckerSparseChain: run}
+
+
+def _by_factor(chain, x, weights: tuple, out, parameters: dict) -> list[torch.Tensor]:
+    """x and the results of all factors, of calls that check them."""
+    hidden, last = [x], len(weights) - 1
+    for index, (factor, weight) in enumerate(zip(chain.factors, weights, strict=True)):
+        values = {name: parameters[name] for name in factor.parameters}
+        target = out if index == last else None
+        hidden.append(run_factor(factor, hidden[-1], weight, out=target, **values))
+    return hidden
 
 
 def _key(is_recorded: bool, chain, operands: tuple, parameters: dict) -> tuple | None:

@@ -17,8 +17,8 @@ from torch._C._functorch import is_legacy_batchedtensor
 from kernlib.descriptors.base import check_flag
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.matrix import MATRIX, calls
-from kernlib.runtime import rehearsal
+from kernlib.families.pairwise.matrix import MATRIX, calls, key_of
+from kernlib.runtime import early, rehearsal
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.operation import by_operator
 from kernlib.runtime.rehearsal import is_traced
@@ -95,7 +95,16 @@ class _Pairwise(torch.autograd.Function):
         ctx.save_for_backward(a, b, *tensors)
         offsets = call.row_offset, call.col_offset
         values = call.values(tensors) if tensors else call.numbers
-        return calls.execute(call.descriptor, a, b, None, False, *offsets, values)
+        request = call.descriptor, a, b, None, False, *offsets, values
+        key = key_of(*request)
+        try:
+            plan = calls.plans.plans.get(key)
+        except TypeError:  # an argument cannot be hashed, which is said there
+            return calls.execute(*request)
+        if plan is None:
+            whole = _Pairwise.apply, call, a, b, *tensors
+            return early.first(calls.first, key, *request, again=whole)
+        return calls.launch(plan, *request)
 
     @staticmethod
     def backward(ctx, grad):

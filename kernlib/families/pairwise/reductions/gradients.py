@@ -21,7 +21,7 @@ from kernlib.families.pairwise.gradients import autograd, backward
 from kernlib.families.pairwise.gradients.products import multiplied
 from kernlib.families.pairwise.reductions import arguments, blocks, fused, operation
 from kernlib.families.pairwise.reductions.arguments import Request, Shape
-from kernlib.runtime import rehearsal
+from kernlib.runtime import early, rehearsal
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import on_device, plain
 from kernlib.runtime.operation import by_operator
@@ -86,7 +86,8 @@ def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, v
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
-    y = _apply(reduction, request, shape, size).to(a.dtype)
+    whole = _rehearsed, reduction, request, shape
+    y = early.first(_apply, reduction, request, shape, size, again=whole).to(a.dtype)
     tensors = (t for t in (a, b, v) if t is not None)
     if key is not None and not any(map(is_lazy, tensors)):  # of which a plan reads copies
         *tensors, rows, columns, values = request
@@ -94,6 +95,19 @@ def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, v
         if plan is not None and plan.launch is not None:
             _routes.keep(key, Route(request.descriptor, shape, size, plan))
     return y
+
+
+def _rehearsed(reduction: str, request: Request, shape: Shape) -> None:
+    """The backward pass of a call of meta tensors, of gradients as :func:`early.first` has them."""
+    columns = () if request.v is None else (shape.columns,)
+    one = torch.empty((), dtype=accumulator(request.a.dtype), device=request.a.device)
+    size = shape.batch, shape.m, *columns
+    names = [name for name, t in request.tensors().items() if t.requires_grad]
+    with torch.no_grad():
+        for gradient in (one.new_empty(size), one.expand(size)):
+            out = gradient if reduction == "logsumexp" else None
+            shared = request.a is request.b
+            gradients(reduction, request, shape, names, gradient, out, shared)
 
 
 def refuse_out(out) -> None:

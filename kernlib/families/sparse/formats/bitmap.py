@@ -64,8 +64,8 @@ def chunk_units(counts: torch.Tensor, itemsize: int) -> torch.Tensor:
 
 
 def measure(dense: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Bytes that :func:`encode` would take, given :func:`chunk_counts`: one number, int64, on the
-    device of the matrix; below 0 if the format cannot hold it."""
+    """Bytes that :func:`encode` would take, given :func:`chunk_counts`: one number, int64, where
+    these lie; below 0 if the format cannot hold it."""
     taken = chunk_units(counts, dense.element_size()).sum(dtype=torch.int64) * UNIT
     return torch.where(taken < MOST_BYTES, taken + 4 * (counts.numel() + 1), -1)
 
@@ -73,7 +73,7 @@ def measure(dense: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def nbytes(dense: torch.Tensor) -> int | None:
     """Bytes that :func:`encode` would take; None if that is 32 GiB or more."""
     dense = encoding.matrix(dense)
-    found = int(measure(dense, chunk_counts(dense)))
+    found = int(measure(dense, encoding.counted(chunk_counts(dense))))
     return None if found < 0 else found
 
 
@@ -88,13 +88,14 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     dense = encoding.matrix(dense)
     if dense.device.type == "cuda":
         dense = readable(dense)
-    units = chunk_units(chunk_counts(dense), dense.element_size())
-    ends = torch.zeros(units.numel() + 1, dtype=torch.int64, device=dense.device)
+    counts = encoding.counted(chunk_counts(dense))
+    units = chunk_units(counts, dense.element_size())
+    ends = torch.zeros(units.numel() + 1, dtype=torch.int64, device=units.device)
     torch.cumsum(units, 0, dtype=torch.int64, out=ends[1:])
     largest = units.max() if units.numel() else units.sum()
     total, most = (UNIT * n for n in torch.stack((ends[-1], largest)).tolist())
     _refuse_more(total, dense.shape)
-    offsets = ends.to(torch.int32)
+    offsets = encoding.moved(ends.to(torch.int32), dense.device)
     if dense.device.type == "cpu":
         data = torch.zeros(total, dtype=torch.uint8, device=dense.device)
         cpu.fill(dense, offsets, data)

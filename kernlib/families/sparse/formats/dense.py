@@ -14,8 +14,8 @@ TENSORS = ("values",)
 
 
 def measure(dense: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Bytes that :func:`encode` would take, as one number, int64, on the device of the matrix."""
-    return torch.full((), nbytes(dense), dtype=torch.int64, device=dense.device)
+    """Bytes that :func:`encode` would take, as one number, int64, on the host."""
+    return torch.tensor(nbytes(dense), dtype=torch.int64, device="cpu")
 
 
 def nbytes(dense: torch.Tensor) -> int:

@@ -55,6 +55,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     dense = readable(dense)
     counts, nnz = gpu.row_counts(dense)
     row_ptr, facts = _rows(counts, nnz)
+    row_ptr = encoding.moved(row_ptr, dense.device)
     values, deltas = gpu.fill(dense, row_ptr, facts["entries"])
     return dict(zip(TENSORS, (values, deltas, row_ptr), strict=True)), facts
 
@@ -171,11 +172,11 @@ def read_entries(
 
 
 def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Bytes that :func:`encode` would take: one number, int64, on the device of the matrix, without
-    a synchronisation on a GPU; below 0 if it refuses the matrix."""
+    """Bytes that :func:`encode` would take, below 0 if it refuses the matrix: one number, int64, on
+    the device of the matrix, without a synchronisation, or of few rows on the host."""
     dense = encoding.matrix(dense)
     if _is_too_wide(dense):
-        return torch.full((), -1, dtype=torch.int64, device=dense.device)
+        return torch.tensor(-1, dtype=torch.int64, device="cpu")
     if dense.device.type == "cpu":
         entries = _runs(dense)[-1].sum()
     else:

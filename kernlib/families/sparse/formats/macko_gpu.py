@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, bits
+from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, bits, counted
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.names import named
@@ -30,10 +30,12 @@ _plans = StepsCache()
 
 
 def row_counts(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of each row of a readable matrix, int32, and how many are no pads, in all."""
+    """Entries of each row of a readable matrix, int32, and how many are no pads, in all:
+    :func:`counted`."""
     counts = torch.zeros((2, dense.shape[0]), dtype=torch.int32, device=dense.device)
     if dense.numel():
         _launch("count", dense.dtype, False, reading(dense), bits(dense), counts)
+    counts = counted(counts)
     return counts[0], counts[1].sum(dtype=torch.int64)
 
 

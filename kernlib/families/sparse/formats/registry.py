@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernlib.descriptors.base import shown
-from kernlib.families.sparse.formats.encoding import matrix
+from kernlib.families.sparse.formats.encoding import counted, matrix
 from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.lowering.codes import SLICES
 
@@ -47,8 +47,8 @@ def check_format(format: str) -> None:
 def auto(dense: torch.Tensor, columns: int = 1) -> str:
     """The format in which a product of a matrix (R, C) with so many vectors should be fastest: of
     those that can hold it, by the exact bytes of each over the rates of ``rates``; "dense" for more
-    vectors than these know. Synchronises once where every format has ``measure``. Raises as
-    ``encode`` does for what is no matrix, and ValueError for columns that are no positive int."""
+    vectors than these know. Synchronises. Raises as ``encode`` does for what is no matrix, and
+    ValueError for columns that are no positive int."""
     rates.check_columns(columns)
     dense = matrix(dense)
     if columns > rates.MOST_COLUMNS:
@@ -105,26 +105,35 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     """Bytes of a matrix in each format that can hold it, and its density."""
     formats = {name: format_of(name) for name in FORMATS}
     if dense.device.type == "cuda":
-        _build_counting(dense.dtype, dense.get_device())
-    counts = formats["bitmap"].chunk_counts(dense)
+        build_counting(dense.dtype, dense.get_device())
+    counts = counted(formats["bitmap"].chunk_counts(dense))
     quick = {n: f.measure(dense, counts) for n, f in formats.items() if hasattr(f, "measure")}
-    numbers = torch.stack((counts.sum(dtype=torch.int64), *quick.values())).tolist()
-    sizes = dict(zip(quick, numbers[1:], strict=True))
+    entries = counts.sum(dtype=torch.int64)
+    sizes = {name: int(size) for name, size in quick.items()}
     for name, one in formats.items():
         if name not in quick:
             found = one.nbytes(dense)
             sizes[name] = -1 if found is None else found
     known = {name: sizes[name] for name in FORMATS if sizes[name] >= 0}
-    return known, numbers[0] / max(1, dense.numel())
+    return known, int(entries) / max(1, dense.numel())
 
 
 @lru_cache(maxsize=64)
-def _build_counting(dtype: torch.dtype, device: int) -> None:
-    """Have the kernels that count a matrix's entries for each format compiled side by side."""
+def build_counting(dtype: torch.dtype, device: int) -> None:
+    """Have the kernels that count a matrix's entries for each format compiled side by side, and
+    meanwhile those of which one writes the format that is fastest."""
     from kernlib.families.sparse.formats import bitmap_gpu, macko_gpu, slices_gpu
-    from kernlib.runtime.devices import build  # which CPU tensors do not load
+    from kernlib.runtime import early  # which CPU tensors do not load
+    from kernlib.runtime.devices import build
 
-    size = dtype.itemsize
-    specs = [bitmap_gpu.spec("count", size), macko_gpu.spec("count", dtype, False)]
-    specs += [slices_gpu.count_spec(format_of(name).code, size) for name in SLICES]
-    build(specs, device)
+    size, codes = dtype.itemsize, [format_of(name).code for name in SLICES]
+    counting = [bitmap_gpu.spec("count", size), macko_gpu.spec("count", dtype, False)]
+    counting += [slices_gpu.count_spec(code, size) for code in codes]
+    writing = [slices_gpu.write_spec(code, size, "u16") for code in codes]
+    writing += [bitmap_gpu.spec("encode", size), macko_gpu.spec("encode", dtype, False)]
+
+    def write(like: torch.Tensor) -> None:
+        build(writing, like.get_device())
+
+    like = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
+    early.first(build, counting, device, again=(write, like))

@@ -49,7 +49,13 @@ from typing import NamedTuple
 import torch
 
 from kernlib.families.sparse.formats import slices_cpu as cpu
-from kernlib.families.sparse.formats.encoding import check_facts, check_size, check_tensors, matrix
+from kernlib.families.sparse.formats.encoding import (
+    check_facts,
+    check_size,
+    check_tensors,
+    matrix,
+    moved,
+)
 from kernlib.families.sparse.formats.entries import CELLS, Entries, Triplets
 from kernlib.families.sparse.lowering.codes import (
     LANES,
@@ -102,7 +108,7 @@ class SlicesFormat(NamedTuple):
         self._refuse_more(total)
         size = total * self.code.size(dense.element_size())
         data = torch.zeros(size, dtype=torch.uint8, device=dense.device)
-        offsets = starts.to(torch.int32)
+        offsets, rows = (moved(t, dense.device) for t in (starts.to(torch.int32), rows))
         if size:
             _codec(dense).write(self.code, dense, width, offsets, rows, data)
         return {"data": data, "offsets": offsets, "rows": rows}, {"width": width}
@@ -210,11 +216,12 @@ class SlicesFormat(NamedTuple):
         return None if found < 0 else found
 
     def measure(self, dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-        """:meth:`nbytes` as an int64 on the matrix's device, -1 for None, without a
-        synchronisation. ``counts``, which other formats go by, are not needed."""
+        """:meth:`nbytes` as an int64, -1 for None: on the matrix's device, without a
+        synchronisation, or of few rows on the host. ``counts``, which other formats go by, are not
+        needed."""
         dense = matrix(dense)
         if max(dense.shape) > MOST_SIZE:
-            return torch.full((), -1, dtype=torch.int64, device=dense.device)
+            return torch.tensor(-1, dtype=torch.int64, device="cpu")
         width = panel_width(*dense.shape, dense.element_size())
         starts, rows = arrange(_codec(dense).count(self.code, dense, width), self.code.unit)
         held = rows.numel() * rows.element_size() + 4 * starts.numel()

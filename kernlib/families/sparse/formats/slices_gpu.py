@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kernlib.families.sparse.formats.encoding import counted
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
@@ -29,15 +30,15 @@ _plans = StepsCache()
 
 
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes of each (panel, row): int32."""
+    """Codes of each (panel, row): int32, :func:`counted`."""
     rows, cols = dense.shape
     panels = ceil_div(cols, width)
-    lengths = torch.zeros(panels, rows, dtype=torch.int32, device=dense.device)
+    lengths = torch.empty(panels, rows, dtype=torch.int32, device=dense.device)
     if lengths.numel():
         made = count_spec(code, dense.element_size())
         fixed = _encode_fixed(dense, width, ceil_div(rows, 32))
         _launch(made, panels * rows, (dense, lengths), fixed)
-    return lengths
+    return counted(lengths)
 
 
 def write(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from kernlib import blocksparse
 from kernlib.blocksparse import Layout
 from kernlib.compat import torch_blocksparse
+from kernlib.families.blocksparse.contents import host
 from kernlib.nn import BlockSparseLinear, BlockSparseMultiheadAttention, block_sparse_attention
 from tests.gpu.families.blocksparse.cases import BF16, F16, F32, check, layout_of
 from tests.gpu.watched import capture, nothing_waits
@@ -51,6 +52,22 @@ def test_a_linear_layer_trains(block, dtype, seed):
             before = layer.layout.nnz
             layer.drop_(2, optimizer=optimizer).regrow_(2, optimizer=optimizer)
             assert layer.layout.nnz == before
+
+
+def test_a_layer_is_the_same_of_a_layout_that_the_host_knows_and_of_one_that_it_does_not(seed):
+    """What it draws and its mark, computed where the contents are known."""
+    mask = torch.rand(4, 6) < 0.5
+    layout, there = Layout(mask, 32, device="cuda"), Layout(mask.cuda(), 32)
+    assert host.known(layout).mask().equal(mask) and host.known(there) is None
+    assert host.known(copy.deepcopy(layout)).mask().equal(mask)
+    layers = []
+    for each in (layout, there):
+        torch.manual_seed(0)
+        layers.append(BlockSparseLinear(192, 128, each, device="cuda"))
+    first, second = (layer.state_dict() for layer in layers)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    layout.update_(~mask.cuda())
+    assert host.known(layout) is None and layout.mask().cpu().equal(~mask)
 
 
 def test_a_training_step_waits_for_nothing(seed):
