@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.architecture import walks
-from tests.architecture.package import MODULES
 
 # Frames of kernlib, distinct files of theirs, and switches, which are frames in another file than
 # the one before, of calls whose plans are there: numbers that may fall. Comprehensions of Python
@@ -117,14 +116,6 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] == "kernlib
 """
     loaded = printed(program)
     assert len(loaded) <= FIRST_CALLS[call], loaded
-
-
-def test_named_tuples_are_made_in_half_the_time():
-    """But in modules that import nothing of kernlib."""
-    others = ("records", "settings", "sharding")
-    for path in MODULES:
-        words = [line for line in path.read_text().splitlines() if line.startswith("from typing")]
-        assert "NamedTuple" not in " ".join(words) or path.stem in others, path
 
 
 @pytest.mark.few(0)
