@@ -63,7 +63,7 @@ struct Parameters {
     u32 chunks;                   // of COLUMNS vectors
     u32 ranges;                   // of slices, one for each block of a chunk
     u32 held;                     // panels of x that shared memory holds
-    u32 unused;
+    u32 ahead;                    // whether the matrix may be read before prerequisites have ended
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
@@ -278,6 +278,7 @@ sparse_slices(const __grid_constant__ Parameters p) {
     unsigned char* held = memory + 16;
 #if __CUDA_ARCH__ >= 900
     launch_dependents();
+    if (!p.ahead) wait_for_prerequisites();
 #endif
     u32 chunk = blockIdx.x % p.chunks, range = blockIdx.x / p.chunks;
     u32 warp = threadIdx.x / 32, vector = chunk * COLUMNS;
@@ -296,7 +297,7 @@ sparse_slices(const __grid_constant__ Parameters p) {
         Stream stream;
         stream.open(p, head);
         if (begin == first) {
-            wait_to_begin();  // the matrix is read before, x and what others may use after this
+            wait_to_begin();  // x, and what others may use, come after this
         } else {
             __syncthreads();
         }

@@ -107,9 +107,8 @@ def plan(call: Call, descriptor: SparseMatmul, operands: tuple, out, parameters)
     else:
         if problem.x_padded:
             copy = partial(padded, (call.batch, w.shape[1], round_up(w.shape[1], WIDTH)))
-        if w.frozen and lowered.steps and choose.reads_ahead(w.format, arch):
-            first = lowered.steps[0]._replace(overlaps=True)
-            lowered = lowered._replace(steps=(first, *lowered.steps[1:]))
+        if w.frozen:
+            lowered = choose.ahead(w.format, lowered, arch)
     return make_plan(
         (x, *w.operands),
         call,

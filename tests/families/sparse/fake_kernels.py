@@ -23,7 +23,6 @@ from tests.support.fakes import OnGpu, Torch, at
 class Simulated:
     """A format's lowering: one launch sums into scratch, another applies the epilogue."""
 
-    READS_AHEAD = True
     OFFSET = 16  # of the sums in the scratch
 
     def __init__(self):
@@ -36,6 +35,9 @@ class Simulated:
         name = f"{part} {what!r}"
         self.kernels[name] = what if part == "end" else ()
         return KernelSpec("sparse", name, part, 32, description=name)
+
+    def ahead(self, step):
+        return step._replace(overlaps=True)
 
     def variants(self, epilogue, dtypes, arch):
         return [self.spec("sum", dtype) for dtype in dtypes] + [self.spec("end", epilogue)]

@@ -14,9 +14,13 @@ from kernlib.errors import CaptureError
 from kernlib.families.sparse import operation, reference
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.lowering import choose
+from kernlib.families.sparse.lowering.codes import SLICES
+from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.families.sparse.reference import laid_out
 from kernlib.families.sparse.tensors import state_of
 from kernlib.jit import targets
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime import driver
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
@@ -28,11 +32,24 @@ every_format = pytest.mark.parametrize("format", FORMATS)
 
 
 def test_formats_that_read_ahead():
+    plain = Lowered((Step(KernelSpec("sparse", "", "", 32, description=""), (1, 1), bytes(8), ()),))
     found = {
-        arch: {name for name in choose.FORMATS if choose.reads_ahead(name, arch)}
+        arch: {name for name in choose.FORMATS if choose.ahead(name, plain, arch) != plain}
         for arch in targets.SHARED_BYTES
     }
     assert found["sm_90a"] == {"bitmap", "u8", "u4", "u2"} and not found["sm_80"]
+
+
+@pytest.mark.parametrize("format", SLICES)
+def test_slices_of_a_matrix_that_may_be_written_begin_early_and_wait(format):
+    problem = Problem(96, 64, 1, "float16", 64, False, (96, 1), (("width", 32),))
+    for arch, overlaps in (("sm_90a", True), ("sm_80", False)):
+        lowered = choose.lower(format, (), problem, arch, 132)
+        first, *others = lowered.steps
+        assert first.overlaps is overlaps and first.fixed[-4:] == bytes(4)
+        early, *same = choose.ahead(format, lowered, arch).steps
+        assert same == others and early.overlaps is overlaps
+        assert early == first._replace(fixed=first.fixed[:-4] + bytes([overlaps, 0, 0, 0]))
 
 
 # The promise, as a GPU sees it.

@@ -23,7 +23,6 @@ AT_ONCE = 16  # vectors of a launch
 # In two launches: 215 us for 32 of them with 8192 x 28672 at density .5, beside 304 of laying the
 # matrix out and cuBLAS on an H200, by the measured time of 16.
 MOST_COLUMNS = 2 * AT_ONCE
-READS_AHEAD = True  # where the copy engine fills the ring
 CHUNK_ROWS, CHUNK_COLUMNS = 16, 256
 WORD_BYTES = 512  # of a chunk's bitmap
 MAX_STAGES = 8
@@ -98,6 +97,11 @@ def _one_by_one(
             steps.append(step._replace(pointers=pointers))
         workspace = max(workspace, lowered.workspace)
     return Lowered(tuple(steps), workspace)
+
+
+def ahead(step: Step) -> Step:
+    """The first launch, of a frozen matrix: the copy engine fills the ring before it waits."""
+    return step._replace(overlaps=True)
 
 
 def _fixed(

@@ -6,8 +6,8 @@ and u2 an object of the module ``slices``, with
     takes(problem, arch) -> whether it computes a problem
     lower(epilogue, problem, arch, multiprocessors) -> Lowered
     variants(epilogue, dtypes, arch) -> every spec that its lower() can choose
-    READS_AHEAD    True if its first launch reads nothing but the matrix before it waits for the
-                   launch before it, so that it may overlap that; other formats have no such name
+    ahead(step) -> its first launch, which reads nothing but the matrix before it waits for the
+                   launch before it; formats whose kernels cannot have no such name
 """
 
 from __future__ import annotations
@@ -48,10 +48,14 @@ def lower(
     return kernels_of(name).lower(epilogue, problem, arch, multiprocessors)
 
 
-def reads_ahead(name: str, arch: str) -> bool:
-    """Whether the first launch of a format's kernels may begin before the one before it has ended,
-    if that does not write the matrix: if it is frozen."""
-    return arch in OVERLAPPING and getattr(kernels_of(name), "READS_AHEAD", False)
+def ahead(name: str, lowered: Lowered, arch: str) -> Lowered:
+    """The launches of a call with a frozen matrix, which nothing writes: the first may read it
+    before the launch before it has ended."""
+    kernels = kernels_of(name)
+    if arch not in OVERLAPPING or not lowered.steps or not hasattr(kernels, "ahead"):
+        return lowered
+    first, *others = lowered.steps
+    return lowered._replace(steps=(kernels.ahead(first), *others))
 
 
 def variants(

@@ -3,8 +3,8 @@ formats u8, u4 and u2.
 
 The first adds up each row's products in each panel of columns, the second adds panels, in order,
 and applies epilogues: so the result does not depend on the order in which blocks run, and there is
-no counter to reset. Both permit launches that overlap: the first reads the matrix, never x, before
-what came before it has ended.
+no counter to reset. Both begin before what came before them has ended, and wait for that. Of a
+frozen matrix, which nothing writes, the first reads the matrix, never x, before it waits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class SlicesKernels(NamedTuple):
     steps."""
 
     code: Code
-    READS_AHEAD = True
 
     def takes(self, problem: Problem, arch: str) -> bool:
         """Whether :meth:`lower` takes a problem: all of 1 to MOST_COLUMNS columns that can be
@@ -111,10 +110,13 @@ class SlicesKernels(NamedTuple):
             problem.columns, chunks, ranges, held(made, width), 0,
         )  # fmt: skip
         pointers = tuple((name, 0) for name in ("data", "offsets", "rows", "x", "workspace"))
-        # It reads the matrix before it waits for what came before: see
-        # kernlib/families/sparse/tensors.py.
-        first = Step(spec(made), (ranges * chunks, 1), fixed, pointers)
+        overlaps = arch in OVERLAPPING
+        first = Step(spec(made), (ranges * chunks, 1), fixed, pointers, overlaps=overlaps)
         return Lowered((first, last), 4 * panels * problem.columns * problem.rows)
+
+    def ahead(self, step: Step) -> Step:
+        """The first launch, of a frozen matrix: see kernlib/families/sparse/tensors.py."""
+        return step._replace(fixed=step.fixed[:-4] + struct.pack("<I", 1))
 
     def variants(
         self, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
