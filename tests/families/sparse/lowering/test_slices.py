@@ -26,7 +26,7 @@ def problem(rows=8192, cols=28672, columns=1, dtype="float16", width=1792):
 
 
 def fixed(step):
-    names = "x_stride slices panel_slices width rows cols columns chunks ranges held unused"
+    names = "x_stride slices panel_slices width rows cols columns chunks ranges held ahead"
     return dict(zip(names.split(), struct.unpack(slices.PARAMETERS.fixed, step.fixed), strict=True))
 
 
