@@ -138,7 +138,7 @@ def recorder(product: products.Product, bound: Bound, recording: Recording) -> C
         key = None
         if eager and out is None:
             key = key_of(*request)
-            route = _route(key)
+            route = routes.find(key)
             if route is not None and are_here(product.tensors(operands)):
                 return recording.result(request, route)
         product.check_operands(descriptor, operands)
@@ -154,12 +154,6 @@ def recorder(product: products.Product, bound: Bound, recording: Recording) -> C
         if key is not None:
             keep(key, descriptor, operands, parameters)
         return y
-
-    def _route(key) -> Route | None:
-        try:
-            return routes.plans.get(key)
-        except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
-            return None
 
     def keep(key, descriptor, operands, parameters: dict) -> None:
         """Keep the route of a call that had no error, if nothing of the next is left to check:

@@ -12,7 +12,7 @@ import struct
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -170,6 +170,14 @@ class PlanCache(threading.local):
     def __init__(self) -> None:
         self._table = _Table()  # goes with its thread
         self.plans = self._table.plans
+
+    def find(self, key: tuple | None) -> Any:
+        """The plan of a key, or None: of a key that cannot be hashed too, as the checks say which
+        argument is wrong."""
+        try:
+            return self.plans.get(key)
+        except TypeError:
+            return None
 
     def keep(self, key: tuple, plan: object) -> None:
         """Keep a plan under a key. The oldest plan goes where there are PLANS already."""

@@ -55,7 +55,7 @@ def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch
         is_recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands)
         if not (is_recorded and _are_functorch_transforms_active()):
             key = _key(is_recorded, chain, operands, parameters)
-            route = _route(key)
+            route = _routes.find(key)
             if route is not None and are_here(operands):
                 return _by_route(route, operands, parameters)
     check_kinds(chain, operands)
@@ -94,13 +94,6 @@ def _key(is_recorded: bool, chain, operands: tuple, parameters: dict) -> tuple |
     except (*UNREADABLE, IndexError):
         return None
     return key
-
-
-def _route(key) -> Route | None:
-    try:
-        return _routes.plans.get(key)
-    except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
-        return None
 
 
 def _keep(key: tuple, chain, hidden: list, weights: list, parameters: dict) -> None:
