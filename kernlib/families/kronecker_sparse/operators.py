@@ -277,10 +277,12 @@ def _is_one_step(descriptor, operands: tuple, parameters: dict) -> bool:
 def _chain(descriptor: KroneckerSparseChain, operands: tuple, parameters: dict, debug: bool):
     check_dense(tuple(descriptor.operands), **dict(zip(descriptor.operands, operands, strict=True)))
     (x, *weights), parameters = autocast(operands, parameters)
-    last = fitted(descriptor.factors[-1].text, weights[-1])
+    h, last = x, descriptor
+    for factor, weight in zip(descriptor.factors, weights, strict=True):
+        last = fitted(factor.text, weight)
+        h = h.new_empty(operation.check_operands(last.pattern, last.batch_last, h, weight))
     parts, options = operation.parts(last), (*chain.options_of(descriptor)[:2], debug)
-    shape = _fake_chain(x, weights, None, *options)[-1].shape
-    check_parameters(last, last.out_features, parameters, x, False, FLOAT_TYPES, shape)
+    check_parameters(last, last.out_features, parameters, x, False, FLOAT_TYPES, h.shape)
     parameters = all_placed(parameters, x.device)
     bias = parts.operands(parameters).get("bias")
     y = recorded_chain(x, weights, bias, *options)[-1]
