@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _is_tracing
 from torch.compiler import is_exporting
 
 from kernlib.descriptors.base import with_symbols
@@ -270,8 +270,10 @@ def _is_one_step(descriptor, operands: tuple, parameters: dict) -> bool:
     """Whether a gradient of a chain is recorded by its operator."""
     if len(operands) < 3 or chain.options_of(descriptor) is None or not torch.is_grad_enabled():
         return False
+    if is_exporting() or _is_tracing():  # for calls without a gradient too
+        return False
     tensors = *operands, *parameters.values()
-    return requires_gradient((), *tensors) and takes_lists(*tensors) and not is_exporting()
+    return requires_gradient((), *tensors) and takes_lists(*tensors)
 
 
 def _chain(descriptor: KroneckerSparseChain, operands: tuple, parameters: dict, debug: bool):
