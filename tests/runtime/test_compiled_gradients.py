@@ -6,6 +6,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_product import operation
+from tests.contract.library.calls import compiled
 
 FACTORS = kl.KroneckerSparse(2, 3, 4, 5), kl.KroneckerSparse(1, 4, 6, 5)
 CHAIN = kl.KroneckerSparseChain(FACTORS)
@@ -44,6 +45,17 @@ def compiled_as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(operation, "has_kernels", lambda *call: True)
     yield
     torch._dynamo.reset()
+
+
+@EACH
+def test_batches_of_gradients(name, seed):
+    call, shapes, _ = CALLS[name]
+    leaves = [randn(*shape).requires_grad_() for shape in shapes]
+    y = compiled(call)(*leaves)
+    grads = randn(3, *y.shape)
+    found = torch.autograd.grad(y, leaves, grads, is_grads_batched=True)
+    wanted = [torch.autograd.grad(call(*leaves), leaves, grad) for grad in grads]
+    torch.testing.assert_close(found, tuple(map(torch.stack, zip(*wanted, strict=True))))
 
 
 @pytest.mark.filterwarnings("ignore")  # that it is deprecated

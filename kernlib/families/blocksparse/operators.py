@@ -164,6 +164,7 @@ product_gradients = register(
     _compute_gradients,
     _fake_gradients,
     recorded=_recorded_gradients,
+    batched=_recorded_gradients,
 )
 
 

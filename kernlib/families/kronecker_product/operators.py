@@ -172,6 +172,7 @@ gradients = register(
     _compute_gradients,
     _fake_gradients,
     recorded=_recorded_gradients,
+    batched=_recorded_gradients,
 )
 
 

@@ -215,6 +215,7 @@ chain_gradients = register(
     _compute_chain_gradients,
     _fake_chain_gradients,
     recorded=_recorded_chain_gradients,
+    batched=_recorded_chain_gradients,
 )
 
 
