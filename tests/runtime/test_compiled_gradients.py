@@ -3,10 +3,12 @@ call keeps between its passes."""
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import kernlib as kl
 from kernlib.families.kronecker_product import operation
-from tests.contract.library.calls import compiled
+from tests.contract.library.calls import compiled, targets
 
 FACTORS = kl.KroneckerSparse(2, 3, 4, 5), kl.KroneckerSparse(1, 4, 6, 5)
 CHAIN = kl.KroneckerSparseChain(FACTORS)
@@ -56,6 +58,34 @@ def test_batches_of_gradients(name, seed):
     found = torch.autograd.grad(y, leaves, grads, is_grads_batched=True)
     wanted = [torch.autograd.grad(call(*leaves), leaves, grad) for grad in grads]
     torch.testing.assert_close(found, tuple(map(torch.stack, zip(*wanted, strict=True))))
+
+
+@EACH
+def test_x_is_kept_for_gradients_of_weights_alone(name, seed):
+    call, shapes, operator = CALLS[name]
+    for trained in (True, False):
+        x, *weights = [randn(*shape).requires_grad_(trained) for shape in shapes]
+        backward, leaves = [], [x.requires_grad_(), *(weights if trained else ())]
+
+        def keep(graph_module, inputs, graphs=backward):
+            graphs.append(graph_module)
+            return make_boxed_func(graph_module)
+
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=boxed, bw_compiler=keep)
+        y, theirs = compiled(call, backend)(x, *weights), call(x, *weights)
+        grad = randn(*y.shape)
+        found = torch.autograd.grad(y, leaves, grad)
+        torch.testing.assert_close(found, torch.autograd.grad(theirs, leaves, grad))
+        (graph,) = backward
+        inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        kept = [tuple(node.meta["val"].shape) for node in inputs if "val" in node.meta]
+        assert (shapes[0] in kept) is trained
+        assert (f"kernlib.{operator}.default" in targets(graph)) is trained
+
+
+def boxed(graph_module, inputs):
+    return make_boxed_func(graph_module)
 
 
 @pytest.mark.filterwarnings("ignore")  # that it is deprecated

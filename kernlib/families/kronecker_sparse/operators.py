@@ -142,7 +142,9 @@ def _chain_backward(saved, grads: list) -> dict:
     if grad is None:
         grad = torch.zeros_like(_fake_product(hidden[-1], weights[-1], None, *options))
     needs = saved.needs.x, *saved.needs.weights
-    if is_one_step(grad) and all(each is None for each in inner):
+    # A weight that needs no gradient does not need its h either.
+    one_step = all(saved.needs.weights) and is_one_step(grad)
+    if one_step and all(each is None for each in inner):
         some = iter(chain_gradients(grad, hidden, weights, [*needs], *options))
         grads = [next(some) if need else None for need in needs]
     else:
