@@ -66,6 +66,7 @@ def register(
     fake: Callable,
     *,
     recorded: Callable | None = None,
+    batched: Callable | None = None,
     saves: Saves = (),
     outputs: int | None = 0,
     backward: Callable | None = None,
@@ -86,10 +87,12 @@ def register(
     that it reads, from the first; ``materialize`` says whether torch makes zeros of gradients of
     results that are not there.
 
-    ``vmap`` takes torch's information and the axes of the fields by their names before the
-    arguments, as that of torch.library.register_vmap does. ``forward`` answers where an argument
-    has a forward-mode derivative, with a result that torch can differentiate; without it that is
-    refused. Exports to ONNX record what ``forward`` or ``exported`` do, by torch's own operators.
+    ``batched`` answers for tensors that ``is_grads_batched`` made, of which torch takes none in
+    operators of lists. ``vmap`` takes torch's information and the axes of the fields by their names
+    before the arguments, as that of torch.library.register_vmap does. ``forward`` answers where an
+    argument has a forward-mode derivative, with a result that torch can differentiate; without it
+    that is refused. Exports to ONNX record what ``forward`` or ``exported`` do, by torch's own
+    operators.
     """
     for registry, function in ((_forward, forward), (_exported, exported)):
         if function is not None:
@@ -103,6 +106,8 @@ def register(
     if recorded is not None:
         autograd = _seen_by_autograd(overload, schema, recorded)
         _library.impl(name, autograd, "Autograd", with_keyset=True)
+    if batched is not None:
+        _library.impl(name, _over_fields(schema, batched), "Batched")
     if backward is not None:
 
         def setup_context(ctx, inputs, output) -> None:

@@ -89,11 +89,9 @@ def _fake_product(a, b, layout, descriptor, bias, debug: bool) -> torch.Tensor:
 
 def _backward(saved, grad) -> dict:
     descriptor, layout, needs = saved.descriptor, saved.layout, (saved.needs.a, saved.needs.b)
-    if is_one_step(grad):
-        some = iter(
-            product_gradients(grad, saved.a, saved.b, layout, descriptor, needs, saved.debug)
-        )
-        to_a, to_b = (next(some) if need else None for need in needs)
+    if all(needs) and is_one_step(grad):  # one of them alone does not read its operand
+        tensors = saved.a, saved.b
+        to_a, to_b = product_gradients(grad, *tensors, layout, descriptor, needs, saved.debug)
     else:
         tensors = {"grad": grad, "a": saved.a, "b": saved.b}
         to_a, to_b = operation.gradients(descriptor, layout, tensors, needs, multiply)
@@ -164,6 +162,7 @@ product_gradients = register(
     _compute_gradients,
     _fake_gradients,
     recorded=_recorded_gradients,
+    batched=_recorded_gradients,
 )
 
 

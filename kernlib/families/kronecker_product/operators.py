@@ -91,14 +91,20 @@ def _fake_product(x, factors, text: str, bias, debug: bool) -> torch.Tensor:
 
 def _backward(saved, grad) -> dict:
     operands, needs = (saved.x, *saved.factors), [saved.needs.x, *saved.needs.factors]
-    if is_one_step(grad):
-        some = iter(gradients(grad, saved.x, saved.factors, saved.descriptor, needs, saved.debug))
+    descriptor = from_text(saved.descriptor)
+    if not is_one_step(grad):
+        grads = operation.by_torch(descriptor, grad, operands, needs)
+    elif any(saved.needs.factors):
+        request = grad, saved.x, saved.factors, saved.descriptor, needs, saved.debug
+        some = iter(gradients(*request))
         grads = [next(some) if need else None for need in needs]
     else:
-        grads = operation.by_torch(from_text(saved.descriptor), grad, operands, needs)
-    to_bias = None
-    if saved.needs.bias:
-        to_bias = bias_gradient(grad, from_text(saved.descriptor).axis)
+        grads = [None] * len(needs)
+        if saved.needs.x:  # by what does not read x
+            text = operation.adjoint(descriptor).text
+            to_x = whole(grad, saved.factors, text, {}, saved.debug)
+            grads[0] = to_x.sum_to_size(saved.shapes.x)
+    to_bias = bias_gradient(grad, descriptor.axis) if saved.needs.bias else None
     return {"x": grads[0], "factors": grads[1:], "bias": to_bias}
 
 
@@ -172,6 +178,7 @@ gradients = register(
     _compute_gradients,
     _fake_gradients,
     recorded=_recorded_gradients,
+    batched=_recorded_gradients,
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _is_tracing
 from torch.compiler import is_exporting
 
 from kernlib.descriptors.base import with_symbols
@@ -142,7 +142,9 @@ def _chain_backward(saved, grads: list) -> dict:
     if grad is None:
         grad = torch.zeros_like(_fake_product(hidden[-1], weights[-1], None, *options))
     needs = saved.needs.x, *saved.needs.weights
-    if is_one_step(grad) and all(each is None for each in inner):
+    # A weight that needs no gradient does not need its h either.
+    one_step = all(saved.needs.weights) and is_one_step(grad)
+    if one_step and all(each is None for each in inner):
         some = iter(chain_gradients(grad, hidden, weights, [*needs], *options))
         grads = [next(some) if need else None for need in needs]
     else:
@@ -215,6 +217,7 @@ chain_gradients = register(
     _compute_chain_gradients,
     _fake_chain_gradients,
     recorded=_recorded_chain_gradients,
+    batched=_recorded_chain_gradients,
 )
 
 
@@ -270,17 +273,21 @@ def _is_one_step(descriptor, operands: tuple, parameters: dict) -> bool:
     """Whether a gradient of a chain is recorded by its operator."""
     if len(operands) < 3 or chain.options_of(descriptor) is None or not torch.is_grad_enabled():
         return False
+    if is_exporting() or _is_tracing():  # for calls without a gradient too
+        return False
     tensors = *operands, *parameters.values()
-    return requires_gradient((), *tensors) and takes_lists(*tensors) and not is_exporting()
+    return requires_gradient((), *tensors) and takes_lists(*tensors)
 
 
 def _chain(descriptor: KroneckerSparseChain, operands: tuple, parameters: dict, debug: bool):
     check_dense(tuple(descriptor.operands), **dict(zip(descriptor.operands, operands, strict=True)))
     (x, *weights), parameters = autocast(operands, parameters)
-    last = fitted(descriptor.factors[-1].text, weights[-1])
+    h, last = x, descriptor
+    for factor, weight in zip(descriptor.factors, weights, strict=True):
+        last = fitted(factor.text, weight)
+        h = h.new_empty(operation.check_operands(last.pattern, last.batch_last, h, weight))
     parts, options = operation.parts(last), (*chain.options_of(descriptor)[:2], debug)
-    shape = _fake_chain(x, weights, None, *options)[-1].shape
-    check_parameters(last, last.out_features, parameters, x, False, FLOAT_TYPES, shape)
+    check_parameters(last, last.out_features, parameters, x, False, FLOAT_TYPES, h.shape)
     parameters = all_placed(parameters, x.device)
     bias = parts.operands(parameters).get("bias")
     y = recorded_chain(x, weights, bias, *options)[-1]

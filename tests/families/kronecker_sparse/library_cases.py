@@ -36,6 +36,7 @@ SCALED = kl.KroneckerSparse(
 CUSTOM = kl.KroneckerSparse(*PATTERN, epilogue=kl.Custom("tanh(v)"))
 SECOND = kl.KroneckerSparse(3, 2, 8, 1, epilogue=(kl.Bias("b2"), kl.Relu()))
 CHAIN = kl.KroneckerSparseChain((FIRST, SECOND))
+PLAINS = kl.KroneckerSparseChain((PLAIN, SECOND.replace(epilogue=())))
 X, W, B, W2, B2 = values(6, 40), values(*PATTERN), values(24), values(3, 2, 8, 1), values(6)
 ONE, TWO, GAIN = values(5, 4, 4, 2), values(5, 8, 4, 2), torch.tensor(1.5)
 SIDES, THREE, FOUR = (0, 1), (0, 1, 2), (0, 1, 2, 3)
@@ -147,6 +148,10 @@ SIZES = {
 WRONG = {
     "features": Wrong(lambda x, w, b: first(x[:, 1:], w, b), r"x must be \(\.\.\., 40\)"),
     "weight": Wrong(lambda x, w, b: first(x, w.mT, b), "weight must have shape"),
+    "weight of a chain": Wrong(  # of as many features
+        lambda x, w, b: kl.run_kernel(PLAINS, x, w.reshape(1, 3, 5, 8), W2),
+        "weight must have shape",
+    ),
     "dtypes": Wrong(lambda x, w, b: first(x, w.double(), b), "must have one dtype"),
     "bias": Wrong(lambda x, w, b: first(x, w, b[1:]), "bias must have shape"),
     "missing": Wrong(lambda x, w, b: kl.run_kernel(FIRST, x, w), "needs bias"),
