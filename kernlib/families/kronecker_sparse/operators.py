@@ -28,7 +28,6 @@ from kernlib.runtime.arguments import (
 from kernlib.runtime.autograd import bias_gradient
 from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.operators import is_one_step, register, takes_lists
-from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed
 from kernlib.runtime.tensors import check_dense
 
@@ -125,7 +124,44 @@ def _options(saved) -> tuple:
     return saved.batch_last, saved.precision, saved.debug
 
 
-# A chain whose gradient is recorded: one operator each way, however many factors there are.
+# A chain: one operator, and one each way if its gradient is recorded, however many factors there
+# are.
+
+
+def _compute_whole_chain(x, weights, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    patterns = tuple(tuple(weight.shape) for weight in weights)
+    return chain.run(_of_patterns(text, patterns), x, *weights, **parameters)
+
+
+@lru_cache(maxsize=1024)
+def _of_patterns(text: str, patterns: tuple) -> KroneckerSparseChain:
+    """The chain of a text or, of a form, with these patterns."""
+    factors = zip(from_text(text).factors, patterns, strict=True)
+    return KroneckerSparseChain(
+        tuple(f if f.text != f.form else _of_pattern(f.text, pattern) for f, pattern in factors)
+    )
+
+
+def _fake_whole_chain(x, weights, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    first, *_ = from_text(text).factors
+    return _fake_chain(x, weights, None, first.batch_last, None, debug)[-1]
+
+
+def _recorded_whole_chain(x, weights, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    descriptor = from_text(text)
+    if chain.options_of(descriptor) is None:
+        return _by_factor(descriptor, x, weights, parameters, debug)
+    last = fitted(descriptor.factors[-1].text, weights[-1])
+    parts, options = operation.parts(last), (*chain.options_of(descriptor)[:2], debug)
+    y = chain_product(x, weights, parts.operands(parameters).get("bias"), *options)[-1]
+    return parts.finish(y, parameters)
+
+
+def _whole_chain_by_torch(x, weights, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    for factor, weight in zip(from_text(text).factors, weights, strict=True):
+        values = {name: parameters[name] for name in factor.parameters}
+        x = _by_torch(x, weight, factor.text, values, debug)
+    return x
 
 
 def _compute_chain(x, weights, bias, *options) -> list[torch.Tensor]:
@@ -199,8 +235,17 @@ weight_gradient = register(
     saves={"grad": ("x",), "x": ("grad",)},
     backward=_weight_gradient_backward,
 )
-recorded_chain = register(
+whole_chain = register(
     "kronecker_sparse_chain",
+    Schema("Tensor x", "Tensor[] weights", "str descriptor", PARAMETERS, "bool debug"),
+    "Tensor",
+    _compute_whole_chain,
+    _fake_whole_chain,
+    recorded=_recorded_whole_chain,
+    forward=_whole_chain_by_torch,
+)
+chain_product = register(
+    "kronecker_sparse_chain_product",
     Schema("Tensor x", "Tensor[] weights", "Tensor? bias", *_OPTIONS),
     "Tensor[]",
     _compute_chain,
@@ -251,13 +296,9 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
     check_names(descriptor, parameters)
     operation.check_kinds(descriptor, operands)
-    if _is_one_step(descriptor, operands, parameters):
-        return _chain(descriptor, operands, parameters, debug)
-    x = operands[0]
-    for factor, weight in zip(descriptor.factors, operands[1:], strict=True):
-        values = {name: parameters[name] for name in factor.parameters}
-        x = _factor(factor, x, weight, values, debug)
-    return x
+    if len(operands) > 2 and takes_lists(*tensors) and not (is_exporting() or _is_tracing()):
+        return _chain(text, operands, parameters, debug)
+    return _by_factor(descriptor, operands[0], operands[1:], parameters, debug)
 
 
 def run_fitted(
@@ -269,29 +310,25 @@ def run_fitted(
     return _traced(descriptor.form, names, False, *operands, *parameters.values())
 
 
-def _is_one_step(descriptor, operands: tuple, parameters: dict) -> bool:
-    """Whether a gradient of a chain is recorded by its operator."""
-    if len(operands) < 3 or chain.options_of(descriptor) is None or not torch.is_grad_enabled():
-        return False
-    if is_exporting() or _is_tracing():  # for calls without a gradient too
-        return False
-    tensors = *operands, *parameters.values()
-    return requires_gradient((), *tensors) and takes_lists(*tensors)
-
-
-def _chain(descriptor: KroneckerSparseChain, operands: tuple, parameters: dict, debug: bool):
+def _chain(text: str, operands: tuple, parameters: dict, debug: bool) -> torch.Tensor:
+    """A chain by its operator, which programs that are saved, and their checks, do not hold."""
+    descriptor = from_text(text)
     check_dense(tuple(descriptor.operands), **dict(zip(descriptor.operands, operands, strict=True)))
     (x, *weights), parameters = autocast(operands, parameters)
-    h, last = x, descriptor
+    h = x
     for factor, weight in zip(descriptor.factors, weights, strict=True):
-        last = fitted(factor.text, weight)
-        h = h.new_empty(operation.check_operands(last.pattern, last.batch_last, h, weight))
-    parts, options = operation.parts(last), (*chain.options_of(descriptor)[:2], debug)
-    check_parameters(last, last.out_features, parameters, x, False, FLOAT_TYPES, h.shape)
-    parameters = all_placed(parameters, x.device)
-    bias = parts.operands(parameters).get("bias")
-    y = recorded_chain(x, weights, bias, *options)[-1]
-    return parts.finish(y, parameters)
+        factor = fitted(factor.text, weight)
+        h = h.new_empty(operation.check_operands(factor.pattern, factor.batch_last, h, weight))
+        values = {name: parameters[name] for name in factor.parameters}
+        check_parameters(factor, factor.out_features, values, x, False, FLOAT_TYPES, h.shape)
+    return whole_chain(x, weights, text, all_placed(parameters, x.device), debug)
+
+
+def _by_factor(descriptor, x, weights, parameters: dict, debug: bool) -> torch.Tensor:
+    for factor, weight in zip(descriptor.factors, weights, strict=True):
+        values = {name: parameters[name] for name in factor.parameters}
+        x = _factor(factor, x, weight, values, debug)
+    return x
 
 
 def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: bool) -> torch.Tensor:

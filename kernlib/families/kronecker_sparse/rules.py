@@ -43,6 +43,7 @@ FORMULAS = {
     "kronecker_sparse": _count_product,
     "kronecker_sparse_chain": _count_chain,
     "kronecker_sparse_chain_gradients": _count_chain_gradients,
+    "kronecker_sparse_chain_product": _count_chain,
     "kronecker_sparse_product": _count_product,
     "kronecker_sparse_weight_gradient": _count_weight_gradient,
 }

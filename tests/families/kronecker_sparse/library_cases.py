@@ -253,6 +253,10 @@ def parts(batch_last: bool, batch: tuple) -> dict[str, Check]:
     """Of the operators that a recorded call and its gradients are."""
     x = values(40, *batch) if batch_last else values(*batch, 40)
     grad = values(24, *batch) if batch_last else values(*batch, 24)
+    factors = ((2, 3, 5, 4), kl.Bias("first")), ((3, 2, 8, 1), kl.Bias("second"))
+    both = kl.KroneckerSparseChain(
+        tuple(kl.KroneckerSparse(*p, batch_last=batch_last, epilogue=bias) for p, bias in factors)
+    )
     return {
         "product": Check("kronecker_sparse_product", (x, W, B, batch_last, None, False), THREE),
         "no bias": Check("kronecker_sparse_product", (x, W, None, batch_last, None, False), SIDES),
@@ -261,7 +265,12 @@ def parts(batch_last: bool, batch: tuple) -> dict[str, Check]:
             (grad, x, list(PATTERN), batch_last, "tf32", False), SIDES,
         ),
         "chain": Check(
-            "kronecker_sparse_chain", (x, [W, SECOND], values(6), batch_last, None, False), THREE
+            "kronecker_sparse_chain_product",
+            (x, [W, SECOND], values(6), batch_last, None, False), THREE,
+        ),
+        "whole chain": Check(
+            "kronecker_sparse_chain",
+            (x, [W, SECOND], both.text, "first second", [], [B, values(6)], False), (0, 1, 5),
         ),
         "chain gradients": Check(
             "kronecker_sparse_chain_gradients",
