@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch._guards import TracingContext
 from torch.compiler import is_exporting
 
 from kernlib.descriptors.base import with_symbols
@@ -274,6 +275,10 @@ def _is_one_step(descriptor, operands: tuple, parameters: dict) -> bool:
     if len(operands) < 3 or chain.options_of(descriptor) is None or not torch.is_grad_enabled():
         return False
     if is_exporting() or _is_tracing():  # for calls without a gradient too
+        return False
+    # A graph of make_fx may be differentiated again, and torch detaches in it the results that a
+    # backward pass reads.
+    if TracingContext.try_get() is None:
         return False
     tensors = *operands, *parameters.values()
     return requires_gradient((), *tensors) and takes_lists(*tensors)
