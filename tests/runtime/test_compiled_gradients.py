@@ -101,8 +101,6 @@ def test_a_chain_with_a_gradient_is_traced(seed):
 @EACH
 def test_a_recorded_backward_pass_has_derivatives(name, seed):
     call, shapes, _ = CALLS[name]
-    if name == "Kronecker product":
-        pytest.skip("operators of its gradients are of kernels")
     leaves = [randn(*shape).requires_grad_() for shape in shapes]
 
     def gradients(*leaves):
