@@ -21,6 +21,7 @@ from kernlib.lowering.steps import Lowered
 from kernlib.progress import check as check_progress
 from kernlib.runtime import ahead, devices, rehearsal
 from kernlib.runtime.plan import forget_plans
+from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.rehearsal import Rehearsal
 
 SHOWN_FAILURES = 4
@@ -134,7 +135,8 @@ class _Recorder:
         for arch in self._archs(device):
             with self._failing(arch), ahead.unseen(), devices.rehearse(arch) as rehearsed:
                 stand_ins = ahead.StandIns().of(arguments)
-                if self._is_new((arch, call, _described(stand_ins))):
+                settings = float32_precision(), torch.are_deterministic_algorithms_enabled()
+                if self._is_new((arch, call, settings, _described(stand_ins))):
                     call(*stand_ins)
                     self._note(rehearsed.specs, arch)
 

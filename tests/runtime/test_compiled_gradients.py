@@ -5,6 +5,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernlib as kl
 from kernlib.families.kronecker_product import operation
@@ -94,4 +95,20 @@ def test_a_chain_with_a_gradient_is_traced(seed):
     leaves = [randn(*shape).requires_grad_() for shape in shapes]
     traced = torch.jit.trace(call, tuple(leaves))
     found, wanted = (torch.autograd.grad(run(*leaves).sum(), leaves) for run in (traced, call))
+    torch.testing.assert_close(found, wanted)
+
+
+@EACH
+def test_a_recorded_backward_pass_has_derivatives(name, seed):
+    call, shapes, _ = CALLS[name]
+    leaves = [randn(*shape).requires_grad_() for shape in shapes]
+
+    def gradients(*leaves):
+        y = call(*leaves)
+        return torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+
+    found, wanted = (
+        torch.autograd.grad(sum(t.square().sum() for t in run(*leaves)), leaves)
+        for run in (make_fx(gradients)(*leaves), gradients)
+    )
     torch.testing.assert_close(found, wanted)

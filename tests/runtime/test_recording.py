@@ -192,6 +192,14 @@ def passes(family, name):
     return run
 
 
+def on_hopper(monkeypatch):
+    """Plain CPU tensors pass for those of a Hopper."""
+    walks.install(monkeypatch)
+    meta, cuda = torch.device("meta"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda t: meta if t.is_meta else cuda))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda t: -1 if t.is_meta else 0)
+
+
 CALLS = walks.WAYS | {
     name: partial(passes, family, name)
     for family, name in (
@@ -207,10 +215,7 @@ CALLS = walks.WAYS | {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_block_has_all_that_another_gpu_takes_for_its_calls(name, tmp_path, monkeypatch):
     """Recorded on a Hopper, for an A100: on that nothing else is loaded."""
-    walks.install(monkeypatch)
-    meta, cuda = torch.device("meta"), torch.device("cuda", 0)
-    monkeypatch.setattr(torch.Tensor, "device", property(lambda t: meta if t.is_meta else cuda))
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda t: -1 if t.is_meta else 0)
+    on_hopper(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error", kl.KernlibWarning)
         with kl.recording(tmp_path / "here", archs="sm_80"):
@@ -221,6 +226,29 @@ def test_a_block_has_all_that_another_gpu_takes_for_its_calls(name, tmp_path, mo
             CALLS[name]()()
     fakes.forget()
     assert keys(tmp_path / "there") <= keys(tmp_path / "here")
+
+
+def test_a_call_is_recorded_under_each_of_torchs_settings(tmp_path, monkeypatch):
+    on_hopper(monkeypatch)
+    pattern = kl.KroneckerSparse(8, 64, 64, 8)
+    x = golden_gradients.tensor(100, pattern.in_features)
+    weight = golden_gradients.tensor(*pattern.weight_shape)
+
+    def recorded(*settings):
+        folder = tmp_path / " ".join(settings)
+        with kl.recording(folder, archs="sm_80"):
+            for setting in settings:
+                torch.set_float32_matmul_precision(setting)
+                kl.run_kernel(pattern, x, weight)
+        return keys(folder)
+
+    former = torch.get_float32_matmul_precision()
+    try:
+        exact, rounded = recorded("highest"), recorded("high")
+        assert exact != rounded and recorded("highest", "high") == exact | rounded
+    finally:
+        torch.set_float32_matmul_precision(former)
+        fakes.forget()
 
 
 def test_a_call_without_a_rehearsal_is_lowered_for_each_gpu_of_a_target(gpus, tmp_path):

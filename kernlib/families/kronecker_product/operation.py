@@ -233,6 +233,9 @@ def apart(descriptor: KroneckerProduct, grad: torch.Tensor, operands: tuple, nee
     return gradients
 
 
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality  # excluded inside of operators
+
+
 def by_torch(descriptor: KroneckerProduct, grad, operands: tuple, needs: list) -> list:
     """The gradients by x and by the factors, by torch's own operators and, where gradients are
     recorded, with a record; None for those that are not needed."""
@@ -241,7 +244,7 @@ def by_torch(descriptor: KroneckerProduct, grad, operands: tuple, needs: list) -
     descriptor = _plain(descriptor)
     recorded = torch.is_grad_enabled()
     pairs = list(zip(operands, needs, strict=True))
-    with torch.enable_grad():
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
         if recorded:  # by aliases, as two of the arguments may be the same tensor
             own = [t.view_as(t) if need else t for t, need in pairs]
         else:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch._guards import TracingContext
 from torch.compiler import is_exporting
 
 from kernlib.descriptors.base import with_symbols
@@ -296,7 +297,7 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
     parameters = dict(zip(listed, tensors[len(operands) :], strict=True))
     check_names(descriptor, parameters)
     operation.check_kinds(descriptor, operands)
-    if len(operands) > 2 and takes_lists(*tensors) and not (is_exporting() or _is_tracing()):
+    if len(operands) > 2 and _is_compiled() and takes_lists(*tensors):
         return _chain(text, operands, parameters, debug)
     return _by_factor(descriptor, operands[0], operands[1:], parameters, debug)
 
@@ -310,8 +311,14 @@ def run_fitted(
     return _traced(descriptor.form, names, False, *operands, *parameters.values())
 
 
+def _is_compiled() -> bool:
+    """Whether the call is traced for a program that nobody saves, checks or differentiates again:
+    in a graph of make_fx torch detaches the results that a backward pass reads."""
+    return TracingContext.try_get() is not None and not is_exporting() and not _is_tracing()
+
+
 def _chain(text: str, operands: tuple, parameters: dict, debug: bool) -> torch.Tensor:
-    """A chain by its operator, which programs that are saved, and their checks, do not hold."""
+    """A checked chain by its operator."""
     descriptor = from_text(text)
     check_dense(tuple(descriptor.operands), **dict(zip(descriptor.operands, operands, strict=True)))
     (x, *weights), parameters = autocast(operands, parameters)
