@@ -112,3 +112,41 @@ def test_a_recorded_backward_pass_has_derivatives(name, seed):
         for run in (make_fx(gradients)(*leaves), gradients)
     )
     torch.testing.assert_close(found, wanted)
+
+
+def programs(call, *tensors) -> list[set[str]]:
+    """Operators of kernlib in each graph of a compiled call, with its backward pass if a gradient
+    is recorded."""
+    graphs = []
+
+    def note(graph, _):
+        graphs.append({str(one).split(".")[1] for one in targets(graph) if "kernlib." in str(one)})
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note, inference_compiler=note)
+    y = torch.compile(call, backend=backend, fullgraph=True)(*tensors)
+    if y.requires_grad:
+        y.sum().backward()
+    return graphs
+
+
+def test_a_compiled_chain_is_one_operator_each_way(seed):
+    call, shapes, gradients = CALLS["chain"]
+    tensors = [randn(*shape) for shape in shapes]
+    assert programs(call, *tensors) == [{"kronecker_sparse_chain"}]
+    torch._dynamo.reset()
+    leaves = [t.requires_grad_() for t in tensors]
+    assert programs(call, *leaves) == [{"kronecker_sparse_chain_product"}, {gradients}]
+    torch._dynamo.reset()
+    first, second = (
+        kl.KroneckerSparse(2, 3, 4, 5, epilogue=(kl.Bias("bias"), kl.Gelu())), FACTORS[1]
+    )  # fmt: skip
+    between = kl.KroneckerSparseChain((first, second))
+    bias = randn(30)
+
+    def biased(x, *weights):
+        return kl.run_kernel(between, x, *weights, bias=bias)
+
+    with torch.no_grad():
+        assert programs(biased, *tensors) == [{"kronecker_sparse_chain"}]
+        torch.testing.assert_close(compiled(biased)(*tensors), biased(*tensors))
