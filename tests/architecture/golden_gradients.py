@@ -193,6 +193,17 @@ def factors() -> dict[str, Case]:
         lambda x, w, v, bias: kl.run_kernel(chain, x, w, v, first=bias),
         (tensor(64, 48), *weights, tensor(48)),
     )
+    cases["Kronecker-sparse chain, as it is compiled"] = Case(
+        lambda x, *weights: torch.ops.kernlib.kronecker_sparse_chain(
+            x, weights, None, False, None, False
+        )[-1],
+        (tensor(64, 48), *weights),
+    )
+    cases["Kronecker-sparse, by the weight"] = Case(
+        lambda weight, x: kl.run_kernel(chain.factors[1], x, weight),
+        (weights[1], tensor(64, 48)),
+        1,
+    )
     return cases
 
 
