@@ -4,7 +4,7 @@ such."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -213,7 +213,11 @@ class SparseLinear(ComputesWeight, MatrixModule):
                 bias = self._parameters["bias"]
             except KeyError:  # parametrized
                 bias = self.bias
-        matrix = self._weight()
+        return self._product(self._weight(), input, bias)
+
+    def _product(
+        self, matrix: SparseMatrix, input: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         is_narrow = matrix.dtype is torch.float32 and getattr(input, "dtype", None) in _HALVES
         if is_narrow and not autocasts(input.device):
             return self._widened(matrix, input, bias)
@@ -252,6 +256,7 @@ def sparsify(
     format: str = "auto",
     per: str = "matrix",
     columns: int = 1,
+    fuse: bool | Sequence[Sequence[str]] = False,
 ) -> dict[str, SparseLinear]:
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
     new ones by their names.
@@ -260,6 +265,11 @@ def sparsify(
       ``r"mlp|[qkvo]_proj"``, or for which this function of name and layer is true; None takes all.
       Leave out a head that shares the weight of an embedding.
     - ``density``, ``format``, ``per``, ``columns``: as of :meth:`SparseLinear.from_linear`.
+    - ``fuse``: layers that read the same x and become one product. True takes ``q_proj``,
+      ``k_proj``, ``v_proj``, and ``gate_proj``, ``up_proj``, of the attention and MLP modules of
+      transformers' llama, mistral, qwen, gemma and phi, known by their classes' names. A list of
+      groups takes others, each a list of names: whole ones, or their last parts, as in
+      ``[["query", "key", "value"]]``, for a group in every module that has all of them.
 
     Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
     bias stays the same parameter, and training mode as it was; a layer that stands in several
@@ -270,18 +280,31 @@ def sparsify(
     swapped, torch's fused path of evaluation, which would lay their weights out, is turned off for
     it.
 
-    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, of layers that are kept
-    dense because nobody has pruned them: constant all the same, and no smaller; and of those that
-    stay because they are no ``nn.Linear`` itself, such as quantized ones.
+    Layers of a group stay where they are, under their names, with the same ``state_dict`` as those
+    that are not fused, and hold one matrix together, in place of their own. They compute one
+    product as long as they are called with the same x, and what they should if they are not.
+
+    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped; of layers that are kept
+    dense because nobody has pruned them: constant all the same, and no smaller; of those that stay
+    because they are no ``nn.Linear`` itself, such as quantized ones; where ``fuse=True`` finds no
+    group; and of groups that stay apart, with the reason: a layer is not swapped, has hooks, stands
+    in several places, or they differ in inputs, dtype, device or whether there is a bias.
 
     Raises, with ``model`` as it was, ValueError that names the layer for a weight that another
     module holds too, for one without values, and for a bias of another shape or device, TypeError
     that names it for a weight of another dtype than float16, bfloat16 and float32 and for a bias of
     another dtype than its weight, and TypeError for a ``model`` that is an ``nn.Linear`` itself.
+    ValueError for a group that names a layer that does not exist, TypeError for one that is no list
+    of names.
     """
     check_model(model, "use SparseLinear.from_linear")
     match = checked_match(match)
     check_options(density, format, per, columns)
+    groups = []
+    if fuse is not False:
+        from kernlib.nn.fusing import groups_of  # which most models do without
+
+        groups = groups_of(model, fuse)
     dense: list[str] = []
 
     def compressed(linear: nn.Linear, names: list[str]) -> SparseLinear:
@@ -293,6 +316,10 @@ def sparsify(
     check = partial(check_linear, density=density)
     new = swap("sparsify", model, match, SparseLinear, check, compressed)
     _warn_of_dense(dense, new)
+    if groups:
+        from kernlib.nn.fusing import fuse_groups
+
+        new |= fuse_groups(model, groups, new, format, columns)
     return new
 
 
