@@ -30,9 +30,11 @@ class GroupNames(NamedTuple):
 
 
 def groups_of(model: nn.Module, fuse: bool | Sequence[Sequence[str]]) -> list[GroupNames]:
-    """The groups of a model that ``fuse`` of ``sparsify`` says, before any layer is swapped. Raises
-    TypeError for what is neither True nor lists of names, ValueError for a name of no layer. Warns
-    where True finds none."""
+    """The groups of a model that ``fuse`` of ``sparsify`` says, before any layer is swapped; none
+    for False. Raises TypeError for what is neither a bool nor lists of names, ValueError for a name
+    of no layer. Warns where True finds none."""
+    if fuse is False:
+        return []
     modules = dict(model.named_modules(remove_duplicate=False))
     groups = _listed(modules, fuse) if fuse is not True else _of_known(modules)
     if not groups and fuse is True:
