@@ -70,7 +70,6 @@ class Group:
         self.layers = tuple(layers)
         self.joint = joint
         self.is_trusted = is_trusted
-        self.is_biased = layers[0].bias is not None
 
     def product(
         self, matrix: SparseMatrix, x: torch.Tensor, biases: list[torch.Tensor]
@@ -193,12 +192,18 @@ class FusedLinear(SparseLinear):
 
     def freeze(self) -> FusedLinear:
         """:meth:`SparseLinear.freeze` of the matrix of the group."""
-        (self.joint if self._is_joined else super()).freeze()
+        if self._is_joined:
+            self.joint.freeze()
+        else:
+            super().freeze()
         return self
 
     def thaw(self) -> FusedLinear:
         """Take :meth:`freeze` back and return the layer."""
-        (self.joint if self._is_joined else super()).thaw()
+        if self._is_joined:
+            self.joint.thaw()
+        else:
+            super().thaw()
         return self
 
     def _load_from_state_dict(self, *args) -> None:
@@ -227,11 +232,16 @@ class FusedLinear(SparseLinear):
         return y[..., self._first : self._first + self.out_features]
 
     def _biases(self, compiling: bool) -> list[torch.Tensor]:
-        if not self._group.is_biased:
-            return []
+        """Those of all layers, zeros for a layer without one; none if no layer has one."""
+        # A replica of a layer, as of nn.DataParallel, is none of the group's, with a bias of its own.
+        layers = [self if x._first == self._first else x for x in self._group.layers]
         if compiling:
-            return [parameters_of(layer, ("bias",))[0] for layer in self._group.layers]
-        return [layer.bias for layer in self._group.layers]
+            biases = [parameters_of(layer, ("bias",))[0] for layer in layers]
+        else:
+            biases = [layer.bias for layer in layers]
+        if all(bias is None for bias in biases):
+            return []
+        return [_vector(layer, b) for layer, b in zip(layers, biases, strict=True)]
 
     def _shared(self, x: torch.Tensor, biases: list[torch.Tensor]) -> torch.Tensor:
         """The product of all rows, which another layer of the group may have computed."""
@@ -279,6 +289,16 @@ class FusedLinear(SparseLinear):
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _vector(layer: FusedLinear, bias: torch.Tensor | None) -> torch.Tensor:
+    """The bias of a layer. Raises ValueError for one that would be that of other rows."""
+    if bias is None:
+        return torch.zeros(layer.out_features, dtype=layer._dtype, device=layer._place)
+    if bias.dim() != 1 or bias.shape[0] != layer.out_features:
+        rows = (layer.out_features,)
+        raise ValueError(f"bias must have shape {rows}, got {tuple(bias.shape)}")
+    return bias
 
 
 class _Product:

@@ -77,7 +77,8 @@ def _listed(modules: dict[str, nn.Module], fuse) -> list[tuple[tuple[str, ...], 
     layers of all these names."""
     if isinstance(fuse, str) or not isinstance(fuse, Sequence):
         raise TypeError(f"fuse must be a bool or a list of groups of names, got {shown(fuse)}")
-    groups, seen = [], set()
+    groups: list[tuple[tuple[str, ...], bool]] = []
+    seen: set[str] = set()
     for group in fuse:
         is_list = isinstance(group, Sequence) and not isinstance(group, str)
         if not is_list or not all(isinstance(name, str) and name for name in group):
@@ -138,10 +139,9 @@ def fuse_groups(
     swapped: dict[str, SparseLinear],
     format: str,
     columns: int,
-) -> dict[str, SparseLinear]:
-    """Put fused layers in the place of swapped ones, and return them by their names. Warns of
+) -> None:
+    """Put fused layers in the place of swapped ones, in the model and under their names. Warns of
     groups that stay apart."""
-    new: dict[str, SparseLinear] = {}
     apart: list[str] = []
     for names, is_trusted, reason in groups:
         reason = reason or _reason(names, swapped)
@@ -152,11 +152,11 @@ def fuse_groups(
         for name, layer in zip(names, fused(layers, format, columns, is_trusted), strict=True):
             prefix, _, child = name.rpartition(".")
             setattr(model.get_submodule(prefix), child, layer)
-            new[name] = layer
+            swapped[name] = layer
+        del layers  # and with them the matrices that are joined now
     if apart:
         some = "; ".join(apart[:3]) + ("; ..." if len(apart) > 3 else "")
         warn(f"sparsify leaves {len(apart)} of {len(groups)} groups apart: {some}")
-    return new
 
 
 def _reason(names: tuple[str, ...], swapped: dict[str, SparseLinear]) -> str | None:

@@ -82,7 +82,8 @@ def sparsify(
     check = partial(check_linear, density=density)
     new = swap("sparsify", model, match, SparseLinear, check, compressed)
     _warn_of_dense(dense, new)
-    return new | fuse_groups(model, groups, new, format, columns)
+    fuse_groups(model, groups, new, format, columns)
+    return new
 
 
 def _warn_of_dense(dense: list[str], new: dict[str, SparseLinear]) -> None:

@@ -129,6 +129,22 @@ def test_rows_of_a_bias_or_weight_that_was_written_are_not_taken(products):
         close(fused.k_proj(x), apart.k_proj(x))
 
 
+def test_a_bias_that_comes_later_is_added(products):
+    fused, apart = pair(lambda bias: LlamaAttention(bias))
+    x, bias = inputs(3), nn.Parameter(torch.randn(32))
+    with torch.no_grad():
+        fused.k_proj.bias = apart.k_proj.bias = bias
+        close(fused(x), apart(x))
+        run = torch.compile(fused, fullgraph=True, backend="eager")
+        close(run(x), apart(x))
+        fused.k_proj.bias = apart.k_proj.bias = None
+        close(fused(x), apart(x))
+        close(run(x), apart(x))
+        fused.q_proj.bias, fused.k_proj.bias = bias, nn.Parameter(torch.zeros(64))
+        with pytest.raises(ValueError, match=r"bias must have shape \(64,\), got \(32,\)"):
+            fused.v_proj(x)
+
+
 def test_rows_are_taken_in_the_same_grad_mode_alone(products):
     fused, apart = attention(products)
     x = inputs(3)
