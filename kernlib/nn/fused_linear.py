@@ -233,7 +233,7 @@ class FusedLinear(SparseLinear):
 
     def _biases(self, compiling: bool) -> list[torch.Tensor]:
         """Those of all layers, zeros for a layer without one; none if no layer has one."""
-        # A replica of a layer, as of nn.DataParallel, is none of the group's, with a bias of its own.
+        # A replica of a layer, as of nn.DataParallel, is none of the group's layers.
         layers = [self if x._first == self._first else x for x in self._group.layers]
         if compiling:
             biases = [parameters_of(layer, ("bias",))[0] for layer in layers]
