@@ -17,7 +17,8 @@ _NAMES = {
     "kernlib.nn.kronecker_linear": ("KroneckerLinear",),
     "kernlib.nn.kronecker_sparse": ("KSLinear",),
     "kernlib.nn.replace": ("VIT_S16", "replace_linear"),
-    "kernlib.nn.sparse_linear": ("SparseLinear", "sparsify"),
+    "kernlib.nn.sparse_linear": ("SparseLinear",),
+    "kernlib.nn.sparse_replace": ("sparsify",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = ("compat",)

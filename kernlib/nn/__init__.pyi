@@ -14,4 +14,4 @@ from kernlib.nn.kronecker_sparse import KSLinear as KSLinear
 from kernlib.nn.replace import VIT_S16 as VIT_S16
 from kernlib.nn.replace import replace_linear as replace_linear
 from kernlib.nn.sparse_linear import SparseLinear as SparseLinear
-from kernlib.nn.sparse_linear import sparsify as sparsify
+from kernlib.nn.sparse_replace import sparsify as sparsify

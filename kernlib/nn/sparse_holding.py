@@ -126,8 +126,7 @@ class MatrixModule(IndexedModule):
         data = self._buffers[PACKED]
         if data.numel() == 0 or data.is_meta or stand_ins(data):
             return None
-        held = self._matrix
-        is_own = held is None or held.device.type == "meta"
+        is_own = self._lacks_matrix()
         noted = None if is_own else self._noted_other((data,))
         if noted is None:
             refuse_capture((data,))
@@ -138,6 +137,11 @@ class MatrixModule(IndexedModule):
             else:
                 self._note_other((data,), noted)
         return noted
+
+    def _lacks_matrix(self) -> bool:
+        """Whether what a loader puts there is the layer's from then on: it has no values yet."""
+        held = self._matrix
+        return held is None or held.device.type == "meta"
 
     def _unpacked(
         self, data: torch.Tensor, dtype: torch.dtype | None

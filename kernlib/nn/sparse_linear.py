@@ -1,11 +1,6 @@
-"""A linear layer whose constant weight is compressed, and what swaps the layers of a model for
-such."""
+"""A linear layer whose constant weight is compressed."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -21,12 +16,11 @@ from kernlib.nn import traced
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, computed
 from kernlib.nn.kronecker_sparse_algorithms import autocasts
-from kernlib.nn.linears import check_model, checked_match, class_name, dense_linear, swap
+from kernlib.nn.linears import class_name, dense_linear
 from kernlib.nn.sparse_holding import MatrixModule
 from kernlib.nn.sparse_weights import (
     check_bias,
     check_linear,
-    check_options,
     checked_dtype,
     is_silently_dense,
     matrix_of,
@@ -213,7 +207,11 @@ class SparseLinear(ComputesWeight, MatrixModule):
                 bias = self._parameters["bias"]
             except KeyError:  # parametrized
                 bias = self.bias
-        matrix = self._weight()
+        return self._product(self._weight(), input, bias)
+
+    def _product(
+        self, matrix: SparseMatrix, input: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         is_narrow = matrix.dtype is torch.float32 and getattr(input, "dtype", None) in _HALVES
         if is_narrow and not autocasts(input.device):
             return self._widened(matrix, input, bias)
@@ -240,71 +238,6 @@ class SparseLinear(ComputesWeight, MatrixModule):
             parts += [f"density={held.density:.3g}"] if held.device.type != "meta" else []
             parts += [f"bytes={held.nbytes}"]
         return ", ".join([*parts, *(f"activation={epilogue}" for epilogue in self.activation)])
-
-
-@hinted
-@former("match", "density", "format", "per", "columns", filter="match")
-def sparsify(
-    model: nn.Module,
-    *,
-    match: str | re.Pattern[str] | Callable[[str, nn.Linear], bool] | None = None,
-    density: float | None = None,
-    format: str = "auto",
-    per: str = "matrix",
-    columns: int = 1,
-) -> dict[str, SparseLinear]:
-    """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
-    new ones by their names.
-
-    - ``match``: which layers: those in whose name this regular expression is found, such as
-      ``r"mlp|[qkvo]_proj"``, or for which this function of name and layer is true; None takes all.
-      Leave out a head that shares the weight of an embedding.
-    - ``density``, ``format``, ``per``, ``columns``: as of :meth:`SparseLinear.from_linear`.
-
-    Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
-    bias stays the same parameter, and training mode as it was; a layer that stands in several
-    places is swapped in all of them. Swapped are ``nn.Linear`` itself and transformers' ``Conv1D``:
-    what derives from ``nn.Linear`` may be more. Weights that parametrizations, torch's pruning,
-    weight_norm or spectral_norm compute are taken as the next call would. A weight on "meta" makes
-    an empty layer, which a state fills. Where layers of an ``nn.TransformerEncoderLayer`` are
-    swapped, torch's fused path of evaluation, which would lay their weights out, is turned off for
-    it.
-
-    Warns with a :class:`kernlib.KernlibWarning` where nothing is swapped, of layers that are kept
-    dense because nobody has pruned them: constant all the same, and no smaller; and of those that
-    stay because they are no ``nn.Linear`` itself, such as quantized ones.
-
-    Raises, with ``model`` as it was, ValueError that names the layer for a weight that another
-    module holds too, for one without values, and for a bias of another shape or device, TypeError
-    that names it for a weight of another dtype than float16, bfloat16 and float32 and for a bias of
-    another dtype than its weight, and TypeError for a ``model`` that is an ``nn.Linear`` itself.
-    """
-    check_model(model, "use SparseLinear.from_linear")
-    match = checked_match(match)
-    check_options(density, format, per, columns)
-    dense: list[str] = []
-
-    def compressed(linear: nn.Linear, names: list[str]) -> SparseLinear:
-        matrix = matrix_of(linear, format, density, per, columns)
-        if is_silently_dense(matrix, density, format):
-            dense.extend(names)
-        return SparseLinear._of(linear, matrix)
-
-    check = partial(check_linear, density=density)
-    new = swap("sparsify", model, match, SparseLinear, check, compressed)
-    _warn_of_dense(dense, new)
-    return new
-
-
-def _warn_of_dense(dense: list[str], new: dict[str, SparseLinear]) -> None:
-    """Warns of weights that nobody has pruned, which compression only makes constant."""
-    if dense:
-        some = ", ".join(map(repr, dense[:3])) + (", ..." if len(dense) > 3 else "")
-        warn(
-            f"sparsify leaves {len(dense)} of {len(new)} layers dense ({some}), whose weights have "
-            "too few zeros to compress, and makes them constants without gradients. density=0.5 "
-            "prunes them; format='dense' says that this is meant"
-        )
 
 
 def _checked_size(name: str, size) -> int:

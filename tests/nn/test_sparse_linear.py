@@ -67,7 +67,7 @@ def test_names_and_order_of_arguments():
         "linear", "format", "density", "per", "activation", "columns",
     ]  # fmt: skip
     assert list(inspect.signature(sparsify).parameters) == [
-        "model", "match", "density", "format", "per", "columns",
+        "model", "match", "density", "format", "per", "columns", "fuse",
     ]  # fmt: skip
 
 
