@@ -94,7 +94,7 @@ def compressed(layers: int, density: float, device: str, small: bool = False) ->
     from kernlib.nn import sparsify
 
     model = dense(layers, device, small)
-    sparsify(model, match=PRUNED, density=density)
+    sparsify(model, match=PRUNED, density=density, fuse=True)
     return model
 
 
