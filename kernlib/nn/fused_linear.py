@@ -37,7 +37,7 @@ from torch.compiler import is_dynamo_compiling
 from kernlib.families.sparse.formats.registry import format_of
 from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.nn import traced
-from kernlib.nn.indexed import UnknownIndices, version_of, versions_of
+from kernlib.nn.indexed import UnknownIndices, version_of
 from kernlib.nn.sparse_holding import PACKED
 from kernlib.nn.sparse_linear import SparseLinear
 from kernlib.nn.sparse_weights import counted
@@ -238,7 +238,7 @@ class FusedLinear(SparseLinear):
         if compiling:
             biases = [parameters_of(layer, ("bias",))[0] for layer in layers]
         else:
-            biases = [layer.bias for layer in layers]
+            biases = [_bias_of(layer) for layer in layers]
         if all(bias is None for bias in biases):
             return []
         return [_vector(layer, b) for layer, b in zip(layers, biases, strict=True)]
@@ -262,11 +262,12 @@ class FusedLinear(SparseLinear):
     def _state(self, x: torch.Tensor, matrix: SparseMatrix, biases: list) -> tuple | None:
         """All that the product depends on beside what x and the group are. None where torch does
         not tell it, or a tracer or transform must see each call."""
-        if not isinstance(x, torch.Tensor) or type(x) not in _PLAIN or is_watched(x):
+        if type(x) not in _PLAIN or is_watched(x):
             return None
-        if x.dtype != matrix.dtype or x.device != matrix.device or stand_ins(x):
+        if x.dtype != matrix.dtype or x.device != matrix.device:
             return None
-        versions = [version_of(x), versions_of(matrix.operands), *map(version_of, biases)]
+        # Writes to the matrix have been counted a moment ago, when it was asked for.
+        versions = [version_of(x), self.joint._written, *map(version_of, biases)]
         if None in versions and not self._is_trusted():
             return None
         grads = [t.requires_grad for t in (x, *biases)]
@@ -289,6 +290,13 @@ class FusedLinear(SparseLinear):
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _bias_of(layer: FusedLinear) -> torch.Tensor | None:
+    try:
+        return layer._parameters["bias"]
+    except KeyError:  # parametrized
+        return layer.bias
 
 
 def _vector(layer: FusedLinear, bias: torch.Tensor | None) -> torch.Tensor:
