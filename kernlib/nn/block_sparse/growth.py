@@ -97,7 +97,7 @@ def bounds(layout: Layout, axis: int = -1) -> torch.Tensor:
         return bounds(known, axis).to(layout.device)
     lines = layout.mask().sum(axis, dtype=torch.float32) * layout.block[axis]
     line = layout.tensors[3 if axis == -1 else 4].long()
-    found = lines.clamp(min=1.0).rsqrt()
+    found = lines.clamp(min=1.0).sqrt().reciprocal()  # rounded alike on all devices
     if not found.numel():
         return found.new_zeros((layout.capacity, 1, 1))
     found = found.index_select(0, line.clamp(min=0))

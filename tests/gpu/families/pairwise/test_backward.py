@@ -9,6 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.reductions import fused
+from kernlib.runtime import rehearsal
 from tests.gpu.families.pairwise.cases import points
 from tests.gpu.families.pairwise.trained import (
     PARTIAL_BYTES,
@@ -66,7 +67,8 @@ def taken(monkeypatch):
 
     def watched(*arguments):
         found = known(*arguments)
-        seen.append(found is not None)
+        if rehearsal.current() is None:  # nor for kernels that are compiled early
+            seen.append(found is not None)
         return found
 
     monkeypatch.setattr(fused, "gradients", watched)
