@@ -43,6 +43,12 @@ WALKS = {
     "kernel_matmul, recorded": (36, 11, 20),
     "kernel_matmul, backward": (58, 10, 21),
     "kernel_matmul, backward by blocks": (148, 18, 73),
+    "chain, compiled": (29, 12, 22),
+    "chain, compiled backward": (43, 11, 29),
+    "kron_matmul, compiled": (22, 12, 13),
+    "kron_matmul, compiled backward": (27, 12, 17),
+    "dsd, compiled": (33, 15, 24),
+    "dsd, compiled backward": (40, 14, 29),
 }
 
 # Modules of kernlib that an import loads, and packages that it must not.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
@@ -138,6 +139,57 @@ def kernel_matmul(way: Callable, descriptor: Callable) -> Callable:
     )  # fmt: skip
 
 
+# Of operators as compiled programs call them, each way of a step.
+
+
+def compiled(family: str, call: Callable) -> Callable:
+    """``call(module, ...)`` of the module of a family's operators, without a record."""
+    module = import_module(f"kernlib.families.{family}.operators")
+    return torch.no_grad()(partial(call, module))
+
+
+def compiled_chain(way: Callable) -> Callable:
+    weights = tensor(8, 64, 64, 1), tensor(1, 64, 64, 8)
+    x, bias = tensor(100, 512), tensor(512)
+    return compiled("kronecker_sparse", partial(way, x=x, weights=[*weights], bias=bias))
+
+
+def compiled_kron(way: Callable) -> Callable:
+    x, factors, product = tensor(100, 512), [tensor(8, 8)] * 3, kl.KroneckerProduct(((8, 8),) * 3)
+    return compiled("kronecker_product", partial(way, x=x, factors=factors, text=product.text))
+
+
+def compiled_dsd(way: Callable) -> Callable:
+    layout, product = golden_blocks.layout(64, (4, 6)), kl.BlockSparseMatmul("dsd")
+    values, b, grad = tensor(layout.capacity, 64, 64), tensor(384, 128), tensor(256, 128)
+    given = {"values": values, "b": b, "grad": grad, "layout": layout, "product": product}
+    return compiled("blocksparse", partial(way, **given))
+
+
+def chain_product(operators, x, weights, bias):
+    return operators.chain_product(x, weights, bias, False, None, False)
+
+
+def chain_gradients(operators, x, weights, bias):
+    return operators.chain_gradients(x, [x, x], weights, [True] * 3, False, None, False)
+
+
+def kron_product(operators, x, factors, text):
+    return operators.product_of(x, factors, text, None, False)
+
+
+def kron_gradients(operators, x, factors, text):
+    return operators.gradients(x, x, factors, text, [True] * 4, False)
+
+
+def dsd_product(operators, values, b, grad, layout, product):
+    return operators.product(values, b, layout, product, None, False)
+
+
+def dsd_gradients(operators, values, b, grad, layout, product):
+    return operators.product_gradients(grad, values, b, layout, product, [True] * 2, False)
+
+
 WIDE = {"bandwidth": 2.0}
 WAYS: dict[str, Callable[[], Callable]] = {
     "l1": partial(distances, forward, kl.l1_distance()),
@@ -169,6 +221,12 @@ WAYS: dict[str, Callable[[], Callable]] = {
     "kernel_matmul, recorded": partial(kernel_matmul, recorded, kl.gaussian),
     "kernel_matmul, backward": partial(kernel_matmul, backward, kl.gaussian),
     "kernel_matmul, backward by blocks": partial(kernel_matmul, backward, kl.laplace_l1),
+    "chain, compiled": partial(compiled_chain, chain_product),
+    "chain, compiled backward": partial(compiled_chain, chain_gradients),
+    "kron_matmul, compiled": partial(compiled_kron, kron_product),
+    "kron_matmul, compiled backward": partial(compiled_kron, kron_gradients),
+    "dsd, compiled": partial(compiled_dsd, dsd_product),
+    "dsd, compiled backward": partial(compiled_dsd, dsd_gradients),
 }
 
 
