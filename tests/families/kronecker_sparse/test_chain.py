@@ -67,7 +67,7 @@ def test_a_route_has_the_gradients_of_the_factors(needs, batch_last):
     theirs = gradients(expected, *request)
     for _ in range(3):  # without a route, and by it
         for mine, reference_of in zip(gradients(kl.run_kernel, *request), theirs, strict=True):
-            torch.testing.assert_close(mine, reference_of, rtol=1e-4, atol=1e-3)
+            assert (mine - reference_of).norm() <= 1e-5 * reference_of.norm()
 
 
 def test_a_chain_is_one_step_of_autograd():
