@@ -112,13 +112,13 @@ def _places_of(modules: dict[str, nn.Module], group: tuple[str, ...]) -> list[tu
             )
         for prefix in ends:
             prefixes[prefix] = prefixes.get(prefix, 0) + 1
-    whole = [prefix for prefix, count in prefixes.items() if count == len(group)]
-    if not whole:
+    homes = [prefix for prefix, count in prefixes.items() if count == len(group)]
+    if not homes:
         raise ValueError(
             f"fuse names the group {shown(list(group))}, and no module has all of these layers: "
             "give their whole names"
         )
-    return [tuple(prefix + child for child in group) for prefix in whole]
+    return [tuple(prefix + child for child in group) for prefix in homes]
 
 
 def _has_hooks(layer: nn.Module) -> bool:

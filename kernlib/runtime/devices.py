@@ -136,15 +136,15 @@ def load(spec: KernelSpec, device: int) -> service.Kernel:
     # In a thread that had no context, one that is bound outside of this guard would change what
     # torch takes for the current device.
     with torch.cuda.device(device):
-        found = service.loaded(spec, device, arch)
-        if found is None:
+        kernel = service.loaded(spec, device, arch)
+        if kernel is None:
             _refuse_capture(spec, device)
         driver.bind_context(device)
-        if found is None:
+        if kernel is None:
             with driver.range_of(f"kernlib load {spec.description}"):
-                found = service.kernel(spec, device, arch)
+                kernel = service.kernel(spec, device, arch)
     rehearsal.note_kernel(spec, arch)
-    return found
+    return kernel
 
 
 def build(specs: list[KernelSpec], device: int) -> None:

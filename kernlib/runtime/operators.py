@@ -97,7 +97,7 @@ def register(
     for registry, function in ((_forward, forward), (_exported, exported)):
         if function is not None:
             registry[name] = _over_fields(schema, function)
-    computing = _computing[name] = _watched(schema, compute)
+    computing = _computing[name] = _with_events(schema, compute)
     qualified = f"kernlib::{name}"
     _library.define(f"{name}{schema.text} -> {results}", tags=_TAGS)
     _library.impl(name, computing, "CompositeExplicitAutograd")
@@ -139,7 +139,7 @@ def _over_fields(schema: Schema, function: Callable) -> Callable:
     return lambda *flat: function(*schema.restore(flat))
 
 
-def _watched(schema: Schema, compute: Callable) -> Callable:
+def _with_events(schema: Schema, compute: Callable) -> Callable:
     """``compute`` of an operator's fields, its events printed where the field ``debug`` is True."""
     restore = schema.restore
     if "debug" not in schema.names:

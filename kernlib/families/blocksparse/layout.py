@@ -103,11 +103,11 @@ class Layout:
             count = writing.count_live(mask) if capacity is None else capacity
             count = checked_count("capacity", count, 0)
             blocks = blocks_of(block, grid, heads, count)
-            made = writing.of_mask(_with_heads(mask), blocks, host.source(mask, place))
-            _fill(self, layout_text(block, grid, heads, count), tuple(t.to(place) for t in made))
+            tensors = writing.of_mask(_with_heads(mask), blocks, host.source(mask, place))
+            _fill(self, layout_text(block, grid, heads, count), tuple(t.to(place) for t in tensors))
             _note_mask(self, mask)
         _mark(self)
-        host.note(self, made)
+        host.note(self, tensors)
 
     @classmethod
     def from_indices(

@@ -92,16 +92,16 @@ def moved(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def bounds(layout: Layout, axis: int = -1) -> torch.Tensor:
     """``1 / sqrt(n)`` for each slot, float32 (capacity, 1, 1), where n elements are stored of each
     row of its block, or with ``axis`` -2 of each column; 0 of slots that hold no block."""
-    known = host.known(layout)
-    if known is not None:  # where no operator has to be loaded, which takes a GPU 10 ms each
-        return bounds(known, axis).to(layout.device)
+    twin = host.on_host(layout)
+    if twin is not None:  # where no operator has to be loaded, which takes a GPU 10 ms each
+        return bounds(twin, axis).to(layout.device)
     lines = layout.mask().sum(axis, dtype=torch.float32) * layout.block[axis]
     line = layout.tensors[3 if axis == -1 else 4].long()
-    found = lines.clamp(min=1.0).sqrt().reciprocal()  # rounded alike on all devices
-    if not found.numel():
-        return found.new_zeros((layout.capacity, 1, 1))
-    found = found.index_select(0, line.clamp(min=0))
-    return torch.where(line >= 0, found, 0.0)[:, None, None]
+    roots = lines.clamp(min=1.0).sqrt().reciprocal()  # rounded alike on all devices
+    if not roots.numel():
+        return roots.new_zeros((layout.capacity, 1, 1))
+    roots = roots.index_select(0, line.clamp(min=0))
+    return torch.where(line >= 0, roots, 0.0)[:, None, None]
 
 
 def _count_up(like: torch.Tensor) -> torch.Tensor:

@@ -404,9 +404,9 @@ class LayoutModule(IndexedModule):
 def mark_of(layout: Layout) -> torch.Tensor:
     """The mark of a layout, float32: the bits of its lines, 4 to a number, and a fingerprint of
     these and of its sizes. Does not wait for the device."""
-    known = host.known(layout) or layout  # on the host no operator has to be loaded
+    twin = host.on_host(layout) or layout  # on the host no operator has to be loaded
     with outside(), torch.no_grad():
-        return _marked(known.tensors[0], layout).to(layout.device)
+        return _marked(twin.tensors[0], layout).to(layout.device)
 
 
 def _marked(words: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -31,13 +31,13 @@ def note(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def copy(layout: Layout, other: Layout) -> None:
-    """Know of a copy what is known of a layout."""
-    there = known(layout)
-    if there is not None:
-        note(other, there.tensors)
+    """Know of a copy what the host knows of a layout."""
+    twin = on_host(layout)
+    if twin is not None:
+        note(other, twin.tensors)
 
 
-def known(layout: Layout) -> Layout | None:
+def on_host(layout: Layout) -> Layout | None:
     """The layout on the CPU; None if the host does not know its contents, or torch has counted a
     write since."""
     tensors, writes = _contents.get(layout, ((), -1))

@@ -102,8 +102,8 @@ class _Pairwise(torch.autograd.Function):
         except TypeError:  # an argument cannot be hashed, which is said there
             return calls.execute(*request)
         if plan is None:
-            whole = _Pairwise.apply, call, a, b, *tensors
-            return early.first(calls.first, key, *request, again=whole)
+            again = _Pairwise.apply, call, a, b, *tensors
+            return early.first(calls.first, key, *request, again=again)
         return calls.launch(plan, *request)
 
     @staticmethod

@@ -86,8 +86,8 @@ def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, v
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
-    whole = _rehearsed, reduction, request, shape
-    y = early.first(_apply, reduction, request, shape, size, again=whole).to(a.dtype)
+    again = _rehearsed, reduction, request, shape
+    y = early.first(_apply, reduction, request, shape, size, again=again).to(a.dtype)
     tensors = (t for t in (a, b, v) if t is not None)
     if key is not None and not any(map(is_lazy, tensors)):  # of which a plan reads copies
         *tensors, rows, columns, values = request

@@ -58,8 +58,8 @@ def test_a_layer_is_the_same_of_a_layout_that_the_host_knows_and_of_one_that_it_
     """What it draws and its mark, computed where the contents are known."""
     mask = torch.rand(4, 6) < 0.5
     layout, there = Layout(mask, 32, device="cuda"), Layout(mask.cuda(), 32)
-    assert host.known(layout).mask().equal(mask) and host.known(there) is None
-    assert host.known(copy.deepcopy(layout)).mask().equal(mask)
+    assert host.on_host(layout).mask().equal(mask) and host.on_host(there) is None
+    assert host.on_host(copy.deepcopy(layout)).mask().equal(mask)
     layers = []
     for each in (layout, there):
         torch.manual_seed(0)
@@ -67,7 +67,7 @@ def test_a_layer_is_the_same_of_a_layout_that_the_host_knows_and_of_one_that_it_
     first, second = (layer.state_dict() for layer in layers)
     assert all(torch.equal(first[name], second[name]) for name in first)
     layout.update_(~mask.cuda())
-    assert host.known(layout) is None and layout.mask().cpu().equal(~mask)
+    assert host.on_host(layout) is None and layout.mask().cpu().equal(~mask)
 
 
 def test_a_training_step_waits_for_nothing(seed):
