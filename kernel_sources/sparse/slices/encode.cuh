@@ -21,7 +21,7 @@ struct Fixed {
     i64 row_stride, column_stride;
     u32 lines, cols, width, panels;  // lines of the matrix
     u32 slices;  // of a panel
-    u32 unused;
+    u32 parts;   // into which the codes of a lane are cut
 };
 
 // Laid out by kernlib/families/sparse/formats/slices_gpu.py.
@@ -34,7 +34,7 @@ struct Addresses {
 struct Addresses {
     const BitsT* dense;
     const int* offsets;
-    const RowT* rows;
+    RowT* rows;  // of each slice, and behind them the columns where parts begin, which are written
     unsigned char* data;
 };
 #endif
@@ -46,10 +46,15 @@ __device__ __forceinline__ u32 extra_codes(u32 step) {
     return step > LONGEST_STEP ? (step - 1) / LONGEST_STEP : 0;
 }
 
+// The codes of a row in a panel, and the column of its last entry.
+struct Walked {
+    u32 codes, last;
+};
+
 // Calls take(code, column, step, bits) for each entry of a row in a panel by the lane that read it,
-// with the number of its code, and answers the number of codes.
+// with the number of its code.
 template <class Take>
-__device__ __forceinline__ u32 walk(const Parameters& p, i64 row, u32 panel, const Take& take) {
+__device__ __forceinline__ Walked walk(const Parameters& p, i64 row, u32 panel, const Take& take) {
     u32 lane = threadIdx.x % 32, first = panel * p.width, count = min(p.width, p.cols - first);
     const BitsT* from = p.dense + row * p.row_stride + i64(first) * p.column_stride;
     // Before the next block of columns: codes, and of the last entry the column.
@@ -83,7 +88,7 @@ __device__ __forceinline__ u32 walk(const Parameters& p, i64 row, u32 panel, con
             last = block + 31 - __clz(set);
         }
     }
-    return codes;
+    return {codes, last};
 }
 
 struct Ignore {
@@ -96,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_slices_count(const __grid_constant__ Parameters p) {
     i64 line = i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
     if (line >= i64(p.panels) * p.lines) return;
-    u32 codes = walk(p, line % p.lines, u32(line / p.lines), Ignore());
+    u32 codes = walk(p, line % p.lines, u32(line / p.lines), Ignore()).codes;
     if (threadIdx.x % 32 == 0) p.lengths[line] = int(codes);
 }
 
@@ -104,8 +109,19 @@ sparse_slices_count(const __grid_constant__ Parameters p) {
 
 struct Write {
     unsigned char* slice;
-    u32 length, lane;
+    RowT* starts;  // of the lane's parts, 32 from each other
+    u32 length, parts, lane;
     int lacking;  // codes that fill up the row, which come first if steps are never 0
+
+    __device__ __forceinline__ u32 part_length() const { return length / parts; }
+
+    __device__ __forceinline__ Place<BitsT> place(u32 code) const {
+        u32 each = part_length(), part = code / each;
+        Place<BitsT> place(code - part * each, each, lane);
+        place.value += i64(part) * each * CODE_BYTES<BitsT>;
+        place.step += i64(part) * each * CODE_BYTES<BitsT>;
+        return place;
+    }
 
     __device__ __forceinline__ void operator()(u32 code, u32 column, u32 step, u32 bits) const {
         int number = int(code), before = number - int(extra_codes(step)) - 1;
@@ -113,11 +129,22 @@ struct Write {
             number = min(number + lacking, int(column));
             before = min(before + lacking, int(column) - int(step));
         }
-        Place<BitsT> place(u32(number), length, lane);
-        *reinterpret_cast<BitsT*>(slice + place.value) = BitsT(bits);
+        *reinterpret_cast<BitsT*>(slice + place(u32(number)).value) = BitsT(bits);
         int left = int(step) - int(LEAST_STEP) * (number - before);
+        if (parts > 1) start_parts(before, number, int(column) - int(step), left);
         for (; left > 0; left -= STEP_MASK)  // codes of a zero value come before it
-            set_step(Place<BitsT>(u32(++before), length, lane), min(u32(left), STEP_MASK));
+            set_step(place(u32(++before)), min(u32(left), STEP_MASK));
+    }
+
+    // Says where those parts begin whose first codes lie behind code `before`, up to code `last`.
+    // `column` is that of code `before`, and `left` the bits of the steps behind it.
+    __device__ __forceinline__ void start_parts(int before, int last, int column, int left) const {
+        int each = int(part_length());
+        for (int first = (before + each) / each * each; first <= last; first += each) {
+            int codes = first - 1 - before;  // behind `before`, of which all but the last are full
+            starts[first / each * 32] = RowT(
+                column + min(left, codes * int(STEP_MASK)) + (codes + 1) * int(LEAST_STEP));
+        }
     }
 
     // Over zeros. Other lanes set the other bits of a byte.
@@ -135,13 +162,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_slices_write(const __grid_constant__ Parameters p) {
     i64 line = i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32, slice = line / 32;
     if (slice >= i64(p.panels) * p.slices) return;
-    RowT row = p.rows[line];
-    if (row == RowT(~RowT(0))) return;
+    RowT* rows = p.rows + slice * 32 * (p.parts > 1 ? 1 + p.parts : 1);
+    RowT row = rows[line % 32];
     u32 start = u32(p.offsets[slice]), length = u32(p.offsets[slice + 1]) - start;
+    if (length == 0) return;
     u32 panel = u32(slice / p.slices);
-    Write take{p.data + i64(start) * CODE_BYTES<BitsT>, length, u32(line % 32), 0};
-    if constexpr (LEAST_STEP > 0) take.lacking = int(length - walk(p, row, panel, Ignore()));
-    walk(p, row, panel, take);
+    unsigned char* to = p.data + i64(start) * CODE_BYTES<BitsT>;
+    Write take{to, rows + 32 + line % 32, length, p.parts, u32(line % 32), 0};
+    Walked walked{0, 0u - LEAST_STEP};
+    if (row != RowT(~RowT(0))) {
+        if constexpr (LEAST_STEP > 0)
+            take.lacking = int(length - walk(p, row, panel, Ignore()).codes);
+        walked = walk(p, row, panel, take);
+    }
+    if (p.parts > 1 && threadIdx.x % 32 == 0) {  // parts behind the row's last entry
+        int last = int(walked.codes) - 1, column = int(walked.last);
+        if constexpr (LEAST_STEP > 0) last = min(last + take.lacking, column);
+        take.start_parts(last, int(length) - 1, column, 0);
+    }
 }
 
 #endif

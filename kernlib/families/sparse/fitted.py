@@ -47,17 +47,18 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
     found = None if mark is None else LIVE.get(mark[0])
     if found is not None and found._form == layout and _are(found.listed, tensors):
         return found
+    passed = tensors
     layout, tensors = told(layout, tensors)
     if found is not None and found._layout == layout and _are(found._operands, tensors):
         return found
-    known = _known(tensors)
+    known = _known(passed)
     if tensors[0].is_meta:
         return SparseMatrix.from_layout(layout, tensors)
     if found is None:  # autograd of compiled code may detach tensors, which leaves no mark
         found = PLACES.get(tensors[0].data_ptr())
     if found is not None and kind_of(found.layout) == kind_of(layout) and _share(found, tensors):
         return found
-    if known == layout and getattr(tensors[0], MARK)[2] is None:
+    if known == layout and getattr(passed[0], MARK)[2] is None:
         return SparseMatrix.from_layout(layout, tensors)
     with untransformed():
         if known is not None and kind_of(known) == kind_of(layout):
@@ -69,7 +70,7 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
             facts = {**facts, **measured(format, named)}
             found = loaded(format, shape, dtype, facts, named)
         known = layout_text(format, shape, dtype, facts)
-        _mark(tensors, known)
+        _mark(passed, known)
         return SparseMatrix.from_layout(known, tuple(found.values()))
 
 

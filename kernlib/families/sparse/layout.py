@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -55,20 +55,38 @@ def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str,
 _parsed = lru_cache(maxsize=4096)(_parse)  # Dynamo warns of a cache
 
 
-def form_text(layout: str) -> str:
-    """What of a layout is no number: format, dtype and the names of the facts."""
+TOGETHER = "joined"  # in a form: one tensor holds those of the matrix
+
+
+def form_text(layout: str, is_joined: bool) -> str:
+    """What of a layout is no number: format, dtype and the names of the facts; and whether one
+    tensor holds those of the matrix."""
     format, _, dtype, *facts = layout.split(" ")
-    return " ".join([format, dtype, *(fact.split("=")[0] for fact in facts)])
+    names = (fact.split("=")[0] for fact in facts)
+    return " ".join([format, dtype, *names, *[TOGETHER] * is_joined])
+
+
+class Form(NamedTuple):
+    """What a form says: with how many tensors of the matrix an operator takes it, in front of the
+    one that says the numbers."""
+
+    format: str
+    dtype: torch.dtype
+    facts: tuple[str, ...]
+    count: int
+    is_joined: bool
 
 
 @lru_cache(maxsize=256)
-def parse_form(text: str) -> tuple[str, torch.dtype, tuple[str, ...], int] | None:
-    """Format, dtype and names of facts of a form, and the number of the matrix's tensors, behind
-    which are those that say the numbers; None for a layout."""
-    format, dtype, *facts = text.split(" ")
+def parse_form(text: str) -> Form | None:
+    """A form; None for a layout."""
+    format, dtype, *words = text.split(" ")
     if dtype not in DTYPES:
         return None
-    return format, DTYPES[dtype], tuple(facts), len(format_of(format).TENSORS)
+    is_joined = words[-1:] == [TOGETHER]
+    count = 1 if is_joined else len(format_of(format).TENSORS)
+    facts = words[:-1] if is_joined else words
+    return Form(format, DTYPES[dtype], tuple(facts), count, is_joined)
 
 
 def count_of(text: str) -> int:
@@ -76,17 +94,18 @@ def count_of(text: str) -> int:
     form = parse_form(text)
     if form is None:
         return len(format_of(parse_layout(text)[0]).TENSORS)
-    return form[3] + 1 + len(form[2])
+    return form.count + 1
 
 
-def sizes_as_tensors(
+def sizes_as_tensor(
     shape: tuple[int, int], facts: Mapping[str, int], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Empty tensors whose shapes say those of the matrix and its facts, as torch.compile makes
-    symbols of shapes: two more each, since 0 and 1 would be constants."""
-    numbers = [(shape[0] + 2, shape[1] + 2)] + [(facts[name] + 2,) for name in sorted(facts)]
-    carriers = (torch.empty((*sizes, 0), dtype=torch.uint8, device=device) for sizes in numbers)
-    return tuple(carriers)
+) -> torch.Tensor:
+    """An empty tensor whose shape says that of the matrix and its facts, as torch.compile makes
+    symbols of shapes: two more each, since 0 and 1 would be constants. The first size is 0, and no
+    stride is a product of sizes, which torch would not let overflow."""
+    numbers = [*shape, *(facts[name] for name in sorted(facts))]
+    sizes = 0, *(n + 2 for n in numbers)
+    return torch.empty_strided(sizes, [0] * len(sizes), dtype=torch.uint8, device=device)
 
 
 def shape_of(text: str, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], torch.dtype]:
@@ -94,8 +113,8 @@ def shape_of(text: str, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int
     form = parse_form(text)
     if form is None:
         return parse_layout(text)[1:3]
-    rows, cols, _ = tensors[form[3]].shape
-    return (rows - 2, cols - 2), form[1]
+    _, rows, cols, *_ = tensors[form.count].shape
+    return (rows - 2, cols - 2), form.dtype
 
 
 def told(text: str, tensors: Sequence[torch.Tensor]) -> tuple[str, Sequence[torch.Tensor]]:
@@ -103,10 +122,11 @@ def told(text: str, tensors: Sequence[torch.Tensor]) -> tuple[str, Sequence[torc
     form = parse_form(text)
     if form is None:
         return text, tensors
-    format, dtype, names, count = form
-    shape, facts = shape_of(text, tensors)[0], tensors[count + 1 :]
-    numbers = {name: t.shape[0] - 2 for name, t in zip(names, facts, strict=True)}
-    return layout_text(format, shape, dtype, numbers), tensors[:count]
+    rows, cols, *numbers = (size - 2 for size in tensors[form.count].shape[1:])
+    facts, operands = dict(zip(form.facts, numbers, strict=True)), tensors[: form.count]
+    if form.is_joined:
+        operands = format_of(form.format).split(operands[0], facts, (rows, cols))
+    return layout_text(form.format, (rows, cols), form.dtype, facts), operands
 
 
 def untransformed():

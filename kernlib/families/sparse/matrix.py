@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from kernlib.families.sparse.tensors import (
     check_place,
     checked_header,
     freeze,
+    joined_of,
     loaded,
     mark,
     placed,
@@ -65,7 +66,7 @@ class SparseMatrix:
 
     __slots__ = (
         "__weakref__", "_addresses", "_back", "_counted", "_device", "_dtype", "_facts", "_form",
-        "_format", "_frozen", "_key", "_layout", "_nnz", "_operands", "_shape", "_sizes",
+        "_format", "_frozen", "_key", "_layout", "_listed", "_nnz", "_operands", "_shape",
         "_transposed", "_turned",
     )  # fmt: skip
     requires_grad = False  # as tensors say; a matrix is a constant
@@ -81,7 +82,10 @@ class SparseMatrix:
     ):
         """From what a format's ``encode`` has returned, without checks. Use :func:`compress` or
         :meth:`from_state` instead."""
-        operands = tuple(placed(tensors[name]) for name in format_of(format).TENSORS)
+        codec = format_of(format)
+        operands = tuple(placed(tensors[name]) for name in codec.TENSORS)
+        if hasattr(codec, "together") and not stand_ins(*operands) and not operands[0].is_meta:
+            operands = codec.together(operands, facts, shape)
         _fill(self, layout_text(format, shape, dtype, facts), operands, nnz)
         mark(self)
 
@@ -89,7 +93,8 @@ class SparseMatrix:
     def from_state(
         cls, header: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
     ) -> SparseMatrix:
-        """The matrix whose :meth:`state` this is. It shares the tensors, and is on their device.
+        """The matrix whose :meth:`state` this is, on the device of the tensors. It shares them, but
+        those of "u8", "u4" and "u2", which it copies into one tensor unless they lie in one.
 
         Waits for the device: the tensors are checked, so that no product can read beyond their
         memory, whatever bytes they hold. Raises ValueError that names what is missing, unknown or
@@ -151,9 +156,10 @@ class SparseMatrix:
 
     @property
     def listed(self) -> tuple[torch.Tensor, ...]:
-        """What operators take as tensors: the :attr:`operands` and, behind them, empty ones whose
-        shapes say the numbers of the layout, unless :attr:`form` has them."""
-        return (*self._operands, *self._sizes)
+        """What operators take as tensors: the :attr:`operands`, or one tensor that holds them, and
+        behind them an empty one whose shape says the numbers of the layout, unless :attr:`form` has
+        them."""
+        return self._listed
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -220,9 +226,9 @@ class SparseMatrix:
         no device, such as a dtype, ValueError for a text that names none."""
         device = as_backend_device(device, "; for another dtype compress to_dense().to(dtype)")
         check_flag("non_blocking", non_blocking)
-        moved = tuple(t.to(device, non_blocking=non_blocking) for t in self._operands)
-        if all(new is old for new, old in zip(moved, self._operands, strict=True)):
+        if torch.empty(0, dtype=torch.uint8, device=device).device == self._device:
             return self
+        moved = self._copies(lambda t: t.to(device, non_blocking=non_blocking))
         made = SparseMatrix.from_layout(self._layout, moved)
         mark(made)
         _count(made, self.known_nnz())
@@ -310,8 +316,9 @@ class SparseMatrix:
         return self._frozen is not None
 
     def state(self) -> tuple[dict, dict[str, torch.Tensor]]:
-        """A header of plain values, and the tensors by name: what :meth:`from_state` takes. Waits
-        for the device if ``nnz`` has not been counted."""
+        """A header of plain values, and the tensors by name: what :meth:`from_state` takes. Copies
+        of those of "u8", "u4" and "u2", which lie in one tensor: torch would save that for each.
+        Waits for the device if ``nnz`` has not been counted."""
         header = {
             "format": self._format,
             "version": VERSION,
@@ -320,7 +327,8 @@ class SparseMatrix:
             "nnz": self.nnz,
             "facts": dict(self._facts),
         }
-        return header, {name: tensor.detach() for name, tensor in self.tensors.items()}
+        copy = torch.Tensor.detach if joined_of(self) is None else torch.clone
+        return header, {name: copy(tensor) for name, tensor in self.tensors.items()}
 
     def __repr__(self) -> str:
         counted = [] if self.known_nnz() is None else [f"density={self.density:.3g}"]
@@ -338,12 +346,19 @@ class SparseMatrix:
         return self
 
     def __deepcopy__(self, memo: dict) -> SparseMatrix:
-        copies = tuple(t.clone() for t in self._operands)
+        copies = self._copies(torch.clone)
         made = SparseMatrix.from_layout(self._layout, copies)
         mark(made)
         _count(made, self.known_nnz())
         memo[id(self)] = made
         return made
+
+    def _copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Copies of the tensors, in one tensor if these are."""
+        joined = joined_of(self)
+        if joined is None:
+            return tuple(map(copy, self._operands))
+        return format_of(self._format).split(copy(joined), self._facts, self._shape)
 
     def __reduce__(self):
         return _unpickled, self.state()
@@ -355,7 +370,7 @@ def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> 
     format, shape, dtype, facts = parse_layout(layout)
     put(made, "_layout", layout)
     put(made, "_form", layout)
-    put(made, "_sizes", ())
+    put(made, "_listed", operands)
     put(made, "_format", format)
     put(made, "_shape", shape)
     put(made, "_dtype", dtype)
@@ -387,8 +402,9 @@ def _pair(w: SparseMatrix, turned: SparseMatrix, states: tuple[State, State]) ->
     put(turned, "_back", weakref.ref(w))
     put(w, "_turned", states)
     put(w, "_transposed", turned)
-    setattr(turned._operands[0], TURNED, states)  # for programs that hold these tensors alone
-    setattr(w._operands[0], TURNED, states[::-1])
+    for matrix, pair in ((turned, states), (w, states[::-1])):
+        for t in (matrix._operands[0], matrix._listed[0]):  # for programs that hold these alone
+            setattr(t, TURNED, pair)
 
 
 def _is_small(shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -506,7 +522,7 @@ def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> S
     formats().check_format(format)
     if format == "auto":
         format = formats().auto(dense, columns)
-    tensors, facts = format_of(format).encode(dense)
+    tensors, facts = formats().encode(format, dense, columns)
     return SparseMatrix(format, tuple(dense.shape), dense.dtype, tensors, facts)
 
 
@@ -522,7 +538,7 @@ def of_entries(entries: Entries, format: str, columns: int) -> SparseMatrix:
         return matrix
     if format == "auto":
         format = formats().auto_entries(entries, columns)
-    tensors, facts = format_of(format).encode_entries(entries)
+    tensors, facts = formats().encode(format, entries, columns)
     return SparseMatrix(format, entries.shape, entries.dtype, tensors, facts, entries.nnz)
 
 

@@ -66,9 +66,10 @@ class Matrix(NamedTuple):
         if not self.transposed:
             return None
         turned = fitted(self.transposed_layout, self.transposed)
-        state = getattr(
-            self.transposed[0], TURNED, None
-        )  # lost where a program was saved and loaded
+        state = getattr(self.transposed[0], TURNED, None)
+        if state is None and turned._turned is not None:  # autograd hands views on without it
+            state = turned._turned[::-1]
+        # Of a program that was saved and loaded nobody knows it.
         return turned if state is None or state == (state_of(w), state_of(turned)) else None
 
 
@@ -251,11 +252,11 @@ def run(
     if torch.is_grad_enabled() and requires_gradient(tensors, x, out):
         refuse_out_of_recorded(out)
         turned = w.known_transpose()
-    matrix, form = w.listed, ""
+    matrix, form = w._listed, ""  # no properties, whose code Dynamo would guard for each matrix
     if turned is not None:
-        matrix, form = (*matrix, *turned.listed), turned.form
+        matrix, form = (*matrix, *turned._listed), turned._form
     names = " ".join(parameters)
-    y = _traced(descriptor.text, names, w.form, form, debug, x, *matrix, *parameters.values())
+    y = _traced(descriptor.text, names, w._form, form, debug, x, *matrix, *parameters.values())
     return written(out, y, x)
 
 

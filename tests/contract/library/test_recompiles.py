@@ -52,7 +52,9 @@ def test_nothing_of_a_layout_is_text_of_the_graph():
     compiled(dsd, keep)(stored(layout), torch.randn(48, 5), layout)
     compiled(kl.sparse.matmul, keep)(w, torch.randn(2, 72))
     compiled(kl.kron_matmul, keep)(torch.randn(2, 15), [torch.randn(3, 4), torch.randn(5, 6)])
-    for code, text in zip(graphs, ("'16x16 blocks'", "'u8 float32 width'", "'right'"), strict=True):
+    for code, text in zip(
+        graphs, ("'16x16 blocks'", "'u8 float32 parts width joined'", "'right'"), strict=True
+    ):
         assert text in code and not any(size in code for size in ("capacity", "40x72", "(3, 4)"))
 
 

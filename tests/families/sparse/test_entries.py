@@ -108,7 +108,15 @@ def test_columns_without_entries_cost_what_they_take_in_the_result(format):
     given = torch.tensor([0, 2, 3]), torch.tensor([5, columns - 1, 7]), torch.ones(3)
     with Largest() as largest:
         w = sparse.from_csr(*given, (2, columns), format)
-    assert largest.bytes <= max(t.numel() for t in w.tensors.values())
+    assert largest.bytes <= w.nbytes + 32  # one tensor holds all, each from whole 16 bytes on
+
+
+@pytest.mark.parametrize("format", ["u8", "u4", "u2"])
+def test_a_wide_matrix_without_entries(format):
+    empty = torch.zeros(31, 3047, dtype=torch.bfloat16)
+    w = sparse.compress(empty.to_sparse_csr(), format)
+    assert w.facts == sparse.compress(empty, format).facts and w.nnz == 0
+    assert torch.equal(w.to_dense(), empty)
 
 
 MEMORY = """

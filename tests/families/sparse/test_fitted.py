@@ -2,6 +2,8 @@
 that fit."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -281,3 +283,36 @@ def test_formats_measure_all_their_facts(seed):
         found = sparse_tensors.measured(format, w.tensors)
         assert {**w.facts, **found} == w.facts
         format_of(format).check(w.tensors, w.facts, w.shape, dense.dtype)
+
+
+def test_a_compiled_gradient_follows_writes(seed):
+    """By the transpose, which is that of what the matrix was: the dense matrix then."""
+    torch._dynamo.reset()
+    kept = torch.rand(50, 300) < 0.3
+    dense = torch.where(kept, torch.randn(50, 300), torch.zeros(()))
+    w = compress(dense, "u4")
+    w.transpose()
+    call = torch.compile(lambda x: matmul(w, x), fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 300, requires_grad=True)
+    for times in (1, 2, 4):
+        (grad,) = torch.autograd.grad(call(x).sum(), x)
+        torch.testing.assert_close(grad, times * dense.sum(0).expand(4, 300))
+        for to, t in zip(w.operands, compress(2 * times * dense, "u4").operands, strict=True):
+            to.copy_(t)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("format", ["u8", "u4", "u2"])
+def test_what_is_saved_is_as_large_as_the_matrix(format, seed):
+    """Though its tensors lie in one, of which each is a view."""
+    kept = torch.rand(256, 1024) < 0.3
+    w = compress(torch.where(kept, torch.randn(256, 1024), torch.zeros(())), format)
+    layer = SparseLinear.from_matrix(w)
+    for value in (w, w.state(), layer, layer.state_dict()):
+        for save in (torch.save, lambda value, file: file.write(pickle.dumps(value))):
+            file = io.BytesIO()
+            save(value, file)
+            assert file.tell() < w.nbytes + 8000
+    file.seek(0)
+    again = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(again.to_dense(), w.to_dense())

@@ -318,12 +318,20 @@ def test_kernels_are_named_for_a_gpu_that_is_not_here(format, seed):
     assert layer.entry.startswith("kernlib_sparse_") and layer not in known  # lays w out for cuBLAS
 
 
+def test_kernels_of_panels_are_compiled_ahead_for_a_matrix(seed):
+    w = compress(random(64, 1200, dtype=torch.float16), "u4", columns=4)
+    given = w, torch.randn(4, 1200).half()
+    entries = kl.compile(SparseMatmul(), archs=("sm_90a",), specs=given)
+    product, total = (entry.kernel for entry in entries)
+    assert product.startswith("kernlib_sparse_slices_u4_float16_")
+    assert total.startswith("kernlib_sparse_slices_reduce_float16")
+
+
 def test_kernels_are_compiled_ahead_for_a_matrix(seed):
     w, x = compress(random(64, 80, dtype=torch.float16), "u4"), torch.randn(80).half()
     for given in ((w, x), (w.to("meta"), x.to("meta"))):
         entries = kl.compile(SparseMatmul(), archs=("sm_90a",), specs=given)
-        product, total = (entry.kernel for entry in entries)
-        assert product.startswith("kernlib_sparse_slices_u4_float16_")
-        assert total.startswith("kernlib_sparse_slices_reduce_float16")
+        (product,) = (entry.kernel for entry in entries)
+        assert product.startswith("kernlib_sparse_parts_u4_float16_")
     with pytest.raises(kl.UnsupportedError, match=r"kernlib\.compile"):
         kl.prepare(SparseMatmul(), w.to("meta"), x.to("meta"))

@@ -19,6 +19,7 @@ from kernlib.descriptors.base import shown
 from kernlib.families.sparse.formats.encoding import counted, matrix
 from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.lowering.codes import SLICES
+from kernlib.lowering.arithmetic import ceil_div
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.formats.entries import Entries
@@ -35,6 +36,16 @@ def format_of(name: str) -> ModuleType | SlicesFormat:
     if name in SLICES:
         return import_module("kernlib.families.sparse.formats.slices").FORMATS[name]
     return import_module(f"kernlib.families.sparse.formats.{name}")
+
+
+def encode(
+    format: str, source: torch.Tensor | Entries, columns: int
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Tensors and facts in a format of a dense matrix, or of one by its entries, for products with
+    so many vectors. Raises as the format does."""
+    form = format_of(format)
+    function = form.encode if isinstance(source, torch.Tensor) else form.encode_entries
+    return function(source, columns=columns) if format in SLICES else function(source)
 
 
 def check_format(format: str) -> None:
@@ -90,9 +101,10 @@ def fastest(
 ) -> str:
     """The format of least time, and of these the fewest bytes, of those whose bytes these are of a
     matrix of a shape, for so many vectors, MOST_COLUMNS of ``rates`` at most."""
-    from kernlib.families.sparse.formats.slices import panel_width  # loaded with its formats
+    from kernlib.families.sparse.formats.tiling import tiling_of  # loaded with its formats
 
-    row, width = shape[1] * itemsize, panel_width(*shape, itemsize)
+    row, (width, parts) = shape[1] * itemsize, tiling_of(shape, itemsize, columns)
+    width = ceil_div(width, parts)
 
     def cost(name: str) -> tuple[float, int]:
         given = name, arch, density, sizes[name], columns

@@ -6,23 +6,27 @@ for those from there to about .85.
 Columns go in panels of ``width``. The rows of a panel, sorted by how many codes they have there,
 most first, are taken 32 at a time: a slice, of which each lane holds one row and as many codes as
 the longest row needs. All slices of a panel, in an order in which each run of them is about as long
-as any other, then those of the next panel. Tensors:
+as any other, then those of the next panel. Where one panel has all columns, the codes of its lanes
+are cut into ``parts`` of as many codes each, which different warps take. Tensors:
 
 =========  =====  =====================================================================
-data       uint8  the slices' codes, one slice after the other
+data       uint8  the slices' codes, one slice after the other, and of each its parts
 offsets    int32  [slices + 1] codes of a lane before each slice
 rows       uint8  [panels, slices of a panel, 64] row of each lane in two bytes, the low one
-                  first, 65535 for none; of more than 65535 rows int32 [..., 32], -1 for none
+                  first, 65535 for none; of more than 65535 rows int32 [..., 32], -1 for none.
+                  With parts (1 + parts) times as many: behind the rows, of each part the column
+                  of each lane's code before its first one, of u2 the next column; 0 of the first
 =========  =====  =====================================================================
 
 A code is a value and the step to its column: from that of the code before, the first one's from the
 panel's first column. Longer steps are divided by codes of a zero value and the longest step. Codes
 behind a row's last are zero in value and step. Stored is whatever does not equal zero, NaN
 included; -0.0 comes back as 0.0. A slice's length is that of its longest row, of u4 the next even
-one, of u2 the next multiple of 4. The first ``length // 8 * 8`` codes of its lanes lie in groups of
-8, the rest in one of 4, of 2 and of 1 as the bits of the length say. A group is the values of its
-codes, lane by lane, then their steps, lane by lane: each is one load of a lane. Of u4, the steps of
-a group's first half are the low bits of a lane's bytes, those of the second half the high bits.
+one, of u2 the next multiple of 4, with parts that of each. The first ``length // 8 * 8`` codes of
+its lanes lie in groups of 8, the rest in one of 4, of 2 and of 1 as the bits of the length say. A
+group is the values of its codes, lane by lane, then their steps, lane by lane: each is one load of
+a lane. Of u4, the steps of a group's first half are the low bits of a lane's bytes, those of the
+second half the high bits.
 
 Of u2, groups are of 16 codes, the rest of 8 and of 4: the values of 8, lane by lane, those of the
 other 8, then the steps of each quarter of the codes in two bits of a lane's bytes. Two bits hold a
@@ -32,17 +36,18 @@ that lacks E codes are of step 1 until it lacks none, and the entry in column c,
 its row were it not for that, is number ``min(c, n + E)``. Such a row ends in its last entry, or in
 column ``length - 1``.
 
-That is itemsize + 1, + .5 or + .25 bytes a code, 2 a row and panel. Of a matrix of uniform density
-d, what fills up slices is under 1 % of the codes, half a code a lane, one, or two, of 50 to 1400;
-long steps of u4 add ``1 / (1 - (1 - d)^15) - 1``: 26 % at .1, 3.6 % at .2, .5 % at .3; those of u2
-``1 / (1 - (1 - d)^4) - 1``: 15 % at .4, 6.7 % at .5, 2.6 % at .6, .8 % at .7.
+That is itemsize + 1, + .5 or + .25 bytes a code, 2 a row and panel or part. Of a matrix of uniform
+density d, what fills up slices is under 1 % of the codes, half a code a lane, one, or two, of 50 to
+1400; long steps of u4 add ``1 / (1 - (1 - d)^15) - 1``: 26 % at .1, 3.6 % at .2, .5 % at .3; those
+of u2 ``1 / (1 - (1 - d)^4) - 1``: 15 % at .4, 6.7 % at .5, 2.6 % at .6, .8 % at .7.
 
 Steps are the deltas of MACKO-SpMV, in the order in which threads read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -54,9 +59,9 @@ from kernlib.families.sparse.formats.encoding import (
     check_size,
     check_tensors,
     matrix,
-    moved,
 )
 from kernlib.families.sparse.formats.entries import CELLS, Entries, Triplets
+from kernlib.families.sparse.formats.tiling import Tiling, best_tiling
 from kernlib.families.sparse.lowering.codes import (
     LANES,
     MOST_SIZE,
@@ -64,17 +69,12 @@ from kernlib.families.sparse.lowering.codes import (
     U2,
     U4,
     U8,
-    WIDEST,
     Code,
     grid,
 )
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.runtime.rehearsal import on_gpu
 
-# Default widths, of 2-byte values: 8 copies of 8 vectors' x fill Hopper's shared memory at 1792.
-LEAST_WIDTH, MOST_WIDTH = 512, 1792
-WAVE = 132 * 32  # slices that an H200 takes at a time, one a warp
-SLICE_COST = 64  # columns that one takes as long as, without codes
 MOST_CODES = 2**31 - 1  # of a lane in all slices, as offsets count them
 
 
@@ -90,72 +90,152 @@ class SlicesFormat(NamedTuple):
         return self.code.name
 
     def encode(
-        self, dense: torch.Tensor, width: int | None = None
+        self, dense: torch.Tensor, tiling: Tiling | None = None, columns: int = 1
     ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """Tensors and facts of a (rows, columns) matrix of float16, bfloat16 or float32, of any
         strides.
 
-        ``width`` of a panel is a multiple of 16 columns; by default :func:`panel_width`'s. On CUDA
-        all is done by kernels, and the host waits once, for the size. Raises as
+        The tiling is by default :func:`best_tiling`'s for products with ``columns`` vectors. On
+        CUDA all is done by kernels, and the host waits for counts. Raises as
         :func:`kernlib.families.sparse.formats.encoding.matrix`, and ValueError for a matrix that
         offsets cannot count.
         """
         dense = matrix(dense)
         self._refuse_larger(dense.shape)
-        width = width or panel_width(*dense.shape, dense.element_size())
-        starts, rows = arrange(_codec(dense).count(self.code, dense, width), self.code.unit)
+        tiling, starts, rows = self._tiled(dense, columns, tiling)
         total = int(starts[-1])
         self._refuse_more(total)
         size = total * self.code.size(dense.element_size())
-        data = torch.zeros(size, dtype=torch.uint8, device=dense.device)
-        offsets, rows = (moved(t, dense.device) for t in (starts.to(torch.int32), rows))
+        data, offsets, held = self._room(size, tiling.facts, dense.shape, dense.device)
+        offsets.copy_(starts.to(torch.int32), non_blocking=True)
+        held.copy_(rows, non_blocking=True)
         if size:
-            _codec(dense).write(self.code, dense, width, offsets, rows, data)
-        return {"data": data, "offsets": offsets, "rows": rows}, {"width": width}
+            _codec(dense).write(self.code, dense, tiling, offsets, held, data)
+        return {"data": data, "offsets": offsets, "rows": held}, tiling.facts
+
+    def _tiled(
+        self, dense: torch.Tensor, columns: int = 1, tiling: Tiling | None = None
+    ) -> tuple[Tiling, torch.Tensor, torch.Tensor]:
+        """A tiling, by default the best one, and what :func:`arrange` says of it."""
+
+        lengths: dict[Tiling, torch.Tensor] = {}
+
+        def total(tiling: Tiling) -> int:
+            lengths[tiling] = _codec(dense).count(self.code, dense, tiling.width)
+            return int(lengths[tiling].sum())
+
+        tiling = tiling or best_tiling(tuple(dense.shape), dense.element_size(), columns, total)
+        if tiling not in lengths:
+            lengths[tiling] = _codec(dense).count(self.code, dense, tiling.width)
+        return tiling, *arrange(lengths[tiling], self.code.unit, tiling.parts)
+
+    def _tiling_of(self, entries: Entries, columns: int = 1) -> Tiling:
+        """The best tiling of a matrix by its entries."""
+
+        def total(tiling: Tiling) -> int:
+            width, rows = tiling.width, entries.shape[0]
+            some = _some_panels(grid(entries.shape, width)[0], rows)
+            counts = (cpu.count_entries(self.code, entries, width, panels) for panels in some)
+            return sum(int(count.sum()) for count in counts)
+
+        return best_tiling(entries.shape, entries.dtype.itemsize, columns, total)
+
+    def _room(
+        self, size: int, facts: Mapping[str, int], shape: tuple[int, int], device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Tensors of a matrix with ``size`` bytes of data, zero, in one tensor."""
+        end = size + sum(length for length, _ in _pieces(facts, shape))
+        return self.split(torch.zeros(end, dtype=torch.uint8, device=device), facts, shape)
+
+    def split(
+        self, joined: torch.Tensor, facts: Mapping[str, int], shape: tuple[int, int]
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors, in order, of a matrix that lie in one of bytes: offsets, rows and data, each
+        from whole 16 bytes on. Raises ValueError for one that has no room for them."""
+        views, begin = [], 0
+        for length, (dtype, sizes) in _pieces(facts, shape):
+            end = begin + math.prod(sizes) * dtype.itemsize
+            if begin + length > joined.numel():
+                raise ValueError(
+                    f"a matrix of shape {tuple(shape)} in format {self.code.name} takes more than "
+                    f"{joined.numel()} bytes"
+                )
+            views.append(joined[begin:end].view(dtype).view(sizes))
+            begin += length
+        return (joined[begin:], *views)
+
+    def joined(
+        self, operands: Sequence[torch.Tensor], facts: Mapping[str, int], shape: tuple[int, int]
+    ) -> torch.Tensor | None:
+        """The tensor that :meth:`split` would split into these; None if they do not lie so. No
+        view: autograd of compiled code drops attributes of views."""
+        data, offsets, rows = operands
+        (behind, _), (rest, _) = _pieces(facts, shape)
+        begin = data.storage_offset() - behind - rest
+        places = offsets.storage_offset() * 4, rows.storage_offset() * rows.element_size()
+        storage = data.untyped_storage().data_ptr()
+        if begin < 0 or places != (begin, begin + behind) or not data.is_contiguous():
+            return None
+        if any(t.untyped_storage().data_ptr() != storage for t in (offsets, rows)):
+            return None
+        return data.as_strided((behind + rest + data.numel(),), (1,), begin).detach()
+
+    def together(
+        self, operands: Sequence[torch.Tensor], facts: Mapping[str, int], shape: tuple[int, int]
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors, copied into one unless they lie in one."""
+        if self.joined(operands, facts, shape) is not None:
+            return tuple(operands)
+        room = self._room(operands[0].numel(), facts, shape, operands[0].device)
+        for to, t in zip(room, operands, strict=True):
+            to.copy_(t)
+        return room
 
     def measure_entries(self, entries: Entries) -> int | None:
         """:meth:`nbytes` of a matrix by its entries."""
         if max(entries.shape) > MOST_SIZE:
             return None
-        width = panel_width(*entries.shape, entries.dtype.itemsize)
-        panels, slices = grid(entries.shape, width)
-        if entries.is_wide(panels, width):
-            entries = entries.in_panels(width)[0]
-        total = sum(int(starts[-1]) for _, starts, _ in self._arranged(entries, width))
+        tiling = self._tiling_of(entries)
+        panels, slices = grid(entries.shape, tiling.width)
+        if entries.is_wide(panels, tiling.width):
+            entries = entries.in_panels(tiling.width)[0]
+        total = sum(int(starts[-1]) for _, starts, _ in self._arranged(entries, tiling))
         if total > MOST_CODES:
             return None
-        kind, number = _row_type(entries.shape[0])
+        kind, number = _row_type(entries.shape[0], tiling.parts)
         held = panels * slices * number * kind.itemsize + 4 * (panels * slices + 1)
         return total * self.code.size(entries.dtype.itemsize) + held
 
-    def encode_entries(self, entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    def encode_entries(
+        self, entries: Entries, columns: int = 1
+    ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """:meth:`encode` of a matrix by its entries. Of one with fewer of these than panels, those
         panels are looked at that hold some."""
         self._refuse_larger(entries.shape)
-        width = panel_width(*entries.shape, entries.dtype.itemsize)
-        panels = grid(entries.shape, width)[0]
-        if not entries.is_wide(panels, width):
-            return self._encoded(entries, width), {"width": width}
-        some, numbers = entries.in_panels(width)
-        tensors = self._encoded(some, width)
+        tiling = self._tiling_of(entries, columns)
+        panels = grid(entries.shape, tiling.width)[0]
+        if not entries.is_wide(panels, tiling.width):
+            return self._encoded(entries, tiling), tiling.facts
+        some, numbers = entries.in_panels(tiling.width)
+        tensors = self._encoded(some, tiling)
         rows, slices = tensors["rows"], tensors["rows"].shape[1]
         empty = torch.zeros(1, entries.shape[0], dtype=torch.int32, device=entries.device)
-        every = arrange(empty)[1].expand(panels, *rows.shape[1:]).clone()
+        every = arrange(empty, parts=tiling.parts)[1].expand(panels, *rows.shape[1:]).clone()
         every[numbers] = rows
         lengths = torch.zeros(panels, slices, dtype=torch.int32, device=entries.device)
         lengths[numbers] = tensors["offsets"].diff().view(len(numbers), slices)
         offsets = lengths.view(-1).cumsum(0, dtype=torch.int32)
         offsets = torch.nn.functional.pad(offsets, (1, 0))
-        return {"data": tensors["data"], "offsets": offsets, "rows": every}, {"width": width}
+        return {"data": tensors["data"], "offsets": offsets, "rows": every}, tiling.facts
 
-    def _encoded(self, entries: Entries, width: int) -> dict[str, torch.Tensor]:
+    def _encoded(self, entries: Entries, tiling: Tiling) -> dict[str, torch.Tensor]:
         """The tensors of a matrix whose panels are all looked at."""
         place = entries.device
-        panels, slices = grid(entries.shape, width)
-        kind, number = _row_type(entries.shape[0])
+        panels, slices = grid(entries.shape, tiling.width)
+        kind, number = _row_type(entries.shape[0], tiling.parts)
         rows = torch.empty((panels, slices, number), dtype=kind, device=place)
         offsets, total = torch.zeros(panels * slices + 1, dtype=torch.int32, device=place), 0
-        for some, starts, arranged in self._arranged(entries, width):
+        for some, starts, arranged in self._arranged(entries, tiling):
             rows[some], starts = arranged, starts + total
             total = int(starts[-1])
             self._refuse_more(total)
@@ -163,14 +243,14 @@ class SlicesFormat(NamedTuple):
         size = total * self.code.size(entries.dtype.itemsize)
         data = torch.zeros(size, dtype=torch.uint8, device=place)
         for some in _some_panels(panels, entries.shape[0]) if size else ():
-            cpu.write_entries(self.code, entries, width, some, offsets, rows, data)
+            cpu.write_entries(self.code, entries, tiling, some, offsets, rows, data)
         return {"data": data, "offsets": offsets, "rows": rows}
 
-    def _arranged(self, entries: Entries, width: int) -> Iterator[tuple]:
+    def _arranged(self, entries: Entries, tiling: Tiling) -> Iterator[tuple]:
         """Which panels, and what :func:`arrange` says of them, some at a time."""
-        for some in _some_panels(grid(entries.shape, width)[0], entries.shape[0]):
-            lengths = cpu.count_entries(self.code, entries, width, some)
-            yield some, *arrange(lengths, self.code.unit)
+        for some in _some_panels(grid(entries.shape, tiling.width)[0], entries.shape[0]):
+            lengths = cpu.count_entries(self.code, entries, tiling.width, some)
+            yield some, *arrange(lengths, self.code.unit, tiling.parts)
 
     def _refuse_larger(self, shape: tuple[int, int]) -> None:
         if max(shape) > MOST_SIZE:
@@ -196,7 +276,7 @@ class SlicesFormat(NamedTuple):
         synchronisation."""
         dense = torch.zeros(shape, dtype=dtype, device=tensors["data"].device)
         if dense.numel() and tensors["data"].numel():
-            _codec(dense).read(self.code, tensors, facts["width"], dense)
+            _codec(dense).read(self.code, tensors, Tiling.of(facts), dense)
         return dense
 
     def read_entries(
@@ -207,7 +287,7 @@ class SlicesFormat(NamedTuple):
         dtype: torch.dtype,
     ) -> Iterator[Triplets]:
         """The entries that are not 0, some at a time."""
-        return cpu.read_entries(self.code, tensors, facts["width"], shape[1], dtype)
+        return cpu.read_entries(self.code, tensors, Tiling.of(facts), shape[1], dtype)
 
     def nbytes(self, dense: torch.Tensor) -> int | None:
         """Bytes of what :meth:`encode` would make; None for a matrix it refuses. The host waits for
@@ -222,8 +302,7 @@ class SlicesFormat(NamedTuple):
         dense = matrix(dense)
         if max(dense.shape) > MOST_SIZE:
             return torch.tensor(-1, dtype=torch.int64, device="cpu")
-        width = panel_width(*dense.shape, dense.element_size())
-        starts, rows = arrange(_codec(dense).count(self.code, dense, width), self.code.unit)
+        _, starts, rows = self._tiled(dense)
         held = rows.numel() * rows.element_size() + 4 * starts.numel()
         total = starts[-1]
         return torch.where(
@@ -241,42 +320,53 @@ class SlicesFormat(NamedTuple):
         shape. Reads all of them, and waits for the device."""
         if max(shape) > MOST_SIZE:
             raise ValueError(f"shape must be of sizes up to {MOST_SIZE}, got {tuple(shape)}")
-        kind, number = _row_type(shape[0])
+        tiling = Tiling(facts.get("width", 0), facts.get("parts", 1))
+        kind, number = _row_type(shape[0], tiling.parts)
         check_tensors(
             self.code.name, tensors, {"data": torch.uint8, "offsets": torch.int32, "rows": kind}
         )
-        check_facts(self.code.name, facts, ("width",))
-        width, most = facts.get("width", 0), WIDEST // dtype.itemsize
-        if width < 16 or width % 16 or width > most:
-            raise ValueError(f"fact width must be a multiple of 16 up to {most}, got {width}")
-        panels, slices = grid(shape, width)
+        check_facts(self.code.name, facts, ("width", "parts"))
+        tiling.check(shape[1], dtype.itemsize)
+        panels, slices = grid(shape, tiling.width)
         check_size("offsets", tensors["offsets"], (panels * slices + 1,))
         check_size("rows", tensors["rows"], (panels, slices, number))
-        _check_sizes(self.code, tensors, shape, dtype)
+        _check_sizes(self.code, tensors, tiling.parts, shape, dtype)
         if panels:
-            _check_columns(self.code, tensors, width, shape, dtype)
+            _check_columns(self.code, tensors, tiling, shape, dtype)
 
 
 FORMATS = {code.name: SlicesFormat(code) for code in (U8, U4, U2)}
 
 
+def _pieces(
+    facts: Mapping[str, int], shape: tuple[int, int]
+) -> list[tuple[int, tuple[torch.dtype, tuple[int, ...]]]]:
+    """Of offsets and rows: bytes up to whole 16, dtype and sizes."""
+    tiling = Tiling.of(facts)
+    panels, slices = grid(shape, tiling.width)
+    kind, number = _row_type(shape[0], tiling.parts)
+    kinds = (torch.int32, (panels * slices + 1,)), (kind, (panels, slices, number))
+    return [(round_up(math.prod(n) * dtype.itemsize, 16), (dtype, n)) for dtype, n in kinds]
+
+
 def _check_sizes(
-    code: Code, tensors: Mapping[str, torch.Tensor], shape: tuple, dtype: torch.dtype
+    code: Code, tensors: Mapping[str, torch.Tensor], parts: int, shape: tuple, dtype: torch.dtype
 ) -> None:
     """That slices lie in data one behind the other, and that panels have each row once."""
     offsets, rows, data = tensors["offsets"].long(), tensors["rows"], tensors["data"]
-    wrong = ((offsets.diff() < 0) | (offsets[1:] % code.unit != 0)).sum()
+    unit = code.unit * parts
+    wrong = ((offsets.diff() < 0) | (offsets[1:] % unit != 0)).sum()
     found = torch.stack([offsets[0], offsets[-1], wrong]).tolist()
     size = found[1] * code.size(dtype.itemsize)
     if found[0] != 0 or found[2] or tuple(data.shape) != (size,):
         raise ValueError(
-            f"offsets must rise from 0, by multiples of {code.unit}, to the codes of a lane in "
+            f"offsets must rise from 0, by multiples of {unit}, to the codes of a lane in "
             f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
         )
-    known = cpu.numbers(rows).flatten(1)
-    known = torch.where(known == -1, shape[0], known).sort().values  # lanes without one behind
-    wanted = torch.arange(known.shape[1], dtype=torch.int64, device=rows.device)
-    if bool((known != wanted.clamp_max(shape[0])).any()):
+    numbers = cpu.numbers(rows).flatten(1)
+    ordered = torch.where(numbers == -1, shape[0], numbers).sort().values  # none behind the others
+    every = torch.arange(ordered.shape[1], dtype=torch.int64, device=rows.device)
+    if bool((ordered != every.clamp_max(shape[0])).any() | (numbers >= shape[0]).any()):
         raise ValueError(
             f"rows must be those of the matrix, 0 to {shape[0] - 1}, once in each panel, and else "
             "-1, of two bytes 65535"
@@ -286,17 +376,22 @@ def _check_sizes(
 def _check_columns(
     code: Code,
     tensors: Mapping[str, torch.Tensor],
-    width: int,
+    tiling: Tiling,
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
     """That steps lead to columns of a panel, as kernels read x there; what fills up rows of u2 may
-    go on to a whole unit of the last one's, where x ends in zeros."""
-    offsets, (panels, slices) = tensors["offsets"].long(), grid(shape, width)
-    steps = cpu.steps_of_lanes(code, tensors["data"], offsets, dtype.itemsize)
-    columns = steps + code.least * (offsets.diff()[:, None] - 1)  # of each lane's last code
+    go on to a whole unit of each part, where nothing is read for it. And that parts begin where
+    steps lead."""
+    (width, parts), (panels, slices) = tiling, grid(shape, tiling.width)
+    steps = cpu.steps_of_parts(code, parts, dtype.itemsize, tensors["offsets"], tensors["data"])
+    if parts > 1 and not torch.equal(cpu.starts(tensors["rows"])[0], steps.cumsum(1) - steps):
+        raise ValueError(
+            "rows must say, behind the rows, where the steps in data lead before each part"
+        )
+    columns = steps.sum(1) - code.least  # of each lane's last code
     last = shape[1] - (panels - 1) * width
-    most = round_up(last, code.unit) if code.least else last
+    most = round_up(last, code.unit) + (parts - 1) * code.unit if code.least else last
     whole = slices * (panels - 1)
     if bool((columns[:whole] >= width).any() | (columns[whole:] >= most).any()):
         raise ValueError(
@@ -305,25 +400,11 @@ def _check_columns(
         )
 
 
-def panel_width(rows: int, cols: int, itemsize: int) -> int:
-    """Columns of a panel, a multiple of 16: of all numbers of panels the one whose slices, taken a
-    WAVE at a time, should be done first."""
-    slices, cols, most = ceil_div(rows, LANES), max(cols, 1), MOST_WIDTH * 2 // itemsize
-    fewest = ceil_div(cols, most)
-    largest = max(fewest, cols // LEAST_WIDTH)
-    # By their widths, of which there are few: the fewest panels of each.
-    widths = range(ceil_div(cols, 16 * largest), ceil_div(cols, 16 * fewest) + 1)
-    panels = {ceil_div(cols, 16 * width) for width in widths}
-
-    def cost(width: int) -> tuple[int, int]:
-        waves = ceil_div(slices * ceil_div(cols, width), WAVE)
-        return waves * (width + SLICE_COST), -width
-
-    return min((-(-cols // (16 * n)) * 16 for n in panels), key=cost)
-
-
-def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the codes of each (panel, row): int64 starts of all slices and their end, and rows."""
+def arrange(
+    lengths: torch.Tensor, unit: int = 1, parts: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the codes of each (panel, row): int64 starts of all slices and their end, and rows, behind
+    which is room for the starts of parts."""
     panels, count = lengths.shape
     slices = ceil_div(count, LANES)
     padded = torch.nn.functional.pad(lengths, (0, slices * LANES - count), value=-1)
@@ -333,8 +414,11 @@ def arrange(lengths: torch.Tensor, unit: int = 1) -> tuple[torch.Tensor, torch.T
     rows = rows.view(panels, slices, LANES)[:, order]
     rows = torch.where(ordered < 0, -1, rows)
     longest = ordered[:, :, 0].clamp_min(0).reshape(-1).to(torch.int64)
+    unit *= parts
     longest = (longest + unit - 1) // unit * unit
     starts = torch.nn.functional.pad(longest.cumsum(0), (1, 0))
+    if parts > 1:
+        rows = torch.nn.functional.pad(rows, (0, LANES * parts))
     if _row_type(count)[0] == torch.uint8:
         return starts, rows.to(torch.int16).contiguous().view(torch.uint8)
     return starts, rows.to(torch.int32).contiguous()
@@ -357,10 +441,11 @@ def slice_order(slices: int, device: torch.device) -> torch.Tensor:
     return torch.argsort(turned)
 
 
-def _row_type(rows: int) -> tuple[torch.dtype, int]:
+def _row_type(rows: int, parts: int = 1) -> tuple[torch.dtype, int]:
     """What rows are held as, and elements for a slice. Bytes, not int16: no collective takes that,
     and so no ``DistributedDataParallel`` a module that holds it."""
-    return (torch.uint8, 2 * LANES) if rows <= SHORT_ROWS else (torch.int32, LANES)
+    lanes = LANES if parts == 1 else (1 + parts) * LANES
+    return (torch.uint8, 2 * lanes) if rows <= SHORT_ROWS else (torch.int32, lanes)
 
 
 def _codec(dense: torch.Tensor) -> ModuleType:

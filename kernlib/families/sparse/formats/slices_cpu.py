@@ -13,6 +13,7 @@ import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
 from kernlib.families.sparse.formats.entries import CELLS, SLAB, Entries, Slab, Triplets
+from kernlib.families.sparse.formats.tiling import Tiling
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.lowering.arithmetic import ceil_div
 
@@ -32,18 +33,19 @@ def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
 def write(
     code: Code,
     dense: torch.Tensor,
-    width: int,
+    tiling: Tiling,
     offsets: torch.Tensor,
     rows: torch.Tensor,
     data: torch.Tensor,
 ) -> None:
-    """Write all codes into ``data``, zero before."""
-    slices = rows.shape[1]
+    """Write all codes into ``data`` and the starts of parts into ``rows``, zero before."""
+    slices, width = rows.shape[1], tiling.width
     for index in range(rows.shape[0]):
         slot = _slots(rows[index : index + 1], dense.shape[0])[0]
         values_of, row, columns, steps = _panel(code, dense, index * width, width)
         place = index * slices * LANES + slot[row]
-        _put(code, _Codes(values_of, row, columns, steps, place), offsets, data)
+        _put(code, tiling.parts, _Codes(values_of, row, columns, steps, place), offsets, data)
+    _write_starts(code, tiling.parts, dense.element_size(), offsets, rows, data)
 
 
 def count_entries(code: Code, entries: Entries, width: int, panels: slice) -> torch.Tensor:
@@ -60,7 +62,7 @@ def count_entries(code: Code, entries: Entries, width: int, panels: slice) -> to
 def write_entries(
     code: Code,
     entries: Entries,
-    width: int,
+    tiling: Tiling,
     panels: slice,
     offsets: torch.Tensor,
     rows: torch.Tensor,
@@ -69,12 +71,13 @@ def write_entries(
     """:func:`write` of some panels of a matrix by its entries. On any device."""
     slots, slices = _slots(rows[panels], entries.shape[0]), rows.shape[1]
     for slab in entries.slabs():
-        panel, row, columns, values, steps = _of_panels(code, slab, width, panels)
+        panel, row, columns, values, steps = _of_panels(code, slab, tiling.width, panels)
         place = panel * slices * LANES + slots[panel - panels.start, row]
         begins = torch.ones_like(row)
         begins[1:] = (row[1:] != row[:-1]) | (panel[1:] != panel[:-1])
         group = begins.cumsum(0) - 1
-        _put(code, _Codes(values, group, columns, steps, place), offsets, data)
+        _put(code, tiling.parts, _Codes(values, group, columns, steps, place), offsets, data)
+    _write_starts(code, tiling.parts, entries.dtype.itemsize, offsets, rows, data)
 
 
 class _Codes(NamedTuple):
@@ -88,7 +91,9 @@ class _Codes(NamedTuple):
     place: torch.Tensor
 
 
-def _put(code: Code, entries: _Codes, offsets: torch.Tensor, data: torch.Tensor) -> None:
+def _put(
+    code: Code, parts: int, entries: _Codes, offsets: torch.Tensor, data: torch.Tensor
+) -> None:
     values_of, group, columns, steps, place = entries
     if not group.numel():
         return
@@ -103,12 +108,39 @@ def _put(code: Code, entries: _Codes, offsets: torch.Tensor, data: torch.Tensor)
         lacking = length - counts[group]
         number = torch.minimum(number + lacking, columns)
         before = torch.minimum(before + lacking, columns - steps)
-    value, _, _ = places(code, number, length, lane, itemsize)
+    value, _, _ = places(code, number, length, lane, itemsize, parts)
     values[(base + value) // itemsize] = values_of
     for some in _parts(code_counts):
         owner, of_code, step = _divided(code, steps[some], before[some], number[some])
-        _, at, shift = places(code, of_code, length[some][owner], lane[some][owner], itemsize)
+        lengths, lanes = length[some][owner], lane[some][owner]
+        _, at, shift = places(code, of_code, lengths, lanes, itemsize, parts)
         data.index_add_(0, base[some][owner] + at, (step << shift).to(torch.uint8))
+
+
+def _write_starts(
+    code: Code,
+    parts: int,
+    itemsize: int,
+    offsets: torch.Tensor,
+    rows: torch.Tensor,
+    data: torch.Tensor,
+) -> None:
+    """The column of the code before each part, or of u2 the next one."""
+    if parts > 1:
+        steps = steps_of_parts(code, parts, itemsize, offsets, data)
+        starts = steps.cumsum(1) - steps
+        held = starts.to(torch.int16).view(torch.uint8) if rows.dtype == torch.uint8 else starts
+        rows[..., per_slice(rows.dtype) :] = held.view(*rows.shape[:2], -1)
+
+
+def steps_of_parts(
+    code: Code, parts: int, itemsize: int, offsets: torch.Tensor, data: torch.Tensor
+) -> torch.Tensor:
+    """Sums of the steps of each part of all lanes, (slices, parts, lanes). On any device."""
+    lengths = offsets.long().diff() // parts
+    bounds = torch.nn.functional.pad(lengths.repeat_interleave(parts).cumsum(0), (1, 0))
+    steps = _stored_steps(code, data, bounds, itemsize).view(-1, parts, LANES)
+    return steps + code.least * lengths[:, None, None]
 
 
 def _parts(counts: torch.Tensor) -> Iterator[slice]:
@@ -130,24 +162,26 @@ def _slots(rows: torch.Tensor, count: int) -> torch.Tensor:
     return slots.scatter_(1, torch.where(held < 0, count, held), lane.expand_as(held))
 
 
-def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
+def read(
+    code: Code, tensors: Mapping[str, torch.Tensor], tiling: Tiling, dense: torch.Tensor
+) -> None:
     """Write all entries into ``dense``, contiguous and zero before."""
     flat, cols = bits(dense).view(-1), dense.shape[1]
-    for rows, columns, values in _read(code, tensors, width, cols, dense.dtype):
+    for rows, columns, values in _read(code, tensors, tiling, cols, dense.dtype):
         flat[rows * cols + columns] = values
 
 
 def read_entries(
-    code: Code, tensors: Mapping[str, torch.Tensor], width: int, cols: int, dtype: torch.dtype
+    code: Code, tensors: Mapping[str, torch.Tensor], tiling: Tiling, cols: int, dtype: torch.dtype
 ) -> Iterator[Triplets]:
     """The entries that are not 0 of a matrix with so many columns. On any device."""
-    for triplets in _read(code, tensors, width, cols, dtype):
+    for triplets in _read(code, tensors, tiling, cols, dtype):
         mask = nonzero(triplets.bits)
         yield Triplets(*(part[mask] for part in triplets))
 
 
 def _read(
-    code: Code, tensors: Mapping[str, torch.Tensor], width: int, cols: int, dtype: torch.dtype
+    code: Code, tensors: Mapping[str, torch.Tensor], tiling: Tiling, cols: int, dtype: torch.dtype
 ) -> Iterator[Triplets]:
     """The entries with bits, those of some slices of a panel at a time."""
     itemsize, rows, data = dtype.itemsize, tensors["rows"], tensors["data"]
@@ -163,12 +197,13 @@ def _read(
         number = torch.arange(len(place), dtype=torch.int64, device=data.device)
         number = (number - first[place])[:, None]
         base = (own[:-1] * code.size(itemsize))[place][:, None]
-        value, step, shift = places(code, number, lengths[place][:, None], lanes, itemsize)
+        length = lengths[place][:, None]
+        value, step, shift = places(code, number, length, lanes, itemsize, tiling.parts)
         found = values[(base + value) // itemsize]
         column = (data[base + step].to(torch.int64) >> shift & code.mask).cumsum(0)
         before = torch.nn.functional.pad(column, (0, 0, 1, 0))[first[place]]
         panel = ((low + place) // slices)[:, None]
-        column = column - before + number * code.least + panel * width
+        column = column - before + number * code.least + panel * tiling.width
         row = numbers(rows.view(-1, rows.shape[-1])[low:high])[place]
         real = (found != 0) & (column < cols) & (row >= 0)
         yield Triplets(row[real], column[real], found[real])
@@ -185,11 +220,11 @@ def _some_slices(starts: torch.Tensor, slices: int) -> Iterator[tuple[int, int]]
         low = high
 
 
-def steps_of_lanes(
+def _stored_steps(
     code: Code, data: torch.Tensor, offsets: torch.Tensor, itemsize: int
 ) -> torch.Tensor:
-    """Sums of the steps of each slice's lanes, (slices, lanes), as they are stored; on any device,
-    by a byte at a time."""
+    """Sums of the steps, as they are stored, of lanes whose codes lie between two offsets,
+    (offsets - 1, lanes), by a byte at a time."""
     shifts = torch.arange(0, 8, code.bits, dtype=torch.int64, device=data.device)
     known = torch.arange(256, dtype=torch.int64, device=data.device)
     known = (known[:, None] >> shifts & code.mask).sum(1)
@@ -214,20 +249,45 @@ def steps_of_lanes(
     return sums
 
 
+def per_slice(dtype: torch.dtype) -> int:
+    """Elements of ``rows`` that say one number of each lane."""
+    return 2 * LANES if dtype == torch.uint8 else LANES
+
+
 def numbers(rows: torch.Tensor) -> torch.Tensor:
     """Rows of lanes, (..., lanes), int64, -1 for none."""
-    if rows.dtype != torch.uint8:
-        return rows.to(torch.int64)
-    pairs = rows.unflatten(-1, (LANES, 2)).to(torch.int64)
-    found = pairs[..., 0] | pairs[..., 1] << 8
-    return torch.where(found == 0xFFFF, -1, found)
+    held = _integers(rows[..., : per_slice(rows.dtype)])
+    return torch.where(held == 0xFFFF, -1, held) if rows.dtype == torch.uint8 else held
+
+
+def starts(rows: torch.Tensor) -> torch.Tensor:
+    """Where parts begin, (..., parts, lanes), int64; of no part if rows are not cut."""
+    return _integers(rows[..., per_slice(rows.dtype) :]).unflatten(-1, (-1, LANES))
+
+
+def _integers(held: torch.Tensor) -> torch.Tensor:
+    if held.dtype != torch.uint8:
+        return held.to(torch.int64)
+    pairs = held.unflatten(-1, (held.shape[-1] // 2, 2)).to(torch.int64)
+    return pairs[..., 0] | pairs[..., 1] << 8
 
 
 def places(
-    code: Code, numbers: torch.Tensor, lengths: torch.Tensor, lanes: torch.Tensor, itemsize: int
+    code: Code,
+    numbers: torch.Tensor,
+    lengths: torch.Tensor,
+    lanes: torch.Tensor,
+    itemsize: int,
+    parts: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bytes from a slice's beginning to value and step of a lane's codes by their numbers, for the
     slice's length, and the bit at which the step begins."""
+    if parts > 1:
+        lengths = lengths // parts
+        part, numbers = numbers // lengths, numbers % lengths
+        before = part * lengths * code.size(itemsize)
+        values, steps, bits = places(code, numbers, lengths, lanes, itemsize)
+        return before + values, before + steps, bits
     at = lengths // code.whole * code.whole
     first, count = numbers // code.whole * code.whole, torch.full_like(numbers, code.whole)
     for size in (code.whole // 2, code.whole // 4, code.whole // 8):

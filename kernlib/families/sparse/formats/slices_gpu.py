@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.families.sparse.formats.encoding import counted
+from kernlib.families.sparse.formats.tiling import Tiling
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
@@ -36,7 +37,7 @@ def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
     lengths = torch.empty(panels, rows, dtype=torch.int32, device=dense.device)
     if lengths.numel():
         made = count_spec(code, dense.element_size())
-        fixed = _encode_fixed(dense, width, ceil_div(rows, 32))
+        fixed = _encode_fixed(dense, Tiling(width), ceil_div(rows, 32))
         _launch(made, panels * rows, (dense, lengths), fixed)
     return counted(lengths)
 
@@ -44,26 +45,28 @@ def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
 def write(
     code: Code,
     dense: torch.Tensor,
-    width: int,
+    tiling: Tiling,
     offsets: torch.Tensor,
     rows: torch.Tensor,
     data: torch.Tensor,
 ) -> None:
-    """Write all codes into ``data``, zero before."""
+    """Write all codes into ``data`` and the starts of parts into ``rows``, zero before."""
     made = write_spec(code, dense.element_size(), ROW_TYPES[rows.dtype])
-    fixed = _encode_fixed(dense, width, rows.shape[1])
+    fixed = _encode_fixed(dense, tiling, rows.shape[1])
     _launch(made, LANES * (offsets.numel() - 1), (dense, offsets, rows, data), fixed)
 
 
-def read(code: Code, tensors: Mapping[str, torch.Tensor], width: int, dense: torch.Tensor) -> None:
+def read(
+    code: Code, tensors: Mapping[str, torch.Tensor], tiling: Tiling, dense: torch.Tensor
+) -> None:
     """Write all entries into ``dense``, contiguous and zero before."""
     rows = tensors["rows"]
     made = read_spec(code, dense.element_size(), ROW_TYPES[rows.dtype])
     slices, codes = rows.shape[0] * rows.shape[1], tensors["data"].numel()
     codes //= code.size(dense.element_size())
-    numbers = width, rows.shape[1], slices, dense.shape[0], codes, 0
+    numbers = tiling.width, rows.shape[1], slices, dense.shape[0], codes, tiling.parts
     fixed = struct.pack(DECODE_FIXED, dense.shape[1], *numbers)
-    _launch(made, slices, (tensors["data"], tensors["offsets"], rows, dense), fixed)
+    _launch(made, slices * tiling.parts, (tensors["data"], tensors["offsets"], rows, dense), fixed)
 
 
 def specs(code: Code, itemsize: int) -> list[KernelSpec]:
@@ -107,10 +110,10 @@ constexpr int PARAMETER_BYTES = {Parameters(pointers, fixed).size};
     return named(made, code.name, f"{8 * itemsize}bit", "rows", row)
 
 
-def _encode_fixed(dense: torch.Tensor, width: int, slices: int) -> bytes:
-    rows, cols = dense.shape
-    panels = ceil_div(cols, width)
-    return struct.pack(ENCODE_FIXED, *dense.stride(), rows, cols, width, panels, slices, 0)
+def _encode_fixed(dense: torch.Tensor, tiling: Tiling, slices: int) -> bytes:
+    (rows, cols), (width, parts) = dense.shape, tiling
+    numbers = rows, cols, width, ceil_div(cols, width), slices, parts
+    return struct.pack(ENCODE_FIXED, *dense.stride(), *numbers)
 
 
 def _launch(made: KernelSpec, warps: int, tensors: tuple[torch.Tensor, ...], fixed: bytes) -> None:

@@ -10,6 +10,8 @@ from kernlib.lowering.arithmetic import ceil_div
 LANES = 32  # rows of a slice
 SHORT_ROWS = 65535  # most rows of a matrix whose row numbers have 2 bytes
 WIDEST = 4096  # most bytes of a vector that belong to one panel
+WIDEST_IN_PARTS = 56 * 1024  # the same where rows are cut into parts: shared memory holds them
+MOST_PARTS = 32  # into which a row is cut: a block has a warp for each
 MOST_SIZE = 2**31 - 1  # most rows and columns: they are counted by 32 bits
 
 

@@ -147,7 +147,7 @@ def microseconds(
     """The time of a product with a matrix of ``nbytes`` in a format and so many vectors: rates
     between two densities of the table are interpolated, beyond them they are those of the
     nearest. ``row`` is the bytes of a row of the dense matrix, whose numbers have ``itemsize``,
-    ``width`` the columns of a panel of u8, u4 and u2."""
+    ``width`` the columns that a lane of u8, u4 and u2 takes of one row."""
     if format == "dense" and row % WHOLE:
         return _dense(columns, nbytes, row, itemsize)
     known = RATES.get(arch, RATES[DEFAULT])

@@ -13,6 +13,7 @@ import struct
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.sparse.lowering import parts
 from kernlib.families.sparse.lowering.codes import (
     MOST_SIZE,
     SHORT_ROWS,
@@ -78,6 +79,8 @@ class SlicesKernels(NamedTuple):
     def takes(self, problem: Problem, arch: str) -> bool:
         """Whether :meth:`lower` takes a problem: all of 1 to MOST_COLUMNS columns that can be
         counted, of panels that shared memory holds."""
+        if parts.takes(problem):
+            return True
         width = problem.fact("width")
         if (
             problem.dtype not in FLOAT_SUMS
@@ -92,10 +95,12 @@ class SlicesKernels(NamedTuple):
     def lower(
         self, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
     ) -> Lowered:
-        """The two launches of a product; the second alone where there are no columns, none where
-        there are no rows."""
+        """The launch of a product, or two for panels; of these the second alone where there are no
+        columns, none where there are no rows."""
         if not problem.rows:
             return Lowered(())
+        if parts.takes(problem):
+            return parts.lower(self.code, epilogue, problem, arch, multiprocessors)
         last = _reduce(epilogue, problem, arch)
         width = problem.fact("width")
         panels, slices = grid((problem.rows, problem.cols), width)
@@ -116,13 +121,15 @@ class SlicesKernels(NamedTuple):
 
     def ahead(self, step: Step) -> Step:
         """The first launch, of a frozen matrix: see kernlib/families/sparse/tensors.py."""
+        if ("out", 0) in step.pointers:
+            return parts.ahead(step)
         return step._replace(fixed=step.fixed[:-4] + struct.pack("<I", 1))
 
     def variants(
         self, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
     ) -> list[KernelSpec]:
         """Every spec that :meth:`lower` can choose for one to MOST_COLUMNS columns."""
-        found = []
+        found = parts.variants(self.code, epilogue, dtypes, arch)
         for dtype in dtypes:
             for rows in ("u16", "u32"):
                 for columns in COLUMNS:

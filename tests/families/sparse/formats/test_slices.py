@@ -7,6 +7,8 @@ import torch
 
 from kernlib.families.sparse.formats import slices
 from kernlib.families.sparse.formats import slices_cpu as cpu
+from kernlib.families.sparse.formats.tiling import Tiling
+from kernlib.families.sparse.matrix import SparseMatrix
 
 BITS = {2: torch.int16, 4: torch.int32}
 U8, U4, U2 = (slices.FORMATS[name] for name in ("u8", "u4", "u2"))
@@ -75,20 +77,45 @@ def step_bytes(steps, bits):
     )
 
 
+def part_bytes(lanes, size, bits_of_step):
+    """Bytes of the codes of 32 lanes, group by group."""
+    data, at, length = b"", 0, len(lanes[0])
+    whole = 16 if bits_of_step == 2 else 8
+    rest = [s for s in (8, 4, 2, 1) if s < whole and length & s]
+    for count in [whole] * (length // whole) + rest:
+        groups = [lane[at : at + count] for lane in lanes]
+        for begin in range(0, count, 8):
+            data += b"".join(
+                v.to_bytes(size, "little", signed=True)
+                for group in groups
+                for v, _ in group[begin : begin + 8]
+            )
+        for group in groups:
+            data += step_bytes([step for _, step in group], bits_of_step)
+        at += count
+    return data
+
+
 def reversed_bits(slices):
     width = (slices - 1).bit_length()
     turned = [int(format(i, f"0{width}b")[::-1], 2) if width else 0 for i in range(2**width)]
     return [i for i in turned if i < slices]
 
 
-def scalar_encode(dense, width, bits_of_step):
-    """Bytes of data, offsets and rows by loops over single codes."""
-    size, (rows, cols) = dense.element_size(), dense.shape
+def starts_of(lane, length, least):
+    """Where the parts of a lane begin, each of so many codes: the sum of the steps before."""
+    steps = [step + least for _, step in lane]
+    return [sum(steps[:at]) for at in range(0, len(lane), length)]
+
+
+def scalar_encode(dense, tiling, bits_of_step):
+    """Bytes of data, offsets, rows and starts of parts by loops over single codes."""
+    size, (rows, cols), (width, parts) = dense.element_size(), dense.shape, tiling
     values, data, offsets, held = bits(dense).tolist(), b"", [0], []
     for first in range(0, cols, width):
         longest = 2**bits_of_step - 1
         lines = [codes_of(line[first : first + width], first, longest) for line in values]
-        counts, unit = [len(line) for line in lines], 8 // bits_of_step
+        counts, unit = [len(line) for line in lines], parts * (8 // bits_of_step)
         if bits_of_step == 2:
             lines = [codes_of_u2(line[first : first + width], first) for line in values]
             counts = [sum(count for _, _, count in line) for line in lines]
@@ -101,28 +128,25 @@ def scalar_encode(dense, width, bits_of_step):
             else:
                 padded = [lines[r] + [(0, 0)] * (length - counts[r]) for r in mine]
             padded += [[(0, 0)] * length] * (32 - len(mine))
-            at = 0
-            whole = 16 if bits_of_step == 2 else 8
-            rest = [s for s in (8, 4, 2, 1) if s < whole and length & s]
-            for count in [whole] * (length // whole) + rest:
-                parts = [lane[at : at + count] for lane in padded]
-                for begin in range(0, count, 8):
-                    data += b"".join(
-                        v.to_bytes(size, "little", signed=True)
-                        for part in parts
-                        for v, _ in part[begin : begin + 8]
-                    )
-                for part in parts:
-                    data += step_bytes([step for _, step in part], bits_of_step)
-                at += count
+            data += b"".join(
+                part_bytes([lane[at : at + length // parts] for lane in padded], size, bits_of_step)
+                for at in range(0, length, max(1, length // parts))
+            )
             offsets.append(offsets[-1] + length)
             held.append(mine + [-1] * (32 - len(mine)))
+            if parts > 1:
+                starts = [starts_of(lane, length // parts, bits_of_step == 2) for lane in padded]
+                held[-1] += [start for part in zip(*starts, strict=True) for start in part]
+                held[-1] += [0] * (32 * (1 + parts) - len(held[-1]))  # of a slice without codes
     return data, offsets, held
 
 
 CASES = [
-    (5, 32, 0.3, 32), (70, 300, 0.1, 128), (33, 700, 0.002, 512), (97, 260, 0.6, 256),
-    (40, 100, 1.0, 64), (64, 600, 0.0, 512), (1, 1, 1.0, 512), (31, 1500, 0.01, 1024),
+    (5, 32, 0.3, Tiling(32)), (70, 300, 0.1, Tiling(128)), (33, 700, 0.002, Tiling(512)),
+    (97, 260, 0.6, Tiling(256)), (40, 100, 1.0, Tiling(64)), (64, 600, 0.0, Tiling(512)),
+    (1, 1, 1.0, Tiling(512)), (31, 1500, 0.01, Tiling(1024)), (70, 300, 0.1, Tiling(304, 3)),
+    (97, 700, 0.002, Tiling(704, 5)), (40, 100, 1.0, Tiling(112, 32)), (64, 90, 0.0, Tiling(96, 2)),
+    (33, 701, 0.5, Tiling(704, 8)),
 ]  # fmt: skip
 
 
@@ -130,14 +154,15 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_encoding_is_that_of_a_scalar_encoder(case, dtype, form):
-    rows, cols, density, width = case
+    rows, cols, density, tiling = case
     dense = matrix(rows, cols, density, dtype)
-    tensors, facts = form.encode(dense, width)
-    data, offsets, held = scalar_encode(dense, width, form.code.bits)
-    assert facts == {"width": width} and tuple(tensors) == form.TENSORS
+    tensors, facts = form.encode(dense, tiling)
+    data, offsets, held = scalar_encode(dense, tiling, form.code.bits)
+    assert facts == tiling.facts and tuple(tensors) == form.TENSORS
     assert bytes(tensors["data"].tolist()) == data
     assert tensors["offsets"].tolist() == offsets
-    assert cpu.numbers(tensors["rows"]).view(-1, 32).tolist() == held
+    parts = cpu.numbers(tensors["rows"]).unsqueeze(2), cpu.starts(tensors["rows"])
+    assert torch.cat(parts, 2).flatten(2).flatten(0, 1).tolist() == held
     form.check(tensors, facts, (rows, cols), dtype)
     assert same(form.decode(tensors, facts, (rows, cols), dtype), dense)
 
@@ -180,24 +205,17 @@ def test_more_rows_than_two_bytes_count(form):
     assert same(form.decode(tensors, facts, short.shape, short.dtype), short)
 
 
-def test_widths_of_small_and_wide_matrices():
-    assert slices.panel_width(8192, 28672, 2) == 1792
-    assert slices.panel_width(4096, 4096, 2) == 512
-    assert slices.panel_width(0, 0, 2) == slices.panel_width(7, 1, 4) == 16
-    assert slices.panel_width(49152, 12288, 4) <= slices.MOST_WIDTH // 2
-
-
 @every_format
 def test_check_names_what_is_wrong(form):
     dense = matrix(70, 300, 0.1)
-    tensors, facts = form.encode(dense, 128)
+    tensors, facts = form.encode(dense, Tiling(128))
 
     def refused(words, given=tensors, shape=(70, 300), facts=facts):
         with pytest.raises(ValueError, match=words):
             form.check(given, facts, shape, torch.float16)
 
     refused("has the tensors", {"data": tensors["data"]})
-    refused("has the facts width, got 'a b' too", facts={"width": 128, "a b": 3})
+    refused("has the facts width, parts, got 'a b' too", facts={"width": 128, "a b": 3})
     refused("width", facts={"width": 100})
     refused("width", facts={"width": 4096})
     refused("data must have", {**tensors, "data": tensors["data"].view(torch.int8)})
@@ -212,7 +230,7 @@ def test_check_names_what_is_wrong(form):
 @every_format
 def test_states_by_which_kernels_would_leave_memory_are_refused(form):
     dense = matrix(70, 300, 0.1)
-    tensors, facts = form.encode(dense, 128)
+    tensors, facts = form.encode(dense, Tiling(128))
 
     def refused(words, **changed):
         with pytest.raises(ValueError, match=words):
@@ -225,8 +243,12 @@ def test_states_by_which_kernels_would_leave_memory_are_refused(form):
     refused("rows must be those", rows=twice)
     refused("rows must be those", rows=torch.full_like(twice, 255))
     refused("rows must be those", rows=torch.zeros_like(twice))
+    behind = tensors["rows"].clone()
+    none = behind.view(torch.int16)[behind.view(torch.int16) == -1]
+    behind.view(torch.int16)[behind.view(torch.int16) == -1] = torch.full_like(none, 70)
+    refused("rows must be those", rows=behind)  # row 70 of 70, which would be written behind out
     # A code's value beyond the last column, within the last panel's width: x does not lie there.
-    beyond = form.encode(matrix(70, 360, 0.5), 128)[0]
+    beyond = form.encode(matrix(70, 360, 0.5), Tiling(128))[0]
     with pytest.raises(ValueError, match="steps to 128 columns of a panel, 44 of the last one"):
         form.check(beyond, facts, (70, 300), torch.float16)
     wrapped = tensors["offsets"].clone()
@@ -234,9 +256,64 @@ def test_states_by_which_kernels_would_leave_memory_are_refused(form):
     refused("offsets must rise", offsets=wrapped)
 
 
+@every_format
+def test_parts_that_begin_elsewhere_are_refused(form):
+    """From there a kernel would read x beyond its end."""
+    dense = matrix(70, 300, 0.3)
+    tensors, facts = form.encode(dense, Tiling(304, 3))
+
+    def refused(words, facts=facts, shape=(70, 300), **changed):
+        with pytest.raises(ValueError, match=words):
+            form.check({**tensors, **changed}, facts, shape, torch.float16)
+
+    moved = tensors["rows"].clone()
+    moved.view(torch.int16)[0, 1, 64 + 5] += 1
+    refused("rows must say, behind the rows, where the steps", rows=moved)
+    refused("rows must say, behind the rows, where the steps", data=tensors["data"] | 0xFF)
+    beyond, facts_there = form.encode(matrix(70, 304, 1.0), Tiling(304, 3))
+    with pytest.raises(ValueError, match="steps to 288 columns of a panel, 280 of the last one"):
+        form.check(beyond, facts_there | {"width": 288}, (70, 280), torch.float16)
+    refused("fact parts must be from 1 to 32, got 33", facts={"width": 304, "parts": 33})
+    refused("fact parts must be from 1 to 32, got 0", facts={"width": 304, "parts": 0})
+    refused("fact width must be 304, all columns", facts={"width": 320, "parts": 3})
+    refused("rows must have shape", facts={"width": 304, "parts": 4})
+    odd = tensors["offsets"].clone()
+    odd[1] -= 1
+    refused(f"by multiples of {3 * form.code.unit}", offsets=odd)
+
+
+@every_format
+def test_files_of_before_have_no_parts(form):
+    dense = matrix(70, 300, 0.3)
+    tensors, facts = form.encode(dense, Tiling(128))
+    assert facts == {"width": 128, "parts": 1}
+    form.check(tensors, {"width": 128}, (70, 300), torch.float16)
+    assert same(form.decode(tensors, {"width": 128}, (70, 300), torch.float16), dense)
+    header, state = SparseMatrix(form.FORMAT, (70, 300), dense.dtype, tensors, facts).state()
+    matrix_of_before = SparseMatrix.from_state({**header, "facts": {"width": 128}}, state)
+    assert same(matrix_of_before.to_dense(), dense)
+
+
+@every_format
+def test_tensors_lie_in_one(form):
+    dense = matrix(70, 300, 0.3)
+    tensors, facts = form.encode(dense)
+    operands = tuple(tensors.values())
+    joined = form.joined(operands, facts, (70, 300))
+    again = form.split(joined, facts, (70, 300))
+    for ours, other in zip(operands, again, strict=True):
+        assert torch.equal(ours, other) and ours.data_ptr() == other.data_ptr()
+    apart = tuple(t.clone() for t in operands)
+    assert form.joined(apart, facts, (70, 300)) is None
+    together = form.together(apart, facts, (70, 300))
+    assert torch.equal(form.joined(together, facts, (70, 300)), joined)
+    with pytest.raises(ValueError, match="takes more than 40 bytes"):
+        form.split(joined[:40], facts, (70, 300))
+
+
 @pytest.mark.parametrize("form, unit", [(U4, 2), (U2, 4)], ids=["u4", "u2"])
 def test_lengths_are_whole_bytes_of_steps(form, unit):
-    tensors, facts = form.encode(matrix(70, 300, 0.1), 128)
+    tensors, facts = form.encode(matrix(70, 300, 0.1), Tiling(128))
     assert not (tensors["offsets"] % unit).any()
     odd = tensors["offsets"].clone()
     odd[1] -= 1
@@ -254,7 +331,7 @@ def test_codes_of_u2_stay_in_their_panel(seed):
         dense[row] = kept
     dense[30], dense[31] = 0, 0
     dense[31, width - 1] = 1
-    tensors, facts = U2.encode(dense, width)
+    tensors, facts = U2.encode(dense, Tiling(width))
     assert tensors["offsets"].tolist() == [0, width]
     number, lane = torch.arange(width)[:, None], torch.arange(32)
     length = torch.full_like(number, width)

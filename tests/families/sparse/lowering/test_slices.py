@@ -83,8 +83,10 @@ def test_small_and_empty_problems(lowering):
     assert lowering.lower((), problem(rows=0), "sm_90a", 132).steps == ()
     (only,) = lowering.lower((), problem(cols=0), "sm_90a", 132).steps
     assert stem(only.spec) == "sparse_slices_reduce"
-    first, _ = lowering.lower((), problem(rows=1, cols=1), "sm_90a", 132).steps
-    assert first.grid == (1, 1)
+    (only,) = lowering.lower((), problem(rows=1, cols=1), "sm_90a", 132).steps
+    assert stem(only.spec) == "sparse_parts" and only.grid == (1, 1)
+    first, _ = lowering.lower((), problem(rows=1, cols=1793), "sm_90a", 132).steps
+    assert first.grid == (2, 1)
     assert not lowering.takes(problem(columns=17), "sm_90a")
     assert not lowering.takes(problem(columns=0), "sm_90a")
     assert not lowering.takes(problem(dtype="float64"), "sm_90a")
@@ -112,13 +114,14 @@ def test_variants_are_all_that_lowering_chooses(lowering, arch):
 
 def cases():
     """Each text once: bytes of shared memory are no part of it. Targets beside sm_90a compile
-    no bfloat16 and rows of 2 bytes alone."""
+    no bfloat16 and rows of 2 bytes alone, and blocks of parts of 512 threads."""
     found = {}
     for arch in ARCHES:
         for lowering in slices.KERNELS.values():
             made = lowering.variants(EPILOGUE, DTYPES if arch == "sm_90a" else DTYPES[::2], arch)
             if arch != "sm_90a":
                 made = [spec for spec in made if "RowT = u32" not in spec.source]
+                made = [s for s in made if stem(s) != "sparse_parts" or s.threads == 512]
             for itemsize in (2, 4) if arch == "sm_90a" else (2,):
                 made += gpu.specs(lowering.code, itemsize)
             for spec in made:
@@ -138,7 +141,7 @@ def test_kernels_compile_without_spills(name):
     made = compiled(spec, arch)
     assert made.entry.kernel == spec.entry and made.spilled == 0
     assert len(made.entry.cubin) <= 64_000 and made.instructions <= INSTRUCTIONS
-    if stem(spec) == "sparse_slices":
+    if stem(spec) in ("sparse_slices", "sparse_parts"):
         blocks = int(spec.source.split("BLOCKS = ")[1].split(";")[0])
         held = targets.resident_blocks(arch, spec.threads, made.registers, made.shared)
         assert held >= blocks

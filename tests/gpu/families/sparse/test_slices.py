@@ -9,6 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.sparse.formats import slices
+from kernlib.families.sparse.formats.tiling import Tiling
 from kernlib.families.sparse.lowering import slices as lowering
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.runtime import devices
@@ -105,9 +106,41 @@ def test_widths_of_panels_and_skewed_rows(form, seed):
     for width in (16, 512, 1024, 1792, 2048):
         for columns in (1, 3, 8):
             x = vectors(columns, 9000, torch.float16)
-            found = product(form, form.encode(dense, width), dense.shape, x)
+            found = product(form, form.encode(dense, Tiling(width)), dense.shape, x)
             check(dense, x, found)
             assert (found[:, 101:149] == 0).all()
+
+
+@all_formats
+@all_dtypes
+def test_rows_cut_into_parts(form, dtype, seed):
+    """Of any number of parts: rows of few and of many codes, and steps that pass over parts."""
+    for (rows, cols), density in (((300, 4000), 0.1), ((70, 901), 0.003), ((33, 17), 1.0)):
+        dense = matrix(rows, cols, density, dtype)
+        dense[7], dense[20:30] = 0.5, 0.0
+        dense[8, : cols // 2], dense[9, cols // 2 :] = 0.0, 0.0
+        for parts in (2, 3, 5, 8, 21, 32):
+            tiling = Tiling(-(-cols // 16) * 16, parts)
+            encoded = form.encode(dense, tiling)
+            theirs = form.encode(dense.cpu(), tiling)[0]
+            assert all(torch.equal(encoded[0][n].cpu(), theirs[n]) for n in form.TENSORS)
+            assert torch.equal(form.decode(*encoded, dense.shape, dtype), dense)
+            for columns in (1, 2, 4, 11):
+                x = vectors(columns, cols, dtype)
+                out = product(form, encoded, dense.shape, x)
+                check(dense, x, out)
+                assert (out[:, 20:30] == 0).all()
+                assert torch.equal(out, product(form, encoded, dense.shape, x))
+
+
+@all_formats
+def test_more_slices_than_blocks_at_a_time(form, seed):
+    dense = matrix(40_003, 520, 0.2)
+    for parts in (2, 32):
+        encoded = form.encode(dense, Tiling(528, parts))
+        for columns in (1, 8):
+            x = vectors(columns, 520, torch.float16)
+            check(dense, x, product(form, encoded, dense.shape, x))
 
 
 @all_formats

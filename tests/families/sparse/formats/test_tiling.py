@@ -1,0 +1,57 @@
+"""How columns are divided among warps, by a matrix's shape and entries."""
+
+import pytest
+import torch
+
+from kernlib.families.sparse.formats import slices, tiling
+from kernlib.families.sparse.formats.tiling import Tiling, tiling_of
+
+
+def test_widths_of_small_and_wide_matrices():
+    assert tiling.panel_width(8192, 28672, 2) == 1792
+    assert tiling.panel_width(4096, 4096, 2) == 512
+    assert tiling.panel_width(0, 0, 2) == tiling.panel_width(7, 1, 4) == 16
+    assert tiling.panel_width(49152, 12288, 4) <= tiling.MOST_WIDTH // 2
+
+
+SHAPES = {
+    (4096, 4096): 8, (12288, 4096): 8, (22016, 4096): 5, (4096, 11008): 16, (8192, 28672): 16,
+    (49152, 12288): 8, (128256, 4096): 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layers_of_language_models_are_cut_into_parts(shape):
+    """Of which an H200 holds all at a time, where they are not very many."""
+    width, parts = tiling_of(shape, 2)
+    assert parts == SHAPES[shape] and width == shape[1]
+    assert tiling_of(shape, 2, columns=2) == (width, parts)
+    assert tiling_of(shape, 2, columns=3).parts == 1
+
+
+def test_what_is_not_cut_into_parts():
+    assert tiling_of((12288, 49152), 2).parts == 1  # x of four vectors is more than shared memory
+    assert tiling_of((8192, 28672), 4).parts == 1
+    assert tiling_of((32, 28672), 2).parts == 1  # one multiprocessor would do all
+    assert tiling_of((4096, 512), 2) == Tiling(512)
+    assert tiling_of((0, 0), 2) == tiling_of((7, 1), 4) == Tiling(16)
+
+
+def test_matrices_whose_entries_lie_close_together_keep_panels():
+    """Steps from the first column to a band would be most of the codes."""
+    band = torch.zeros(1024, 4096, dtype=torch.float16)
+    for row in range(1024):
+        band[row, 4 * row : 4 * row + 40] = 1
+    for form in slices.FORMATS.values():
+        _, facts = form.encode(band)
+        assert facts["parts"] == 1
+
+
+def test_parts_have_some_codes():
+    few = (torch.rand(4096, 4096, generator=torch.Generator().manual_seed(0)) < 0.01).half()
+    assert slices.FORMATS["u8"].encode(few)[1]["parts"] == 2
+    dense = torch.zeros(256, 4096, dtype=torch.float16)
+    dense[:, ::4] = 1
+    assert slices.FORMATS["u8"].encode(dense)[1]["parts"] == 8
+    dense[:, ::8] = 0
+    assert slices.FORMATS["u8"].encode(dense)[1]["parts"] == 6
