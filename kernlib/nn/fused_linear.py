@@ -38,7 +38,7 @@ from kernlib.families.sparse.formats.registry import format_of
 from kernlib.families.sparse.matrix import SparseMatrix, compressed
 from kernlib.nn import traced
 from kernlib.nn.indexed import UnknownIndices, version_of
-from kernlib.nn.sparse_holding import PACKED
+from kernlib.nn.sparse_holding import CARRIER, PACKED
 from kernlib.nn.sparse_linear import SparseLinear
 from kernlib.nn.sparse_weights import counted
 from kernlib.nn.traced import parameters_of
@@ -51,6 +51,8 @@ _last = threading.local()  # .product: the _Product whose rows not every layer h
 
 class Joint(SparseLinear):
     """The rows of a group, without a bias. Its layers save and load their rows themselves."""
+
+    is_plain = False  # whether no layer of the group had a bias when it was made
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         pass
@@ -91,6 +93,7 @@ class Group:
                 return
             self.joint._dtype = joined.dtype
             self.joint._hold(joined)
+            self.joint.is_plain = all(_bias_of(layer) is None for layer in self.layers)
             for layer in self.layers:
                 layer._dtype, layer._is_joined = joined.dtype, True
                 layer._become_empty(joined.device)
@@ -147,11 +150,13 @@ class FusedLinear(SparseLinear):
         super()._put_carrier()
         if self._is_joined and not self._lacks_matrix():  # so that its own size is not unknown
             self._carrier = torch.empty(0, dtype=torch.float32, device=self._place)
-            self.register_buffer(PACKED, self._carrier)
+            self._register_carrier()
 
     def _is_filled(self) -> bool:
         """Whether a loader, or functional_call, has put another weight there."""
         there = self._buffers[PACKED]
+        if is_dynamo_compiling():
+            return not hasattr(there, CARRIER) and there.numel() > 0
         return there is not self._carrier and there.numel() > 0
 
     def _rows(self) -> SparseMatrix | None:
@@ -222,14 +227,19 @@ class FusedLinear(SparseLinear):
             return super().forward(input)
         if type(input) is not torch.Tensor and (result := traced.called(self, input)) is not None:
             return result
-        biases = self._biases(compiling)
-        if compiling:
-            from kernlib.nn.merging import merged  # which loads Dynamo
+        if not compiling:
+            return self._part(self._shared(input, self._biases(False)))
+        from kernlib.nn.merging import merged  # which loads Dynamo
 
-            y = merged(self._group.product(self.joint._weight(), input, biases))
-        else:
-            y = self._shared(input, biases)
-        return y[..., self._first : self._first + self.out_features]
+        # Each layer that is asked for its bias costs guards: others are not, where none had one.
+        joint, (bias,) = self.joint, parameters_of(self, ("bias",))
+        biases = [] if joint.is_plain and bias is None else self._biases(True)
+        y = joint._product(joint._weight(), input, torch.cat(biases) if biases else None)
+        return self._part(merged(y))
+
+    def _part(self, y: torch.Tensor) -> torch.Tensor:
+        """The layer's rows of the group's product."""
+        return y[..., self._first : self._first + self._sizes[0]]
 
     def _biases(self, compiling: bool) -> list[torch.Tensor]:
         """Those of all layers, zeros for a layer without one; none if no layer has one."""

@@ -29,14 +29,14 @@ class GroupNames(NamedTuple):
     reason: str | None
 
 
-def groups_of(model: nn.Module, fuse: bool | Sequence[Sequence[str]]) -> list[GroupNames]:
+def groups_of(model: nn.Module, fuse: bool | Sequence[Sequence[str]] | None) -> list[GroupNames]:
     """The groups of a model that ``fuse`` of ``sparsify`` says, before any layer is swapped; none
-    for False. Raises TypeError for what is neither a bool nor lists of names, ValueError for a name
-    of no layer. Warns where True finds none."""
+    for False. Raises TypeError for what is neither None, a bool nor lists of names, ValueError for
+    a name of no layer. Warns where True finds none."""
     if fuse is False:
         return []
     modules = dict(model.named_modules(remove_duplicate=False))
-    groups = _listed(modules, fuse) if fuse is not True else _of_known(modules)
+    groups = _of_known(modules) if fuse is None or fuse is True else _listed(modules, fuse)
     if not groups and fuse is True:
         joined = [name for name in modules if name.endswith(("qkv_proj", "gate_up_proj"))]
         which = f"; {joined[0]!r} is one product already" if joined else ""
@@ -139,11 +139,16 @@ def fuse_groups(
     swapped: dict[str, SparseLinear],
     format: str,
     columns: int,
+    is_asked: bool = True,
 ) -> None:
     """Put fused layers in the place of swapped ones, in the model and under their names. Warns of
-    groups that stay apart."""
+    groups that stay apart: where nobody has asked for them, not of those of which a layer was left
+    out, or swapped before."""
     apart: list[str] = []
     for names, is_trusted, reason in groups:
+        missing = [model.get_submodule(name) for name in names if name not in swapped]
+        if not is_asked and any(isinstance(layer, (nn.Linear, SparseLinear)) for layer in missing):
+            continue
         reason = reason or _reason(names, swapped)
         if reason is not None:
             apart.append(f"{', '.join(names)} ({reason})")

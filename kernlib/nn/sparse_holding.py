@@ -32,6 +32,9 @@ from kernlib.runtime.tensors import stand_ins
 
 PREFIX = "weight_"  # of the tensors' names, which else are those of the format
 PACKED = "weight_packed"  # what a state_dict holds
+# An attribute of the buffer of this name, if a layer has put it there and no loader. Compiled calls
+# ask for it in place of which tensor it is, whose guard would be Python code.
+CARRIER = "_kernlib_carrier"
 
 
 class MatrixModule(IndexedModule):
@@ -39,6 +42,9 @@ class MatrixModule(IndexedModule):
 
     persistent = False
     carriers = (MARK, PACKED)
+    # Whether a tensor of the matrix may be another now. Compiled calls compare them only then: to
+    # guard each tensor would cost the host some 3 us a call.
+    _is_exchanged = False
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -67,6 +73,10 @@ class MatrixModule(IndexedModule):
         else:
             # Of floats: torch's averages of buffers divide in place, which whole numbers refuse.
             self._carrier = torch.empty(0, dtype=torch.float32, device=held.device)
+        self._register_carrier()
+
+    def _register_carrier(self) -> None:
+        setattr(self._carrier, CARRIER, True)
         self.register_buffer(PACKED, self._carrier)
 
     def _hold(
@@ -79,6 +89,7 @@ class MatrixModule(IndexedModule):
         that its tensors are views of, if they are."""
         self._matrix, self._data = matrix, data
         self._put_indices([PREFIX + name for name in matrix.tensors], matrix.operands)
+        self._is_exchanged = False
         self._written = versions_of(matrix.operands)
         with torch.inference_mode(False), torch.no_grad(), untransformed():
             self._digits = fingerprint(matrix.operands) if digits is None else digits
@@ -92,7 +103,8 @@ class MatrixModule(IndexedModule):
         there. Raises ValueError, TypeError where they are none of the kind held, RuntimeError where
         the buffers are those of another matrix."""
         compiling, writes = is_dynamo_compiling(), 0
-        is_filled = self._buffers[PACKED] is not self._carrier
+        there = self._buffers[PACKED]
+        is_filled = not hasattr(there, CARRIER) if compiling else there is not self._carrier
         if is_filled and not compiling:
             other = self._of_carrier()
             if other is not None:
@@ -108,6 +120,8 @@ class MatrixModule(IndexedModule):
                 "this SparseLinear is empty: load a state_dict into it; one that has been filled "
                 "by name must be called once before it is compiled"
             )
+        if compiling and not self._is_exchanged:
+            return held
         is_counted = self._written is not None and not compiling
         for name, operand in zip(self._indices, held.operands, strict=True):
             if getattr(self, name) is not operand:
@@ -204,6 +218,7 @@ class MatrixModule(IndexedModule):
                     self._matrix, self._digits, self._data = matrix, digits, None
                     names = [PREFIX + name for name in matrix.tensors]
                     self._put_indices(names, matrix.operands)
+                    self._is_exchanged = False
                     self._written = versions_of(matrix.operands)
         if is_own:
             self._note_mark()
@@ -248,6 +263,8 @@ class MatrixModule(IndexedModule):
             self._hold(matrix)
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__.get("_indices", ()):  # as functional_call does
+            self._is_exchanged = True
         if name == MARK and isinstance(value, torch.Tensor):
             # No file has it, so a loader that puts one there, such as transformers, has made it up.
             place = self._buffers[MARK].device if value.is_meta else value.device
@@ -336,8 +353,10 @@ class MatrixModule(IndexedModule):
         self._adopt()
         held = self._matrix
         described = None if held is None else (held.layout, held.known_nnz())
+        # Each of its own: torch would save the memory that several lie in for each of them.
+        copies = {n: self.__dict__[n].clone() for n in self._indices if n in self.__dict__}
         gone = {"_seen": None, "_other": None, "_carrier": None, "_data": None}
-        return {**self.__dict__, "_matrix": described, **gone}
+        return {**self.__dict__, **copies, "_matrix": described, **gone}
 
     def __setstate__(self, state: dict) -> None:
         """Raises ValueError for tensors that are no matrix."""

@@ -212,7 +212,7 @@ class SparseLinear(ComputesWeight, MatrixModule):
     def _product(
         self, matrix: SparseMatrix, input: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        is_narrow = matrix.dtype is torch.float32 and getattr(input, "dtype", None) in _HALVES
+        is_narrow = matrix._dtype is torch.float32 and getattr(input, "dtype", None) in _HALVES
         if is_narrow and not autocasts(input.device):
             return self._widened(matrix, input, bias)
         if bias is None:

@@ -26,7 +26,7 @@ def sparsify(
     format: str = "auto",
     per: str = "matrix",
     columns: int = 1,
-    fuse: bool | Sequence[Sequence[str]] = False,
+    fuse: bool | Sequence[Sequence[str]] | None = None,
 ) -> dict[str, SparseLinear]:
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
     new ones by their names.
@@ -35,10 +35,11 @@ def sparsify(
       ``r"mlp|[qkvo]_proj"``, or for which this function of name and layer is true; None takes all.
       Leave out a head that shares the weight of an embedding.
     - ``density``, ``format``, ``per``, ``columns``: as of :meth:`SparseLinear.from_linear`.
-    - ``fuse``: layers that read the same x and become one product. True takes ``q_proj``,
+    - ``fuse``: layers that read the same x and become one product. None takes ``q_proj``,
       ``k_proj``, ``v_proj``, and ``gate_proj``, ``up_proj``, of the attention and MLP modules of
-      transformers' llama, mistral, qwen, gemma and phi, known by their classes' names. A list of
-      groups takes others, each a list of names: whole ones, or their last parts, as in
+      transformers' llama, mistral, qwen, gemma and phi, known by their classes' names, if there are
+      some; True does too, and warns if there are none. False takes none. A list of groups takes
+      others, each a list of names: whole ones, or their last parts, as in
       ``[["query", "key", "value"]]``, for a group in every module that has all of them.
 
     Each weight is compressed where it lies, and its dense tensor is let go before the next one. The
@@ -82,7 +83,7 @@ def sparsify(
     check = partial(check_linear, density=density)
     new = swap("sparsify", model, match, SparseLinear, check, compressed)
     _warn_of_dense(dense, new)
-    fuse_groups(model, groups, new, format, columns)
+    fuse_groups(model, groups, new, format, columns, fuse is not None)
     return new
 
 

@@ -212,7 +212,7 @@ def test_compiled_it_is_one_graph_whose_weights_stay_where_they_are():
     with torch.no_grad():
         assert torch.equal(compiled(x), layer(x))
     (found,) = kinds
-    assert len(found) == 6 and [kind is None for kind in found].count(True) == 1  # x
+    assert len(found) == 5 and [kind is None for kind in found].count(True) == 1  # x
 
 
 def test_a_compiled_layer_records_gradients():

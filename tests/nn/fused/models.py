@@ -59,7 +59,7 @@ def pair(kind=block, bias: bool = False, **options) -> tuple[nn.Module, nn.Modul
     fused, apart = kind(bias), kind(bias)
     apart.load_state_dict(fused.state_dict())
     sparsify(fused, density=DENSITY, fuse=True, **options)
-    sparsify(apart, density=DENSITY, **options)
+    sparsify(apart, density=DENSITY, fuse=False, **options)
     return fused, apart
 
 

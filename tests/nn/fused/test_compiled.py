@@ -10,7 +10,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from tests.nn.fused.models import LlamaMLP, close, inputs, pair, write, write_a_view
+from kernlib.nn import sparsify
+from tests.nn.fused.models import DENSITY, LlamaMLP, close, inputs, pair, write, write_a_view
+from tests.support.dynamo_messages import said
 
 
 def compiled(module, **options):
@@ -155,3 +157,21 @@ def test_an_exported_program():
     with torch.no_grad():
         program = torch.export.export(fused, (x,), strict=False)
         close(program.module()(x), apart(x))
+
+
+@pytest.mark.parametrize("shape", [(96,), (1,)])
+def test_a_bias_that_is_set_later_is_that_of_eager_calls(shape):
+    """Of a layer whose group had none, as compiled calls ask for those of others only then."""
+    torch.manual_seed(0)
+    model = LlamaMLP(False)
+    sparsify(model, density=DENSITY, fuse=True)
+    model.gate_proj.bias = nn.Parameter(100 * torch.randn(shape))
+    x = inputs(2).bfloat16()
+    run, _ = compiled(model)
+    if shape == (1,):
+        for call in (model, run):
+            with pytest.raises(Exception, match=said(r"bias must have shape \(96,\), got \(1,\)")):
+                call(x)
+        return
+    assert run(x).dtype == model(x).dtype == torch.bfloat16
+    close(run(x), model(x))

@@ -109,6 +109,25 @@ def test_models_without_groups_are_warned_of():
         sparsify(nn.Sequential(Phi3Attention()), density=DENSITY, fuse=True)
 
 
+def test_groups_of_known_models_are_fused_unless_somebody_says_otherwise(recwarn):
+    model = block()
+    new = sparsify(model, density=DENSITY)
+    assert new["self_attn.q_proj"].joint is new["self_attn.v_proj"].joint
+    assert not hasattr(sparsify(block(), density=DENSITY, fuse=False)["mlp.up_proj"], "joint")
+    sparsify(nn.Sequential(nn.Linear(64, 64)), density=DENSITY)
+    model = block()
+    assert list(sparsify(model, match="mlp|q_proj", density=DENSITY)) != []
+    assert not hasattr(model.self_attn.q_proj, "joint") and model.mlp.up_proj.joint
+    model = block()
+    sparsify(model, density=DENSITY, match="gate_proj|q_proj")
+    sparsify(model, density=DENSITY, match="up_proj|k_proj|v_proj")
+    assert not recwarn.list
+    model = block()
+    an_adapter(model.self_attn)
+    with pytest.warns(kl.KernlibWarning, match="self_attn.k_proj is not swapped"):
+        sparsify(model, density=DENSITY)
+
+
 def test_what_match_leaves_out_is_not_fused():
     model = block()
     with pytest.warns(kl.KernlibWarning, match="self_attn.q_proj is not swapped"):
