@@ -1,13 +1,15 @@
-"""A small decoder that generates tokens with compressed weights, beside the same one kept dense.
+"""A small decoder that generates tokens with compressed weights, beside the same one kept dense,
+and dense with one product for q, k and v, and one for gate and up.
 
     python examples/sparse_decoder.py [--device cuda] [--density 0.5] [--tokens 64]
 
 The blocks are those of a language model: RMSNorm, attention with rotary positions and a static
 cache of keys and values, SwiGLU. The weights are random and pruned by magnitude; then one copy is
-compressed by ``sparsify``. A token's step is a CUDA graph on a GPU, there with the sizes of a
-model of 8 billion parameters, but fewer layers; on the CPU it is called eagerly, with small sizes,
-and shows nothing but that the results agree, as products there lay the weights out first.
-Both models read the same tokens, so that their logits can be compared.
+compressed by ``sparsify``, with the same products joined. A token's step is a CUDA graph on a GPU,
+there with the sizes of a model of 8 billion parameters, but fewer layers; on the CPU it is called
+eagerly, with small sizes, and shows nothing but that the results agree, as products there lay the
+weights out first.
+All models read the same tokens, so that their logits can be compared.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from kernlib.nn import SparseLinear, sparsify
 from kernlib.sparse import magnitude
 
 PRUNED = r"blocks\."  # not the head: it stays dense, as the embedding does
+GROUPS = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]  # that read one x
 BOUND = {torch.float32: 1e-5, torch.float16: 1e-2}  # relative error of the logits
 ON_CPU = "On a CPU torch computes everything: these times say nothing of the kernels."
 ROUNDS = {"cpu": 1, "cuda": 3}  # of which the fastest counts
@@ -71,7 +74,27 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x) * self.weight
 
 
-class Attention(nn.Module):
+class Fusible(nn.Module):
+    """A module whose layers ``names`` read one x."""
+
+    names: tuple[str, ...]
+    joined: nn.Linear
+
+    def products(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Of each layer, by one product if they have been joined."""
+        layers = [getattr(self, name) for name in self.names]
+        if not hasattr(self, "joined"):
+            return [layer(x) for layer in layers]
+        return self.joined(x).split([layer.out_features for layer in layers], -1)
+
+    def join(self) -> None:
+        weight = torch.cat([getattr(self, name).weight for name in self.names])
+        self.joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.joined.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class Attention(Fusible):
+    names = "q_proj", "k_proj", "v_proj"
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -90,9 +113,8 @@ class Attention(nn.Module):
             self.register_buffer(name, torch.zeros(config.kv_heads, length, self.size))
 
     def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        q = rotated(self.q_proj(x).view(self.heads, 1, self.size), position)
-        k = rotated(self.k_proj(x).view(self.kv_heads, 1, self.size), position)
-        v = self.v_proj(x).view(self.kv_heads, 1, self.size)
+        q, k, v = (y.view(-1, 1, self.size) for y in self.products(x))
+        q, k = rotated(q, position), rotated(k, position)
         self.keys.index_copy_(1, position, k)
         self.values.index_copy_(1, position, v)
         seen = (torch.arange(self.keys.shape[1], device=x.device) <= position)[None]
@@ -112,7 +134,9 @@ def rotated(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
 
-class MLP(nn.Module):
+class MLP(Fusible):
+    names = "gate_proj", "up_proj"
+
     def __init__(self, config: Config):
         super().__init__()
         self.gate_proj = nn.Linear(config.dim, config.hidden, bias=False)
@@ -120,7 +144,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.products(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -238,16 +263,17 @@ def now(device: str) -> float:
 # What comes out.
 
 
-def weight_mb(model: nn.Module) -> float:
-    """Megabytes of all parameters and buffers, those that are compressed among them."""
+def weight_mb(model: nn.Module, layers: dict[str, SparseLinear]) -> float:
+    """Megabytes of all parameters and buffers, and of the weights of compressed layers."""
     tensors = (*model.parameters(), *model.buffers())
-    return sum(t.numel() * t.element_size() for t in tensors) / 1e6
+    compressed = sum(layer.nbytes for layer in layers.values())
+    return (compressed + sum(t.numel() * t.element_size() for t in tensors)) / 1e6
 
 
 def table(runs: dict[str, tuple[Run, float]]) -> None:
-    print(f"\n{'weights':10s} {'tokens/s':>9s} {'MB':>8s}")
+    print(f"\n{'weights':11s} {'tokens/s':>9s} {'MB':>8s}")
     for name, (run, megabytes) in runs.items():
-        print(f"{name:10s} {run.tokens_per_s:9.1f} {megabytes:8.1f}")
+        print(f"{name:11s} {run.tokens_per_s:9.1f} {megabytes:8.1f}")
 
 
 def compare(dense: Run, sparse: Run, dtype: torch.dtype, device: str) -> None:
@@ -280,16 +306,22 @@ def main() -> None:
         parser.error("--tokens must be 1 or more, and --density above 0 and at most 1")
     model = pruned(config, steps + 1, options.density, device)
     dense = generate(model, steps, device)
-    megabytes = weight_mb(model)
+    megabytes = weight_mb(model, {})
     compressed = copy.deepcopy(model)
-    layers = sparsify(compressed, match=PRUNED)
+    layers = sparsify(compressed, match=PRUNED, fuse=GROUPS)
     for layer in layers.values():
         layer.freeze()  # nobody writes the weights from here on: products begin earlier
     for name, layer in list(layers.items())[:7]:  # those of the first block
         print(f"{name:32s} {describe(layer)}")
     sparse = generate(compressed, steps, device, given=dense.tokens)
     compare(dense, sparse, config.dtype, device)
-    table({"dense": (dense, megabytes), "compressed": (sparse, weight_mb(compressed))})
+    for module in model.modules():
+        if isinstance(module, Fusible):
+            module.join()
+    fused = generate(model, steps, device, given=dense.tokens)
+    sparse_mb = weight_mb(compressed, layers)
+    rows = {"dense": (dense, megabytes), "dense fused": (fused, megabytes)}
+    table({**rows, "compressed": (sparse, sparse_mb)})
     if device == "cpu":
         print(ON_CPU)
 
