@@ -94,7 +94,8 @@ def compressed(layers: int, density: float, device: str, small: bool = False) ->
     from kernlib.nn import sparsify
 
     model = dense(layers, device, small)
-    sparsify(model, match=PRUNED, density=density, fuse=True)
+    for layer in sparsify(model, match=PRUNED, density=density, fuse=True).values():
+        layer.freeze()  # as of a model that is served
     return model
 
 
