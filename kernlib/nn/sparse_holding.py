@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.families.sparse.layout import untransformed
+from kernlib.families.sparse.layout import split, untransformed
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.tensors import check_written, refuse_capture
+from kernlib.families.sparse.tensors import check_written, joined_of, refuse_capture
 from kernlib.nn.indexed import (
     DIGITS,
     EXTRA,
@@ -353,10 +353,13 @@ class MatrixModule(IndexedModule):
         self._adopt()
         held = self._matrix
         described = None if held is None else (held.layout, held.known_nnz())
-        # Each of its own: torch would save the memory that several lie in for each of them.
-        copies = {n: self.__dict__[n].clone() for n in self._indices if n in self.__dict__}
         gone = {"_seen": None, "_other": None, "_carrier": None, "_data": None}
-        return {**self.__dict__, **copies, "_matrix": described, **gone}
+        state = {**self.__dict__, "_matrix": described, **gone}
+        joined = None if held is None or self._is_exchanged else joined_of(held)
+        if joined is not None:  # torch would save it for each tensor that lies in it
+            state = {n: value for n, value in state.items() if n not in self._indices}
+            state["_joined"] = joined
+        return state
 
     def __setstate__(self, state: dict) -> None:
         """Raises ValueError for tensors that are no matrix."""
@@ -370,6 +373,9 @@ class MatrixModule(IndexedModule):
         tensors = {n: buffers.pop(n) for n in names if n in buffers}
         state = {**state, "_indices": (), "_written": None, "_settled": False, "_buffers": buffers}
         tensors.update((n, state.pop(n)) for n in names if n in state)
+        joined = state.pop("_joined", None)
+        if joined is not None:
+            tensors = dict(zip(names, split(described[0], joined), strict=True))
         state.pop("_names", None)
         mark = buffers.pop(MARK, None)
         nn.Module.__setstate__(self, {**state, "_matrix": None})

@@ -55,6 +55,17 @@ def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str,
 _parsed = lru_cache(maxsize=4096)(_parse)  # Dynamo warns of a cache
 
 
+def split(layout: str, joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors of a layout's matrix, in order, that lie in one. Raises ValueError for one that
+    has no room for them, and for a format whose tensors do not lie so."""
+    format, shape, _, facts = parse_layout(layout)
+    codec = format_of(format)
+    if not hasattr(codec, "split") or not isinstance(joined, torch.Tensor):
+        kind = type(joined).__name__
+        raise ValueError(f"a matrix of format {format!r} does not lie in one tensor, got {kind}")
+    return codec.split(joined, facts, shape)
+
+
 TOGETHER = "joined"  # in a form: one tensor holds those of the matrix
 
 

@@ -21,6 +21,7 @@ from kernlib.families.sparse.layout import (
     formats,
     layout_text,
     parse_layout,
+    split,
     untransformed,
 )
 from kernlib.families.sparse.lowering.rates import check_columns
@@ -319,7 +320,11 @@ class SparseMatrix:
         """A header of plain values, and the tensors by name: what :meth:`from_state` takes. Copies
         of those of "u8", "u4" and "u2", which lie in one tensor: torch would save that for each.
         Waits for the device if ``nnz`` has not been counted."""
-        header = {
+        copy = torch.Tensor.detach if joined_of(self) is None else torch.clone
+        return self._header(), {name: copy(tensor) for name, tensor in self.tensors.items()}
+
+    def _header(self) -> dict:
+        return {
             "format": self._format,
             "version": VERSION,
             "shape": list(self._shape),
@@ -327,8 +332,6 @@ class SparseMatrix:
             "nnz": self.nnz,
             "facts": dict(self._facts),
         }
-        copy = torch.Tensor.detach if joined_of(self) is None else torch.clone
-        return header, {name: copy(tensor) for name, tensor in self.tensors.items()}
 
     def __repr__(self) -> str:
         counted = [] if self.known_nnz() is None else [f"density={self.density:.3g}"]
@@ -361,7 +364,11 @@ class SparseMatrix:
         return format_of(self._format).split(copy(joined), self._facts, self._shape)
 
     def __reduce__(self):
-        return _unpickled, self.state()
+        joined = joined_of(self)
+        if joined is None:
+            return _unpickled, self.state()
+        # No copies, which would be gone before another process maps their memory.
+        return _unjoined, (self._header(), joined)
 
 
 def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> None:
@@ -473,7 +480,16 @@ def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
     return SparseMatrix.from_state(header, tensors)
 
 
-torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
+def _unjoined(header: dict, joined: torch.Tensor) -> SparseMatrix:
+    fields = checked_header(header)
+    format, shape = fields["format"], fields["shape"]
+    layout = layout_text(format, shape, DTYPES[fields["dtype"]], fields["facts"])
+    operands = zip(format_of(format).TENSORS, split(layout, joined), strict=True)
+    return SparseMatrix.from_state(header, dict(operands))
+
+
+# Which check all that they are given.
+torch.serialization.add_safe_globals([_unpickled, _unjoined])
 
 
 @eager_only

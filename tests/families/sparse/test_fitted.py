@@ -316,3 +316,17 @@ def test_what_is_saved_is_as_large_as_the_matrix(format, seed):
     file.seek(0)
     again = pickle.loads(pickle.dumps(layer))
     assert torch.equal(again.to_dense(), w.to_dense())
+
+
+@pytest.mark.parametrize("format", ["u8", "u4", "u2"])
+def test_a_damaged_pickle_of_a_matrix_is_refused(format):
+    restore, (header, joined) = compress(torch.eye(40, 3000), format).__reduce__()
+    assert torch.equal(restore(header, joined).to_dense(), torch.eye(40, 3000))
+    for facts in ({}, {"width": 0}, {"width": 3008, "parts": 33}, {"width": 16, "parts": 1}):
+        with pytest.raises(ValueError):
+            restore({**header, "facts": facts}, joined)
+    for other in (joined[:-16], joined[:40], joined.float(), joined[None], None):
+        with pytest.raises(ValueError):
+            restore(header, other)
+    with pytest.raises(ValueError, match="does not lie in one tensor"):
+        restore({**header, "format": "bitmap", "facts": {"largest": 16}}, joined)

@@ -151,7 +151,12 @@ class SlicesFormat(NamedTuple):
         self, joined: torch.Tensor, facts: Mapping[str, int], shape: tuple[int, int]
     ) -> tuple[torch.Tensor, ...]:
         """The tensors, in order, of a matrix that lie in one of bytes: offsets, rows and data, each
-        from whole 16 bytes on. Raises ValueError for one that has no room for them."""
+        from whole 16 bytes on. Raises ValueError for one that has no room for them, and for facts
+        that are none of the format."""
+        Tiling.of(facts).check(shape[1], 1)
+        if joined.dtype != torch.uint8 or joined.dim() != 1:
+            kind = f"{joined.dtype} of shape {tuple(joined.shape)}"
+            raise ValueError(f"the tensors of a matrix lie in one (n,) of uint8, got {kind}")
         views, begin = [], 0
         for length, (dtype, sizes) in _pieces(facts, shape):
             end = begin + math.prod(sizes) * dtype.itemsize
@@ -320,7 +325,7 @@ class SlicesFormat(NamedTuple):
         shape. Reads all of them, and waits for the device."""
         if max(shape) > MOST_SIZE:
             raise ValueError(f"shape must be of sizes up to {MOST_SIZE}, got {tuple(shape)}")
-        tiling = Tiling(facts.get("width", 0), facts.get("parts", 1))
+        tiling = Tiling.of(facts)
         kind, number = _row_type(shape[0], tiling.parts)
         check_tensors(
             self.code.name, tensors, {"data": torch.uint8, "offsets": torch.int32, "rows": kind}

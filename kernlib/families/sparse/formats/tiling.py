@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
     @classmethod
     def of(cls, facts: Mapping[str, int]) -> Tiling:
         """The tiling that facts say."""
-        return cls(facts["width"], facts.get("parts", 1))
+        return cls(facts.get("width", 0), facts.get("parts", 1))
 
     def check(self, cols: int, itemsize: int) -> None:
         """Raises ValueError for what is no tiling of a matrix of so many columns."""
