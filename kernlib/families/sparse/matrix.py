@@ -368,7 +368,7 @@ class SparseMatrix:
         if joined is None:
             return _unpickled, self.state()
         # No copies, which would be gone before another process maps their memory.
-        return _unjoined, (self._header(), joined)
+        return _unpickled, (self._header(), joined)
 
 
 def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> None:
@@ -476,20 +476,16 @@ def _turned(w: SparseMatrix) -> SparseMatrix:
     return made
 
 
-def _unpickled(header: dict, tensors: dict) -> SparseMatrix:
+def _unpickled(header: dict, tensors: dict | torch.Tensor) -> SparseMatrix:
+    if isinstance(tensors, torch.Tensor):  # in which they lie
+        fields = checked_header(header)
+        kind = fields["format"], fields["shape"], DTYPES[fields["dtype"]]
+        operands = split(layout_text(*kind, fields["facts"]), tensors)
+        tensors = dict(zip(format_of(fields["format"]).TENSORS, operands, strict=True))
     return SparseMatrix.from_state(header, tensors)
 
 
-def _unjoined(header: dict, joined: torch.Tensor) -> SparseMatrix:
-    fields = checked_header(header)
-    format, shape = fields["format"], fields["shape"]
-    layout = layout_text(format, shape, DTYPES[fields["dtype"]], fields["facts"])
-    operands = zip(format_of(format).TENSORS, split(layout, joined), strict=True)
-    return SparseMatrix.from_state(header, dict(operands))
-
-
-# Which check all that they are given.
-torch.serialization.add_safe_globals([_unpickled, _unjoined])
+torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
 
 
 @eager_only
