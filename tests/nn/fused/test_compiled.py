@@ -166,12 +166,11 @@ def test_a_bias_that_is_set_later_is_that_of_eager_calls(shape):
     model = LlamaMLP(False)
     sparsify(model, density=DENSITY, fuse=True)
     model.gate_proj.bias = nn.Parameter(100 * torch.randn(shape))
-    x = inputs(2).bfloat16()
+    x = inputs(2)
     run, _ = compiled(model)
     if shape == (1,):
         for call in (model, run):
             with pytest.raises(Exception, match=said(r"bias must have shape \(96,\), got \(1,\)")):
                 call(x)
         return
-    assert run(x).dtype == model(x).dtype == torch.bfloat16
     close(run(x), model(x))
