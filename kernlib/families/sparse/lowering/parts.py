@@ -139,13 +139,15 @@ def variant(code: Code, problem: Problem, arch: str, multiprocessors: int) -> Va
     for columns in COLUMNS:
         if columns > 1 and columns // 2 >= problem.columns:
             continue
-        if _needs_few(itemsize, columns) and parts > FEW_WARPS:
+        if _needs_few(itemsize, columns, arch) and parts > FEW_WARPS:
             continue
         busy = parts * slices
-        few = _needs_few(itemsize, columns) or busy <= min(FEW_WARPS * multiprocessors, MOST_FEW)
-        most = FEW_WARPS if _needs_few(itemsize, columns) else WARPS
+        few = _needs_few(itemsize, columns, arch) or busy <= min(
+            FEW_WARPS * multiprocessors, MOST_FEW
+        )
+        most = FEW_WARPS if _needs_few(itemsize, columns, arch) else WARPS
         warps = _warps(parts, slices, FEW_WARPS if few else WARPS, most, multiprocessors)
-        threads, blocks, depth = _shape(code, itemsize, columns, warps, few)
+        threads, blocks, depth = _shape(code, itemsize, columns, warps, few, arch)
         needed = wide * columns * itemsize + threads * columns * 4
         for shared, resident in _shared_sizes(arch, columns, blocks):
             if needed <= shared:
@@ -154,9 +156,9 @@ def variant(code: Code, problem: Problem, arch: str, multiprocessors: int) -> Va
     raise ValueError(f"x of {problem.cols} columns needs {needed} of {limit} bytes")
 
 
-def _needs_few(itemsize: int, columns: int) -> bool:
-    """Whether a thread needs more than 64 registers."""
-    return columns == 8 or (itemsize == 4 and columns == 4)
+def _needs_few(itemsize: int, columns: int, arch: str) -> bool:
+    """Whether a thread needs more than 64 registers, of which ptxas takes more for Blackwell."""
+    return itemsize * columns >= (8 if arch.startswith("sm_1") else 16)
 
 
 def _slots(warps: int, parts: int, slices: int, multiprocessors: int) -> int:
@@ -179,13 +181,17 @@ def _warps(parts: int, slices: int, resident: int, most: int, multiprocessors: i
     return min((n for n in BLOCK_WARPS if parts <= n <= most), key=cost)
 
 
-def _shape(code: Code, itemsize: int, columns: int, warps: int, few: bool) -> tuple[int, int, int]:
+def _shape(
+    code: Code, itemsize: int, columns: int, warps: int, few: bool, arch: str
+) -> tuple[int, int, int]:
     """Threads, blocks of a multiprocessor, and groups that are read ahead."""
     wide = itemsize == 4
     if few and warps < WARPS:
         codes = 16 if wide and columns >= 4 else 32 if wide or columns > 2 else 64
         return 32 * warps, FEW_WARPS // warps, max(1, codes // code.whole)
     codes = 16 if wide else 24 if columns == 4 and code.bits == 4 else 32
+    if arch.startswith("sm_1"):
+        codes = 8 if wide else 16
     return 32 * warps, WARPS // warps, max(1, codes // code.whole)
 
 
@@ -205,11 +211,13 @@ def variants(
     specs = {}
     for dtype, columns, warps, few in product(dtypes, COLUMNS, BLOCK_WARPS, (False, True)):
         itemsize = DTYPES[dtype].bytes
-        if _needs_few(itemsize, columns) and (not few or warps > FEW_WARPS):
+        if _needs_few(itemsize, columns, arch) and (not few or warps > FEW_WARPS):
             continue
-        threads, blocks, depth = _shape(code, itemsize, columns, warps, few)
+        threads, blocks, depth = _shape(code, itemsize, columns, warps, few, arch)
         for shared, resident in _shared_sizes(arch, columns, blocks):
-            for rows in ("u16",) if few and not _needs_few(itemsize, columns) else ("u16", "u32"):
+            for rows in (
+                ("u16",) if few and not _needs_few(itemsize, columns, arch) else ("u16", "u32")
+            ):
                 sizes = threads, resident, depth, shared
                 specs[spec(Variant(code, dtype, rows, columns, *sizes), epilogue)] = None
     return list(specs)
