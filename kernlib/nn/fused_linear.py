@@ -54,6 +54,12 @@ class Joint(SparseLinear):
 
     is_plain = False  # whether no layer of the group had a bias when it was made
 
+    def product(
+        self, matrix: SparseMatrix, x: torch.Tensor, biases: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """All rows, (..., in_features) to (..., rows of all layers)."""
+        return self._product(matrix, x, torch.cat(biases) if biases else None)
+
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         pass
 
@@ -72,12 +78,6 @@ class Group:
         self.layers = tuple(layers)
         self.joint = joint
         self.is_trusted = is_trusted
-
-    def product(
-        self, matrix: SparseMatrix, x: torch.Tensor, biases: list[torch.Tensor]
-    ) -> torch.Tensor:
-        """All rows, (..., in_features) to (..., rows of all layers)."""
-        return self.joint._product(matrix, x, torch.cat(biases) if biases else None)
 
     def settle(self, format: str = "auto", columns: int = 1) -> None:
         """Make one matrix of the rows that the layers have, if all have some, of one dtype and on
@@ -234,8 +234,7 @@ class FusedLinear(SparseLinear):
         # Each layer that is asked for its bias costs guards: others are not, where none had one.
         joint, (bias,) = self.joint, parameters_of(self, ("bias",))
         biases = [] if joint.is_plain and bias is None else self._biases(True)
-        y = joint._product(joint._weight(), input, torch.cat(biases) if biases else None)
-        return self._part(merged(y))
+        return self._part(merged(joint.product(joint._weight(), input, biases)))
 
     def _part(self, y: torch.Tensor) -> torch.Tensor:
         """The layer's rows of the group's product."""
@@ -259,9 +258,9 @@ class FusedLinear(SparseLinear):
         matrix = self.joint._weight()
         state, tensors = self._state(x, matrix, biases), (x, *biases)
         if state is None:
-            return self._group.product(matrix, x, biases)
+            return self.joint.product(matrix, x, biases)
         if last is None or not last.is_for(self, tensors, state):
-            y = self._group.product(matrix, x, biases)
+            y = self.joint.product(matrix, x, biases)
             waiting = {layer._first for layer in self._group.layers if layer._is_joined}
             last = _Product(tensors, self._group, state, y, waiting)
         last.waiting.discard(self._first)

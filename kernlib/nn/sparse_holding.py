@@ -42,8 +42,8 @@ class MatrixModule(IndexedModule):
 
     persistent = False
     carriers = (MARK, PACKED)
-    # Whether a tensor of the matrix may be another now. Compiled calls compare them only then: to
-    # guard each tensor would cost the host some 3 us a call.
+    # Whether a tensor of the matrix may be another now. Compiled calls compare them only then, as
+    # each that they look at has guards of its own.
     _is_exchanged = False
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device):
@@ -63,6 +63,10 @@ class MatrixModule(IndexedModule):
         self._digits = torch.zeros(DIGITS, dtype=torch.float32, device=there)  # of the mark
         self._set_mark(self._digits.clone())
         self._put_carrier()
+
+    def _put_indices(self, *args) -> None:
+        super()._put_indices(*args)
+        self._is_exchanged = False
 
     def _put_carrier(self) -> None:
         """Put the buffer there that loaders write in the place of: of any size where nobody knows
@@ -89,7 +93,6 @@ class MatrixModule(IndexedModule):
         that its tensors are views of, if they are."""
         self._matrix, self._data = matrix, data
         self._put_indices([PREFIX + name for name in matrix.tensors], matrix.operands)
-        self._is_exchanged = False
         self._written = versions_of(matrix.operands)
         with torch.inference_mode(False), torch.no_grad(), untransformed():
             self._digits = fingerprint(matrix.operands) if digits is None else digits
@@ -218,7 +221,6 @@ class MatrixModule(IndexedModule):
                     self._matrix, self._digits, self._data = matrix, digits, None
                     names = [PREFIX + name for name in matrix.tensors]
                     self._put_indices(names, matrix.operands)
-                    self._is_exchanged = False
                     self._written = versions_of(matrix.operands)
         if is_own:
             self._note_mark()

@@ -31,7 +31,7 @@ _START = len(MAGIC) + 8  # of the header, behind its length
 def packed(matrix: SparseMatrix) -> torch.Tensor:
     """The bytes (n,) of a matrix on its device, uint8, a copy. Waits for the device if ``nnz`` has
     not been counted."""
-    header, tensors = matrix.state()
+    header, tensors = matrix._header(), matrix.tensors  # of state() copies would be copied again
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = [str(tensor.dtype).removeprefix("torch."), [*tensor.shape], end]

@@ -7,7 +7,6 @@ nothing writes, it reads the matrix, never x, before it waits.
 
 from __future__ import annotations
 
-import struct
 from itertools import product
 from typing import NamedTuple
 
@@ -46,8 +45,8 @@ FIXED = Fields((
     "u32 slots",      # slices that a block takes at a time
     "u32 step",       # slices that all blocks of a chunk take at a time
     "u32 chunks",     # of COLUMNS vectors
-    "u32 cols", "u32 columns",
-    "u32 ahead",      # whether the matrix may be read before prerequisites have ended
+    "u32 cols", "u32 columns", "u32 unused",
+    "u32 ahead",      # last: whether the matrix may be read before prerequisites end
 ))  # fmt: skip
 
 
@@ -103,6 +102,7 @@ def lower(
         chunks=chunks,
         cols=problem.cols,
         columns=problem.columns,
+        unused=0,
         ahead=0,
     )
     names = ("data", "offsets", "rows", "x", "out")
@@ -115,13 +115,6 @@ def lower(
         overlaps=arch in OVERLAPPING,
     )
     return Lowered((step,))
-
-
-def ahead(step: Step) -> Step:
-    """The launch of a frozen matrix: see kernlib/families/sparse/tensors.py."""
-    place = FIXED.place("ahead")
-    fixed = step.fixed[:place] + struct.pack("<I", 1) + step.fixed[place + 4 :]
-    return step._replace(fixed=fixed)
 
 
 def parts_of(problem: Problem) -> int:

@@ -121,15 +121,13 @@ class SlicesKernels(NamedTuple):
 
     def ahead(self, step: Step) -> Step:
         """The first launch, of a frozen matrix: see kernlib/families/sparse/tensors.py."""
-        if ("out", 0) in step.pointers:
-            return parts.ahead(step)
         return step._replace(fixed=step.fixed[:-4] + struct.pack("<I", 1))
 
     def variants(
         self, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
     ) -> list[KernelSpec]:
         """Every spec that :meth:`lower` can choose for one to MOST_COLUMNS columns."""
-        found = parts.variants(self.code, epilogue, dtypes, arch)
+        specs = parts.variants(self.code, epilogue, dtypes, arch)
         for dtype in dtypes:
             for rows in ("u16", "u32"):
                 for columns in COLUMNS:
@@ -137,9 +135,9 @@ class SlicesKernels(NamedTuple):
                         for few in (False, True):
                             shape = shape_of(self.code, dtype, columns, copies, few)
                             made = Variant(self.code, dtype, rows, columns, copies, shared, shape)
-                            found.append(spec(made))
-            found.append(reduce_spec(epilogue, dtype))
-        return list(dict.fromkeys(found))
+                            specs.append(spec(made))
+            specs.append(reduce_spec(epilogue, dtype))
+        return list(dict.fromkeys(specs))
 
 
 KERNELS = {code.name: SlicesKernels(code) for code in (U8, U4, U2)}

@@ -66,7 +66,7 @@ def test_blocks_hold_x_and_take_all_slices(arch, columns):
 @every_lowering
 @pytest.mark.parametrize("arch", ARCHES)
 def test_variants_are_all_that_lowering_chooses(lowering, arch):
-    known = set(parts.variants(lowering.code, (), ("float16", "float32"), arch))
+    listed = set(parts.variants(lowering.code, (), ("float16", "float32"), arch))
     rows, cols = (1, 4096, 12288, 65_535, 65_536), (16, 4096, 11008, 28672)
     counts = (1, 2, 5, 8, 16, 32)
     for size, width, number, dtype in product(rows, cols, counts, ("float16", "float32")):
@@ -74,7 +74,7 @@ def test_variants_are_all_that_lowering_chooses(lowering, arch):
             case = problem(size, width, columns, dtype, number)
             if parts.takes(case):
                 steps = lowering.lower((), case, arch, ARCHES[arch]).steps
-                assert {step.spec for step in steps} <= known
+                assert {step.spec for step in steps} <= listed
 
 
 def test_no_multiprocessor_has_many_more_slices_than_others():
