@@ -12,7 +12,9 @@
 // The generated source defines STEP_BITS, 8, 4 or 2, before it includes this file.
 #pragma once
 
+#include "common/read_only.cuh"
 #include "common/types.cuh"
+#include "sparse/slices/dot.cuh"
 
 template <class T>
 constexpr int CODE_BYTES = 32 * sizeof(T) + 4 * STEP_BITS;  // of one code of each lane
@@ -20,28 +22,6 @@ constexpr u32 STEP_MASK = (1u << STEP_BITS) - 1;
 constexpr u32 LEAST_STEP = STEP_BITS == 2;  // whose bits are all zero
 constexpr u32 LONGEST_STEP = STEP_MASK + LEAST_STEP;
 constexpr u32 WHOLE_CODES = STEP_BITS == 2 ? 16 : 8;  // of a whole group
-
-template <int BYTES>
-__device__ __forceinline__ void load_once(u32* to, const unsigned char* from) {
-    if constexpr (BYTES == 1) {
-        asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(to[0]) : "l"(from));
-    } else if constexpr (BYTES == 2) {
-        u16 x;
-        asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(x) : "l"(from));
-        to[0] = x;
-    } else if constexpr (BYTES == 4) {
-        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
-    } else if constexpr (BYTES == 8) {
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-    } else {
-#pragma unroll
-        for (int i = 0; i < BYTES / 4; i += 4)
-            asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3])
-                         : "l"(from + 4 * i));
-    }
-}
 
 // COUNT codes of this lane. Written in order: ptxas would sink the loads to their use.
 template <class T, int COUNT>
@@ -76,6 +56,12 @@ struct Group {
         if constexpr (COUNT == 8) return (i ? steps[0] >> 4 : steps[0]) & LOW;
         return (steps[0] & LOW) | (steps[0] & ~LOW) << (4 * COUNT - 4);
     }
+    // The same steps, where all bits are zero.
+    __device__ __forceinline__ void set_four_steps(int i, u32 four) {
+        if constexpr (STEP_BITS == 8) steps[i] |= four;
+        if constexpr (STEP_BITS == 4) steps[0] |= four << 4 * i;
+        if constexpr (STEP_BITS == 2) steps[0] |= four << 2 * i;
+    }
 };
 
 // Element n of words that hold several.
@@ -88,13 +74,6 @@ __device__ __forceinline__ float element(const u32* words, int n) {
         x.bits = u16(n % 2 ? words[n / 2] >> 16 : words[n / 2]);
         return convert<float>(x);
     }
-}
-
-// sum + the products of four unsigned bytes and four others.
-__device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 sum) {
-    u32 y;
-    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(sum));
-    return y;
 }
 
 // Where code k of a lane lies in a slice of that length: bytes to its value, and to the byte of its

@@ -14,7 +14,6 @@
 #include "common/types.cuh"
 #include "sparse/slices/codes.cuh"
 
-constexpr int THREADS = 256;
 constexpr int AHEAD = 8;  // blocks of 32 columns that are read at a time
 
 struct Fixed {
@@ -110,13 +109,12 @@ sparse_slices_count(const __grid_constant__ Parameters p) {
 struct Write {
     unsigned char* slice;
     RowT* starts;  // of the lane's parts, 32 from each other
-    u32 length, parts, lane;
+    u32 parts, each, lane;  // each: codes of a part
+    u64 portion;            // 2^32 / each, the next number above it
     int lacking;  // codes that fill up the row, which come first if steps are never 0
 
-    __device__ __forceinline__ u32 part_length() const { return length / parts; }
-
     __device__ __forceinline__ Place<BitsT> place(u32 code) const {
-        u32 each = part_length(), part = code / each;
+        u32 part = u32(code * portion >> 32);  // code / each: both are at most 2^16
         Place<BitsT> place(code - part * each, each, lane);
         place.value += i64(part) * each * CODE_BYTES<BitsT>;
         place.step += i64(part) * each * CODE_BYTES<BitsT>;
@@ -139,10 +137,10 @@ struct Write {
     // Says where those parts begin whose first codes lie behind code `before`, up to code `last`.
     // `column` is that of code `before`, and `left` the bits of the steps behind it.
     __device__ __forceinline__ void start_parts(int before, int last, int column, int left) const {
-        int each = int(part_length());
-        for (int first = (before + each) / each * each; first <= last; first += each) {
+        u32 part = u32(u64(before + int(each)) * portion >> 32);
+        for (int first = int(part * each); first <= last; first += int(each), ++part) {
             int codes = first - 1 - before;  // behind `before`, of which all but the last are full
-            starts[first / each * 32] = RowT(
+            starts[part * 32] = RowT(
                 column + min(left, codes * int(STEP_MASK)) + (codes + 1) * int(LEAST_STEP));
         }
     }
@@ -168,7 +166,8 @@ sparse_slices_write(const __grid_constant__ Parameters p) {
     if (length == 0) return;
     u32 panel = u32(slice / p.slices);
     unsigned char* to = p.data + i64(start) * CODE_BYTES<BitsT>;
-    Write take{to, rows + 32 + line % 32, length, p.parts, u32(line % 32), 0};
+    u32 each = length / p.parts, lane = u32(line % 32);
+    Write take{to, rows + 32 + lane, p.parts, each, lane, (u64(1) << 32) / each + 1, 0};
     Walked walked{0, 0u - LEAST_STEP};
     if (row != RowT(~RowT(0))) {
         if constexpr (LEAST_STEP > 0)

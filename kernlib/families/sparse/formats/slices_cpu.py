@@ -165,8 +165,8 @@ def _slots(rows: torch.Tensor, count: int) -> torch.Tensor:
 def read(
     code: Code, tensors: Mapping[str, torch.Tensor], tiling: Tiling, dense: torch.Tensor
 ) -> None:
-    """Write all entries into ``dense``, contiguous and zero before."""
-    flat, cols = bits(dense).view(-1), dense.shape[1]
+    """Write the matrix into ``dense``, contiguous."""
+    flat, cols = bits(dense).view(-1).zero_(), dense.shape[1]
     for rows, columns, values in _read(code, tensors, tiling, cols, dense.dtype):
         flat[rows * cols + columns] = values
 

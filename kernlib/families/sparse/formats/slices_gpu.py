@@ -22,7 +22,7 @@ from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime.sequence import StepsCache
 
-THREADS = 256
+THREADS, DECODE_THREADS = 256, 128
 ENCODE_FIXED = "<2q6I"  # strides of the matrix, then sizes
 DECODE_FIXED = "<q6I"
 ROW_TYPES = {torch.uint8: "u16", torch.int32: "u32"}
@@ -59,7 +59,7 @@ def write(
 def read(
     code: Code, tensors: Mapping[str, torch.Tensor], tiling: Tiling, dense: torch.Tensor
 ) -> None:
-    """Write all entries into ``dense``, contiguous and zero before."""
+    """Write the matrix into ``dense``, contiguous."""
     rows = tensors["rows"]
     made = read_spec(code, dense.element_size(), ROW_TYPES[rows.dtype])
     slices, codes = rows.shape[0] * rows.shape[1], tensors["data"].numel()
@@ -88,11 +88,18 @@ def write_spec(code: Code, itemsize: int, row: str) -> KernelSpec:
 
 def read_spec(code: Code, itemsize: int, row: str) -> KernelSpec:
     """The KernelSpec that writes the dense matrix."""
-    return _spec(code, itemsize, row, 4, DECODE_FIXED, "decode", "read")
+    return _spec(code, itemsize, row, 4, DECODE_FIXED, "decode", "read", DECODE_THREADS)
 
 
 def _spec(
-    code: Code, itemsize: int, row: str, pointers: int, fixed: str, file: str, action: str
+    code: Code,
+    itemsize: int,
+    row: str,
+    pointers: int,
+    fixed: str,
+    file: str,
+    action: str,
+    threads: int = THREADS,
 ) -> KernelSpec:
     source = f"""#include "common/types.cuh"
 
@@ -101,12 +108,13 @@ using RowT = {row};
 
 #define ACTION_{action.upper()}
 constexpr int STEP_BITS = {code.bits};
+constexpr int THREADS = {threads};
 constexpr int PARAMETER_BYTES = {Parameters(pointers, fixed).size};
 
 #include "sparse/slices/{file}.cuh"
 """
     words = f"sparse {code.name} {action} {8 * itemsize}-bit rows {row}"
-    made = KernelSpec("sparse", source, f"sparse_slices_{action}", THREADS, description=words)
+    made = KernelSpec("sparse", source, f"sparse_slices_{action}", threads, description=words)
     return named(made, code.name, f"{8 * itemsize}bit", "rows", row)
 
 
@@ -118,7 +126,7 @@ def _encode_fixed(dense: torch.Tensor, tiling: Tiling, slices: int) -> bytes:
 
 def _launch(made: KernelSpec, warps: int, tensors: tuple[torch.Tensor, ...], fixed: bytes) -> None:
     names = tuple(f"tensor{index}" for index in range(len(tensors)))
-    grid = ceil_div(warps, THREADS // 32), 1
+    grid = ceil_div(warps, made.threads // 32), 1
 
     def lower() -> Lowered:
         return Lowered((Step(made, grid, fixed, tuple((name, 0) for name in names)),))

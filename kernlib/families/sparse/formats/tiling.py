@@ -18,6 +18,8 @@ FEW_COLUMNS = 2  # vectors up to which a product gathers x as it is, and not fro
 # takes a second launch. A multiprocessor with several warps at work goes through BUSY in that time,
 # and memory brings MEMORY of one lane of 32 for all of the GPU.
 LAUNCH, BUSY, MEMORY = 1000, 5, 305
+SHARE = 1.3  # of what memory brings: a multiprocessor takes so much, where others are idle
+STAGED = 20  # columns of x that a multiprocessor brings to its shared memory in that time
 LEAST_CODES = 80  # of a part: one more costs each warp its first loads, and a sum
 MORE_CODES = 1.15  # than those of panels, up to which rows that are cut into parts are faster
 
@@ -70,15 +72,17 @@ def tiling_of(
     if columns > FEW_COLUMNS or width * itemsize > WIDEST_IN_PARTS or panels.width >= width:
         return panels
     slices = ceil_div(rows, LANES)
-    # All but the memory's part, which is the same.
-    bound = slices * cols / MEMORY
-    busy = ceil_div(slices, MULTIPROCESSORS) * cols / BUSY
     most = max(2, min(most, cols // LEAST_WIDTH))
     times = {parts: _lane_time(slices, cols, parts) for parts in _part_counts(most)}
     parts = min(times, key=lambda parts: (times[parts], parts))
+    bound = slices * cols / MEMORY
+    # Multiprocessors keep the slices that they begin with, and those with one more end last.
+    busiest = ceil_div(slices, MULTIPROCESSORS)
+    of_memory = bound * max(1, busiest * MULTIPROCESSORS / slices / SHARE)
+    of_parts = max(of_memory, busiest * cols / BUSY, times[parts]) + cols / STAGED
     waves = ceil_div(slices * ceil_div(cols, panels.width), WAVE)
     of_panels = max(bound, waves * (panels.width + SLICE_COST)) + LAUNCH
-    return Tiling(width, parts) if max(bound, busy, times[parts]) <= of_panels else panels
+    return Tiling(width, parts) if of_parts <= of_panels else panels
 
 
 def best_tiling(
@@ -97,8 +101,8 @@ def best_tiling(
 
 
 def _part_counts(most: int) -> list[int]:
-    """Numbers of parts that blocks of 8, 16 or 32 warps hold with few of them idle."""
-    return [n for n in (2, 3, 4, 5, 6, 7, 8, 10, 16, 32) if n <= most]
+    """Numbers of parts of which blocks of 8, 16 or 32 warps hold some with few of them idle."""
+    return [n for n in (2, 3, 4, 5, 6, 7, 8, 16, 32) if n <= most]
 
 
 def _lane_time(slices: int, cols: int, parts: int) -> int:

@@ -34,7 +34,6 @@ MOST_COLUMNS = 16  # that one call takes
 FEW_COLUMNS, FEW_ROWS = 2, 8192  # of matrices of one panel for which one launch is faster
 WARPS = 32  # of a multiprocessor with 64 registers a thread
 FEW_WARPS = 16  # the same with 128, of which more hold codes that are on their way
-MOST_FEW = 2047  # warps: matrices with row numbers of 4 bytes have more
 BLOCK_WARPS = (8, 16, 32)
 SMALL_SHARED = 32 * 1024
 FIXED = Fields((
@@ -134,9 +133,8 @@ def variant(code: Code, problem: Problem, arch: str, multiprocessors: int) -> Va
             continue
         if _needs_few(itemsize, columns, arch) and parts > FEW_WARPS:
             continue
-        busy = parts * slices
-        few = _needs_few(itemsize, columns, arch) or busy <= min(
-            FEW_WARPS * multiprocessors, MOST_FEW
+        few = _needs_few(itemsize, columns, arch) or (
+            rows == "u16" and parts * slices <= FEW_WARPS * multiprocessors
         )
         most = FEW_WARPS if _needs_few(itemsize, columns, arch) else WARPS
         warps = _warps(parts, slices, FEW_WARPS if few else WARPS, most, multiprocessors)

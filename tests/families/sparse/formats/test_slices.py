@@ -105,7 +105,7 @@ def reversed_bits(slices):
 def starts_of(lane, length, least):
     """Where the parts of a lane begin, each of so many codes: the sum of the steps before."""
     steps = [step + least for _, step in lane]
-    return [sum(steps[:at]) for at in range(0, len(lane), length)]
+    return [sum(steps[:at]) for at in range(0, len(lane), max(1, length))]
 
 
 def scalar_encode(dense, tiling, bits_of_step):

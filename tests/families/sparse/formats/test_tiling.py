@@ -15,8 +15,8 @@ def test_widths_of_small_and_wide_matrices():
 
 
 SHAPES = {
-    (4096, 4096): 8, (12288, 4096): 8, (22016, 4096): 5, (4096, 11008): 16, (8192, 28672): 16,
-    (49152, 12288): 8, (128256, 4096): 2,
+    (4096, 4096): 8, (12288, 4096): 8, (22016, 4096): 5, (4096, 11008): 16, (4096, 14336): 16,
+    (5120, 5120): 8, (13824, 5120): 8, (36864, 12288): 3, (49152, 12288): 8, (128256, 4096): 2,
 }  # fmt: skip
 
 
@@ -33,6 +33,8 @@ def test_what_is_not_cut_into_parts():
     assert tiling_of((12288, 49152), 2).parts == 1  # x of four vectors is more than shared memory
     assert tiling_of((8192, 28672), 4).parts == 1
     assert tiling_of((32, 28672), 2).parts == 1  # one multiprocessor would do all
+    assert tiling_of((5120, 13824), 2).parts == 1  # some would do two slices, most of them one
+    assert tiling_of((8192, 28672), 2).parts == 1  # x takes longer to stage than a launch
     assert tiling_of((4096, 512), 2) == Tiling(512)
     assert tiling_of((0, 0), 2) == tiling_of((7, 1), 4) == Tiling(16)
 
