@@ -12,9 +12,8 @@
 // The generated source defines STEP_BITS, 8, 4 or 2, before it includes this file.
 #pragma once
 
-#include "common/read_only.cuh"
 #include "common/types.cuh"
-#include "sparse/slices/dot.cuh"
+#include "sparse/slices/instructions.cuh"
 
 template <class T>
 constexpr int CODE_BYTES = 32 * sizeof(T) + 4 * STEP_BITS;  // of one code of each lane

@@ -11,9 +11,3 @@ inline void load_if(u32 (&x)[4], bool exists, const void* from) {
     std::memcpy(x, from, 16);
 }
 inline void load_once_if(u32 (&x)[4], bool exists, const void* from) { load_if(x, exists, from); }
-template <int BYTES>
-void load_once(u32* to, const unsigned char* from) {
-    check_alignment(from, BYTES < 16 ? BYTES : 16);
-    *to = 0;
-    std::memcpy(to, from, BYTES);
-}
