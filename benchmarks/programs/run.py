@@ -4,7 +4,7 @@
 
 Rows in microseconds are the host's time of a step or call, those in milliseconds times from event
 to event of steps in a row. Targets are ratios of two times of the same row. A whole run takes some
-two minutes, half of which is compiling.
+ten minutes, most of which is compiling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session
-from benchmarks.programs import gaussian_process, llama, mlps, steps
+from benchmarks.programs import chains, gaussian_process, llama, mlps, steps, vision
 from benchmarks.programs.problems import Program, measure
 
 FAMILY = "programs"
@@ -26,7 +26,8 @@ SOURCE = "\n".join(f'#include "{name}"' for name in INCLUDED)
 
 
 def programs() -> list[Program]:
-    return [*steps.programs(), *mlps.programs(), *gaussian_process.programs()]
+    some = (steps, mlps, gaussian_process, chains, vision)
+    return [program for module in some for program in module.programs()]
 
 
 def tidied(program: Program, session: Session) -> Row:

@@ -14,9 +14,10 @@ _NAMES = {
     ),
     "kernlib.nn.block_sparse.conv": ("BlockSparseConv2d", "taps_layout"),
     "kernlib.nn.block_sparse.linear": ("BlockSparseLinear", "block_sparsify"),
+    "kernlib.nn.chains": ("suggest_chains",),
     "kernlib.nn.kronecker_linear": ("KroneckerLinear",),
     "kernlib.nn.kronecker_sparse": ("KSLinear",),
-    "kernlib.nn.replace": ("VIT_S16", "replace_linear"),
+    "kernlib.nn.replace": ("VIT_B16", "VIT_S16", "replace_linear"),
     "kernlib.nn.sparse_linear": ("SparseLinear",),
     "kernlib.nn.sparse_replace": ("sparsify",),
 }

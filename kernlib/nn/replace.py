@@ -11,6 +11,7 @@ from torch import nn
 from kernlib.calls import former, hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.errors import warn
+from kernlib.nn.chains import DTYPES, as_count
 from kernlib.nn.kronecker_sparse import KSLinear
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
 from kernlib.nn.linears import (
@@ -36,6 +37,12 @@ VIT_S16: dict[tuple[int, int], tuple[Pattern, ...]] = {
     (384, 1536): ((6, 64, 64, 1), (1, 768, 192, 2)),
     (1536, 384): ((6, 64, 256, 1), (1, 128, 128, 3)),
 }
+# The same structure in the sizes of ViT-B/16.
+VIT_B16: dict[tuple[int, int], tuple[Pattern, ...]] = {
+    (768, 768): ((2, 96, 384, 1), (1, 384, 96, 2)),
+    (768, 3072): ((12, 64, 64, 1), (1, 1536, 384, 2)),
+    (3072, 768): ((6, 128, 512, 1), (1, 256, 256, 3)),
+}
 
 
 @hinted
@@ -46,12 +53,14 @@ def replace_linear(
     *,
     match: str | re.Pattern[str] | Callable[[str, nn.Linear], bool] | None = None,
     approximate: bool = False,
+    rows: int | None = None,
     **options: Any,
 ) -> dict[str, KSLinear]:
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`KSLinear` in place, and return the new
     ones by their names.
 
-    - ``patterns``: chains by ``(in_features, out_features)``, such as :data:`VIT_S16`, or a
+    - ``patterns``: chains by ``(in_features, out_features)``, such as :data:`VIT_S16` and
+      :data:`VIT_B16`, or a
       function of a layer's name, ``in_features`` and ``out_features``. A layer without a chain, or
       with None, stays.
     - ``match``: which layers are looked at: those in whose name this regular expression is found,
@@ -59,6 +68,9 @@ def replace_linear(
     - ``approximate``: False draws the factors anew. True takes them from the layer's weight, for
       chains of one factor: of the matrices with its support the nearest to the weight, which for
       (1, out, in, 1) is the weight.
+    - ``rows``: how many rows the layers' inputs will have, such as batch times length. With it a
+      warning lists the layers that are estimated to take longer than the dense ones, as
+      :meth:`KSLinear.estimate` has it; :func:`suggest_chains` proposes others.
     - ``options``: more arguments of :class:`KSLinear` (``algo``, ``precision``, ``activation``,
       ``init``).
 
@@ -78,6 +90,7 @@ def replace_linear(
     """
     check_model(model, "use KSLinear.from_linear")
     check_flag("approximate", approximate)
+    rows = None if rows is None else as_count("rows", rows)
     match = checked_match(match)
     is_function = callable(patterns) and not isinstance(patterns, type)
     chain_of = patterns if is_function else _by_sizes(patterns)
@@ -98,7 +111,33 @@ def replace_linear(
     for parent, child, _, layer in places:
         setattr(parent, child, layer)
     warn_of_rest("replace_linear", rest, new)
-    return {name: layer for _, _, name, layer in places}
+    replaced = {name: layer for _, _, name, layer in places}
+    if rows is not None:
+        _warn_of_slow(replaced, rows)
+    return replaced
+
+
+def _warn_of_slow(replaced: dict[str, KSLinear], rows: int) -> None:
+    """Warns of layers that are estimated to take longer than dense ones, by sizes and chain."""
+    slow: dict[tuple, list[str]] = {}
+    for name, layer in replaced.items():
+        if layer.factors[0].dtype not in DTYPES:  # of which nothing was measured
+            continue
+        estimate = layer.estimate(rows)
+        if estimate.speedup < 1:
+            slow.setdefault((layer.patterns, str(estimate)), []).append(name)
+    if not slow:
+        return
+    words = [
+        f"{shown(names[0])}{f' and {len(names) - 1} more' if names[1:] else ''} with "
+        f"{shown(list(chain))} ({times})"
+        for (chain, times), names in slow.items()
+    ]
+    warn(
+        f"by estimates for an H200 and {rows} rows, these layers take longer than the dense ones: "
+        f"{'; '.join(words)}. kernlib.nn.suggest_chains(model, {rows}) proposes chains, before "
+        "layers are replaced"
+    )
 
 
 def _warn_of_nothing(model: nn.Module, match, patterns) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.common.harness import Row, Session, merge
 from benchmarks.common.summary import others
-from benchmarks.programs import gaussian_process, mlps, problems, run, steps
+from benchmarks.programs import chains, gaussian_process, mlps, problems, run, steps, vision
 from benchmarks.programs.problems import Calls, Program
 from tests.benchmarks.cases import HEAD, check_schema
 
@@ -53,7 +53,21 @@ def test_there_is_every_row_with_its_rival():
             for end in ("", " captured")
             for count in (500, 2000)
         },
-    }
+        **{
+            f"ks layer {sizes} {task} bf16": ("ms", "dense")
+            for sizes in ("4096-16384", "2048-8192", "1024-4096", "768-3072")
+            for task in ("inference", "train")
+        },
+        **{
+            f"ks chain {sizes} 25088 rows inference fp16": ("ms", "copy")
+            for sizes in ("384-1536", "384-384", "1536-384")
+        },
+        **{
+            f"vit_{task}": ("ms", "dense")
+            for task in ("s16 inference fp16", "s16 train bf16", "s16 train bf16 eager",
+                         "s16 train bf16 compiled", "b16 inference fp16", "b16 train bf16")
+        },
+    }  # fmt: skip
     assert {each.name: (each.unit, each.rival) for each in run.programs()} == expected
 
 
@@ -154,6 +168,39 @@ def test_mlps_differ_in_how_weights_are_stored_alone(seed):
         dense[index].load_state_dict(layer.to_linear().state_dict())
     x, _ = mlps.tensors(SMALL_MLP, "cpu")
     torch.testing.assert_close(sparse(x), dense(x), rtol=0.05, atol=0.05)
+
+
+# Chains of Kronecker-sparse factors.
+
+
+@pytest.mark.parametrize("trains", (False, True))
+def test_layers_of_chains_run(trains):
+    small = chains.Layer(32, 64, 4, ((4, 8, 8, 1), (1, 16, 8, 4)), (1, 1))
+    ours, rivals = chains.layer_calls(small, trains, "cpu")
+    for call in (ours, *(rival() for rival in rivals.values())):
+        call()
+
+
+def test_a_copy_moves_the_bytes_of_a_chain():
+    ours, rivals = chains.chain_calls((384, 1536), 2, "cpu")
+    assert ours().shape == (2, 1536)
+    assert 2 * rivals["copy"]()().numel() == 2 * (384 + 1536)
+
+
+@pytest.mark.parametrize("make", (vision.inference_calls, vision.train_calls))
+def test_transformers_run_in_all_forms(make):
+    pytest.importorskip("timm")
+    sizes = (("depth", 1), ("img_size", 32))
+    ours, rivals = make(vision.S16._replace(batch=2, smaller=sizes), "eager", "cpu")
+    for call in (ours, *(rival() for rival in rivals.values())):
+        call()
+
+
+def test_gelu_by_one_call_is_near_it(seed):
+    """By its tanh approximation on a GPU."""
+    linear, x = torch.nn.Linear(8, 16), torch.randn(2, 3, 8)
+    wanted = torch.nn.functional.gelu(linear(x))
+    torch.testing.assert_close(vision.LinearGelu(linear)(x), wanted, atol=2e-3, rtol=0)
 
 
 # Gaussian processes.

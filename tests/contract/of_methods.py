@@ -180,6 +180,7 @@ ENTRIES = {
         KroneckerLinear.from_linear, linear=lambda c: dense(), in_sizes=[4, 8], out_sizes=[8, 4],
         activation=None, precision=None,
     ),
+    "kernlib.nn.KSLinear estimate": method(factors, "estimate", rows=64),
     "kernlib.nn.KSLinear forward_bs_first": method(
         factors, "forward_bs_first", output=random(3, 40)
     ),

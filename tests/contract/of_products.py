@@ -112,6 +112,11 @@ def call_layer(patterns, weights, use_bias, algo, dtype, bs_last, *, x, **named)
     return kl.nn.KSLinear(patterns, weights, use_bias, algo, dtype, bs_last, **named)(x)
 
 
+def suggested(c: Context) -> dict:
+    return {"model": swap(c)["model"], "rows": 64, "dtype": torch.float16, "match": None,
+            "count": 2}  # fmt: skip
+
+
 def swap(c: Context) -> dict:
     model = nn.Sequential(nn.Linear(8, 6, device=c.device), nn.ReLU())
     return {"model": model, "patterns": {(8, 6): [(2, 3, 4, 1)]}, "match": None,
@@ -337,6 +342,7 @@ ENTRIES = dict(
         entry("kernlib.run_kernel sparse", kl.run_kernel, run_sparse, 3, wanted_sparse, 3),
         entry("kernlib.nn.KSLinear", call_layer, layer, 6, None, 4),
         entry("kernlib.nn.replace_linear", kl.nn.replace_linear, swap, 2, None, 2),
+        entry("kernlib.nn.suggest_chains", kl.nn.suggest_chains, suggested, 3, None, 1),
         of_ksmm("generate_factor", generated, {"weights": "tensor"}),
         of_ksmm("to_abcd", stored_anyhow),
         of_ksmm("from_abcd_to_dense", lambda c: {"factor": c.randn(*PATTERN)}),
