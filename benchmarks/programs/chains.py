@@ -2,11 +2,14 @@
 
 ``ks layer`` has a bias and takes bfloat16, beside ``nn.Linear``; ``train`` is forward and backward
 with a gradient that is given. ``ks chain`` has those of ViT-S/16 in float16, bias and GELU, beside
-``copy``, a kernel that reads what the layer reads of x and writes as much as it writes.
+``copy``, a kernel that reads what the layer reads of x and writes as much as it writes. ``boft`` is
+an eager step, forward and backward, of one layer of 4096 features by 4096 rows with an adapter of
+peft in blocks of 4, accelerated beside peft's own.
 """
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import NamedTuple
 
@@ -39,6 +42,7 @@ LAYERS = (
     Layer(1024, 4096, 16384, ((16, 64, 64, 1), (1, 256, 64, 16)), (3, 2)),
     Layer(768, 3072, 25088, ((12, 64, 64, 1), (1, 1536, 384, 2)), (1.5, 1.2)),
 )
+BOFT_FEATURES, BOFT_BLOCK, BOFT_MUST = 4096, 4, 4
 CHAIN_ROWS = 25088
 CHAIN_MUSTS = {(384, 1536): 1.4, (384, 384): 1.35, (1536, 384): 1.35}  # times a copy
 
@@ -68,17 +72,40 @@ def chain_calls(sizes: tuple[int, int], rows: int, device: str) -> Calls:
     layer = kl.nn.KSLinear(VIT_S16[sizes], activation="gelu", **options)
     x = torch.randn(rows, sizes[0], **options)
 
-    def copy() -> Call:
+    def copied() -> Call:
         """Of as many bytes as are read and written by the layer, half of them read."""
         numbers = rows * sum(sizes) // 2
         source, target = torch.randn(2, numbers, **options).unbind()
         return _replayed(partial(target.copy_, source), device)
 
-    return Calls(_replayed(partial(layer, x), device), {"copy": copy})
+    return Calls(_replayed(partial(layer, x), device), {"copy": copied})
+
+
+def boft_calls(features: int, rows: int, device: str) -> Calls:
+    """Steps of one layer with the same adapter."""
+    from peft import BOFTConfig, get_peft_model
+
+    from kernlib.compat.peft import accelerate
+
+    options = {"device": device, "dtype": torch.bfloat16}
+    base = nn.Sequential(nn.Linear(features, features, **options))
+    config = BOFTConfig(boft_block_size=BOFT_BLOCK, target_modules=["0"], init_weights=False)
+    model = get_peft_model(base, config)
+    x = torch.randn(rows, features, **options).requires_grad_()
+    grad = torch.randn(rows, features, **options)
+
+    def of(model: nn.Module) -> Call:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return step(partial(model, x), [x, *trained], grad)
+
+    ours = copy.deepcopy(model)
+    accelerate(ours)
+    return Calls(of(ours), {"peft": lambda: of(model)})
 
 
 def programs() -> list[Program]:
-    every = []
+    make = partial(boft_calls, BOFT_FEATURES, BOFT_FEATURES)
+    every = [Program(f"boft {BOFT_FEATURES} train bf16", make, "ms", "peft", 1 / BOFT_MUST)]
     for layer in LAYERS:
         for trains, must in enumerate(layer.musts):
             make = partial(layer_calls, layer, bool(trains))

@@ -2,7 +2,7 @@
 
 from importlib import import_module as _import_module
 
-_MODULES = ("fastkron", "kermac", "linear_operator", "macko", "torch_blocksparse")
+_MODULES = ("fastkron", "kermac", "linear_operator", "macko", "peft", "torch_blocksparse")
 
 __all__ = sorted(_MODULES)
 

@@ -399,9 +399,10 @@ class KSLinear(ComputesWeight, nn.Module):
             weights, patterns = weights_of(self, self._names), self.patterns
         self._check_input(x, batch_last, weights[0])
         for index, (pattern, weight) in enumerate(zip(patterns, weights, strict=True)):
-            if weight.device != x.device:
+            if weight.device != weights[0].device:
                 raise ValueError(
-                    f"factors[{index}] must be on {x.device} as the input is, got {weight.device}"
+                    f"factors[{index}] must be on {weights[0].device} as factors[0] is, got "
+                    f"{weight.device}"
                 )
             if algo == "kernel":
                 x = run_kernel(_factor(pattern, batch_last, self.precision), x, weight)

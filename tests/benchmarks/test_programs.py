@@ -58,6 +58,7 @@ def test_there_is_every_row_with_its_rival():
             for sizes in ("4096-16384", "2048-8192", "1024-4096", "768-3072")
             for task in ("inference", "train")
         },
+        "boft 4096 train bf16": ("ms", "peft"),
         **{
             f"ks chain {sizes} 25088 rows inference fp16": ("ms", "copy")
             for sizes in ("384-1536", "384-384", "1536-384")
@@ -185,6 +186,13 @@ def test_a_copy_moves_the_bytes_of_a_chain():
     ours, rivals = chains.chain_calls((384, 1536), 2, "cpu")
     assert ours().shape == (2, 1536)
     assert 2 * rivals["copy"]()().numel() == 2 * (384 + 1536)
+
+
+def test_steps_of_adapters_run():
+    pytest.importorskip("peft")
+    ours, rivals = chains.boft_calls(16, 4, "cpu")
+    for call in (ours, *(rival() for rival in rivals.values())):
+        call()
 
 
 @pytest.mark.parametrize("make", (vision.inference_calls, vision.train_calls))

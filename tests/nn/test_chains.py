@@ -169,3 +169,12 @@ def test_the_chains_of_vit_b16(sizes, chain):
     one = layer(chain)
     assert (one.in_features, one.out_features) == sizes
     assert sum(map(math.prod, chain)) < 0.6 * math.prod(sizes)
+
+
+def test_factors_on_several_devices_are_named(seed):
+    one = KSLinear([(2, 8, 8, 1), (1, 16, 16, 1)], algo="einsum")
+    one.factors[1] = nn.Parameter(one.factors[1].detach().to("meta"))
+    with pytest.raises(
+        ValueError, match=r"factors\[1\] must be on cpu as factors\[0\] is, got meta"
+    ):
+        one(torch.randn(3, 16))
