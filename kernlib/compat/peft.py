@@ -55,7 +55,7 @@ def accelerate(model: nn.Module) -> dict[str, nn.Module]:
     layers = {n: m for n, m in model.named_modules() if type(m) is boft.Linear}
     rest = [n for n, m in model.named_modules() if type(m) is boft.Conv2d]
     for layer in layers.values():
-        layer.__class__ = fast
+        _change_class(layer, fast)
     if rest:
         warn(f"accelerate leaves BOFT layers of convolutions to peft: {shown(rest)}")
     elif not layers:
@@ -71,8 +71,18 @@ def restore(model: nn.Module) -> dict[str, nn.Module]:
     boft, fast = import_module(MODULE), _fast_class()
     layers = {n: m for n, m in model.named_modules() if type(m) is fast}
     for layer in layers.values():
-        layer.__class__ = boft.Linear
+        _change_class(layer, boft.Linear)
     return layers
+
+
+def _change_class(layer: Any, to: Any) -> None:
+    """Hooks of Hugging Face's accelerate, as ``device_map`` sets them, keep a layer's forward in an
+    attribute: there too."""
+    forward = type(layer).forward
+    layer.__class__ = to
+    for name, value in list(vars(layer).items()):
+        if getattr(value, "__func__", None) is forward:
+            setattr(layer, name, to.forward.__get__(layer))
 
 
 def __getattr__(name: str) -> object:
@@ -155,7 +165,8 @@ def _scaled(layer: nn.Module, x: torch.Tensor, scale: torch.Tensor, args, kwargs
 
 
 def _is_hooked(layer: nn.Module) -> bool:
-    return bool(
+    """Whether a call does more than the class's forward."""
+    return "forward" in vars(layer) or bool(
         layer._forward_hooks
         or layer._forward_pre_hooks
         or layer._backward_hooks

@@ -165,6 +165,31 @@ def test_layers_with_hooks_see_their_calls(peft, seed):
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)
 
 
+def test_layers_whose_forward_is_replaced_call_it(peft, seed):
+    slow, quick = pair(peft)
+    for model in (slow, quick):
+        layer = model.get_base_model()[0].base_layer
+        layer.forward = lambda x, layer=layer: 2 * nn.Linear.forward(layer, x)
+    same(slow, quick, torch.randn(3, FEATURES))
+
+
+def test_hooks_of_devices_call_accelerated_layers(peft, monkeypatch, seed):
+    """Those of ``device_map`` replace a layer's forward, and call the one before."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    calls = []
+    monkeypatch.setattr(
+        fast, "_rotated", lambda x, blocks, old=fast._rotated: calls.append(x) or old(x, blocks)
+    )
+    slow, _ = pair(peft)
+    model, x = copy.deepcopy(slow), torch.randn(3, FEATURES)
+    hooks.add_hook_to_module(model.get_base_model()[0], hooks.AlignDevicesHook("cpu"))
+    fast.accelerate(model)
+    torch.testing.assert_close(model(x), slow(x), rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+    fast.restore(model)
+    assert torch.equal(model(x), slow(x)) and len(calls) == 1
+
+
 def test_under_autocast(peft, seed):
     slow, quick = pair(peft)
     x = torch.randn(6, FEATURES)
