@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from kernlib.calls import hinted
-from kernlib.descriptors.base import as_int, shown
+from kernlib.descriptors.base import as_int, as_number, shown
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
 from kernlib.nn.linears import as_linear, check_model, checked_match, linears, matches
 from kernlib.runtime.precision import float32_precision
@@ -117,8 +117,11 @@ class Suggestions(Mapping[Sizes, tuple[Suggestion, ...]]):
 
     def patterns(self, speedup: float = 1.0) -> dict[Sizes, tuple[Pattern, ...]]:
         """For :func:`kernlib.nn.replace_linear`: of each sizes the chain of most parameters that
-        is estimated to be ``speedup`` times as fast as the dense layer, if there is one."""
-        chains = {}
+        is estimated to be ``speedup`` times as fast as the dense layer, if there is one. Raises
+        TypeError for what is no number, and ValueError for one below 0 or NaN."""
+        speedup, chains = as_number("speedup", speedup), {}
+        if not speedup >= 0:
+            raise ValueError(f"speedup must be 0 or more, got {speedup}")
         for sizes, every in self._by_sizes.items():
             fast = [one.chain for one in every if one.estimate.speedup >= speedup]
             chains |= {sizes: fast[0]} if fast else {}
@@ -191,11 +194,12 @@ def suggest_chains(
     rows, count = as_count("rows", rows), as_count("count", count)
     match = checked_match(match)
     taken = [layer for _, _, name, layer in linears(model) if matches(match, name, layer)]
-    layers = [as_linear(layer) for layer in dict.fromkeys(taken)]
+    sizes: dict[Sizes, torch.dtype] = {}  # not the layers, whose weights may be computed
+    for layer in map(as_linear, dict.fromkeys(taken)):
+        sizes.setdefault((layer.in_features, layer.out_features), layer.weight.dtype)
     if dtype is None:
-        dtype = layers[0].weight.dtype if layers else torch.get_default_dtype()
+        dtype = next(iter(sizes.values()), torch.get_default_dtype())
     kind = kind_of(dtype, None)
-    sizes = dict.fromkeys((layer.in_features, layer.out_features) for layer in layers)
     return Suggestions({one: _best(*one, rows, kind, count) for one in sizes}, rows, dtype)
 
 

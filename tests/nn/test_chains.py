@@ -120,7 +120,10 @@ def test_suggestions_are_what_replace_linear_takes():
     for sizes, chain in patterns.items():
         fast = [one for one in suggestions[sizes] if one.estimate.speedup >= 1.2]
         assert chain == max(fast, key=lambda one: one.parameters).chain
-    assert suggestions.patterns(1000) == {}
+    assert suggestions.patterns(1000) == {} and suggestions.patterns(0) == suggestions.patterns()
+    for speedup, error in (("2", TypeError), (None, TypeError), (math.nan, ValueError)):
+        with pytest.raises(error, match="speedup must be"):
+            suggestions.patterns(speedup)
     with warnings.catch_warnings():
         warnings.simplefilter("error", KernlibWarning)
         replaced = replace_linear(net, patterns, rows=ROWS)
