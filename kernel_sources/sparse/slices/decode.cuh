@@ -148,7 +148,7 @@ sparse_slices_read(const __grid_constant__ Parameters p) {
     int limit = int(min(i64(p.width), p.cols - panel)), first = 0, last = limit, column = -1;
     if (part) {
         column = int(rows[32 * (1 + part)]) - int(LEAST_STEP);
-        first = min(column + 1, limit);
+        first = max(0, min(column + 1, limit));
     } else if (LEAST_STEP == 0) {
         column = 0;
     }

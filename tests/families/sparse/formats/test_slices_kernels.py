@@ -4,7 +4,7 @@ their text."""
 import pytest
 import torch
 
-from kernlib.families.sparse.formats import slices, slices_gpu
+from kernlib.families.sparse.formats import slices, slices_cpu, slices_gpu
 from kernlib.families.sparse.formats.tiling import Tiling
 from tests.families.sparse.cases import random, same_bits
 from tests.support import fakes
@@ -58,6 +58,13 @@ def tilings(cols):
     return [*narrow, Tiling(wide), *(Tiling(wide, parts) for parts in (2, 3, 8))]
 
 
+def with_wide_rows(tensors):
+    """The same with rows of 32 bits, as matrices of more than 65535 rows have them."""
+    rows = tensors["rows"]
+    numbers = slices_cpu.numbers(rows), slices_cpu.starts(rows).flatten(-2)
+    return {**tensors, "rows": torch.cat(numbers, -1).to(torch.int32)}
+
+
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("code", slices.FORMATS)
@@ -67,6 +74,8 @@ def test_a_matrix_comes_back(decode, code, name, dtype, seed):
     for tiling in tilings(cols):
         tensors, facts = form.encode(dense, tiling)
         assert same_bits(decode(form, tensors, facts, dense.shape, dtype), dense), tiling
+        wide = with_wide_rows(tensors)
+        assert same_bits(decode(form, wide, facts, dense.shape, dtype), dense), tiling
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
@@ -99,6 +108,11 @@ def test_nothing_leads_out_of_the_matrix(decode, code, seed):
         tensors, facts = form.encode(dense, tiling)
         tensors["data"].random_(256)
         decode(form, tensors, facts, shape, dense.dtype)
+        wide = with_wide_rows(tensors)
+        wide["rows"][..., slices.LANES :].random_(-2 * shape[1], 2 * shape[1])  # starts of parts
+        decode(form, wide, facts, shape, dense.dtype)
+        wide["rows"].random_(-(2**31), 2**31)
+        decode(form, wide, facts, shape, dense.dtype)
         tensors["rows"].random_(256)
         tensors["offsets"].random_(-(2**31), 2**31)
         decode(form, tensors, facts, shape, dense.dtype)
