@@ -78,7 +78,7 @@ def tiling_of(
     bound = slices * cols / MEMORY
     # Multiprocessors keep the slices that they begin with, and those with one more end last.
     busiest = ceil_div(slices, MULTIPROCESSORS)
-    of_memory = bound * max(1, busiest * MULTIPROCESSORS / slices / SHARE)
+    of_memory = max(bound, busiest * MULTIPROCESSORS * cols / MEMORY / SHARE)
     of_parts = max(of_memory, busiest * cols / BUSY, times[parts]) + cols / STAGED
     waves = ceil_div(slices * ceil_div(cols, panels.width), WAVE)
     of_panels = max(bound, waves * (panels.width + SLICE_COST)) + LAUNCH

@@ -39,6 +39,16 @@ def test_what_is_not_cut_into_parts():
     assert tiling_of((0, 0), 2) == tiling_of((7, 1), 4) == Tiling(16)
 
 
+@pytest.mark.parametrize("code", slices.FORMATS)
+@pytest.mark.parametrize("shape", ((0, 2000), (0, 40000), (3, 0), (0, 0)), ids=str)
+def test_matrices_without_elements(code, shape):
+    form, dense = slices.FORMATS[code], torch.zeros(shape, dtype=torch.float16)
+    tensors, facts = form.encode(dense)
+    form.check(tensors, facts, shape, dense.dtype)
+    assert form.decode(tensors, facts, shape, dense.dtype).shape == shape
+    assert form.nbytes(dense) == sum(t.nbytes for t in tensors.values())
+
+
 def test_matrices_whose_entries_lie_close_together_keep_panels():
     """Steps from the first column to a band would be most of the codes."""
     band = torch.zeros(1024, 4096, dtype=torch.float16)
