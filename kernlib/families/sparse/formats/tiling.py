@@ -16,10 +16,9 @@ SLICE_COST = 64  # columns that one takes as long as, without codes
 FEW_COLUMNS = 2  # vectors up to which a product gathers x as it is, and not from copies
 # Times in columns that a warp goes through, of about 12 clocks each where there are codes. So long
 # takes a second launch. A multiprocessor with several warps at work goes through BUSY in that time,
-# and memory brings MEMORY of one lane of 32 for all of the GPU.
-LAUNCH, BUSY, MEMORY = 1000, 5, 305
-SHARE = 1.3  # of what memory brings: a multiprocessor takes so much, where others are idle
-STAGED = 20  # columns of x that a multiprocessor brings to its shared memory in that time
+# and stages STAGED of x. Memory brings MEMORY of one lane of 32 for all of the GPU, and to one
+# multiprocessor up to SHARE times its part of them, where others are idle.
+LAUNCH, BUSY, STAGED, MEMORY, SHARE = 1000, 5, 20, 305, 1.3
 LEAST_CODES = 80  # of a part: one more costs each warp its first loads, and a sum
 MORE_CODES = 1.15  # than those of panels, up to which rows that are cut into parts are faster
 
