@@ -49,7 +49,7 @@ same = [
     torch.equal(tensors, weights[name])
     for name, tensors in compressor.sparsity_compressor.decompress(place)
 ]
-print("read by compressed-tensors 0.12.2: the weights,", "bit for bit" if len(same) == 7 and all(same) else "others")
+print("read by compressed-tensors 0.12.2: the weights,", "bit for bit" if len(same) == 12 and all(same) else "others")
 PYTHON
 cat >"$folder/load.py" <<'PYTHON'
 import sys
