@@ -79,26 +79,21 @@ __device__ __forceinline__ float element(const u32* words, int n) {
 // step, which begins there at bit `shift`.
 template <class T>
 struct Place {
-    i64 value, step;
-    u32 shift;
+    u32 value, step, shift;
 
     __device__ __forceinline__ Place(u32 k, u32 length, u32 lane) {
-        u32 whole = length & ~(WHOLE_CODES - 1), first = k & ~(WHOLE_CODES - 1);
-        u32 count = WHOLE_CODES;
-        if (k >= whole) {
-            first = whole;
-            count = WHOLE_CODES / 2;
-            while (!(length & count) || k >= first + count) {
-                first += length & count;
-                count /= 2;
-            }
+        constexpr u32 WHOLE = WHOLE_CODES, HALF = WHOLE / 2, QUARTER = WHOLE / 4;
+        u32 first = k & ~(WHOLE - 1), count = WHOLE, whole = length & ~(WHOLE - 1);
+        if (k >= whole) {  // the rest: a group of HALF, of QUARTER and of 1, as the length says
+            u32 half = whole + (length & HALF), quarter = half + (length & QUARTER);
+            first = k < half ? whole : k < quarter ? half : quarter;
+            count = k < half ? HALF : k < quarter ? QUARTER : 8 / STEP_BITS;
         }
         u32 inside = k - first, bytes = count * STEP_BITS / 8, part = min(count, 8u);
-        value = i64(first) * CODE_BYTES<T> +
+        value = first * CODE_BYTES<T> +
                 (inside / 8 * 256 + lane * part + inside % 8) * sizeof(T);
-        step = i64(first) * CODE_BYTES<T> + 32 * count * sizeof(T) + lane * bytes;
-        shift = 0;
-        for (; inside >= bytes; inside -= bytes) shift += STEP_BITS;
-        step += inside;
+        step = first * CODE_BYTES<T> + 32 * count * sizeof(T) + lane * bytes;
+        shift = STEP_BITS == 8 ? 0 : (inside >> (31 - __clz(int(bytes)))) * STEP_BITS;
+        step += inside & (bytes - 1);  // which is a power of two
     }
 };

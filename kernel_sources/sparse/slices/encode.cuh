@@ -106,6 +106,19 @@ sparse_slices_count(const __grid_constant__ Parameters p) {
 
 #else
 
+// Says where those parts begin whose first codes lie behind code `before`, up to code `last`.
+// `column` is that of code `before`, and `left` the bits of the steps behind it. A call, as it stands
+// in a loop that is unrolled, and parts are few.
+__device__ __noinline__ void start_parts(RowT* starts, u32 each, u64 portion, int before, int last,
+                                         int column, int left) {
+    u32 part = u32(u64(before + int(each)) * portion >> 32);
+    for (int first = int(part * each); first <= last; first += int(each), ++part) {
+        int codes = first - 1 - before;  // behind `before`, of which all but the last are full
+        starts[part * 32] = RowT(
+            column + min(left, codes * int(STEP_MASK)) + (codes + 1) * int(LEAST_STEP));
+    }
+}
+
 struct Write {
     unsigned char* slice;
     RowT* starts;  // of the lane's parts, 32 from each other
@@ -116,8 +129,8 @@ struct Write {
     __device__ __forceinline__ Place<BitsT> place(u32 code) const {
         u32 part = u32(code * portion >> 32);  // code / each: both are at most 2^16
         Place<BitsT> place(code - part * each, each, lane);
-        place.value += i64(part) * each * CODE_BYTES<BitsT>;
-        place.step += i64(part) * each * CODE_BYTES<BitsT>;
+        place.value += part * each * CODE_BYTES<BitsT>;
+        place.step += part * each * CODE_BYTES<BitsT>;
         return place;
     }
 
@@ -134,15 +147,8 @@ struct Write {
             set_step(place(u32(++before)), min(u32(left), STEP_MASK));
     }
 
-    // Says where those parts begin whose first codes lie behind code `before`, up to code `last`.
-    // `column` is that of code `before`, and `left` the bits of the steps behind it.
     __device__ __forceinline__ void start_parts(int before, int last, int column, int left) const {
-        u32 part = u32(u64(before + int(each)) * portion >> 32);
-        for (int first = int(part * each); first <= last; first += int(each), ++part) {
-            int codes = first - 1 - before;  // behind `before`, of which all but the last are full
-            starts[part * 32] = RowT(
-                column + min(left, codes * int(STEP_MASK)) + (codes + 1) * int(LEAST_STEP));
-        }
+        ::start_parts(starts, each, portion, before, last, column, left);
     }
 
     // Over zeros. Other lanes set the other bits of a byte.
@@ -150,7 +156,7 @@ struct Write {
         if constexpr (STEP_BITS == 8) {
             slice[place.step] = static_cast<unsigned char>(step);
         } else {
-            u32* word = reinterpret_cast<u32*>(slice + (place.step & ~i64(3)));
+            u32* word = reinterpret_cast<u32*>(slice + (place.step & ~3u));
             atomicOr(word, step << (8 * (place.step & 3) + place.shift));
         }
     }
