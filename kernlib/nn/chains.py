@@ -32,6 +32,7 @@ Sizes = tuple[int, int]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # into which the features are cut
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)  # of the parts of a chain's matrix
+MOST = 2**60 - 1  # rows
 LEAST = 16  # sides of factors below this leave tensor cores idle
 
 
@@ -198,16 +199,16 @@ def suggest_chains(
     for layer in map(as_linear, dict.fromkeys(taken)):
         sizes.setdefault((layer.in_features, layer.out_features), layer.weight.dtype)
     if dtype is None:
-        dtype = next(iter(sizes.values()), torch.get_default_dtype())
+        dtype = next(iter(sizes.values()), torch.float32)
     kind = kind_of(dtype, None)
     return Suggestions({one: _best(*one, rows, kind, count) for one in sizes}, rows, dtype)
 
 
 def as_count(name: str, value: object) -> int:
-    """An int of 1 or more. Raises TypeError and ValueError for others."""
+    """An int of 1 to MOST. Raises TypeError and ValueError for others."""
     number = as_int(name, value)
-    if number < 1:
-        raise ValueError(f"{name} must be 1 or more, got {number}")
+    if not 1 <= number <= MOST:
+        raise ValueError(f"{name} must be 1 or more, below 2**60, got {shown(number)}")
     return number
 
 

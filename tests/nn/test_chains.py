@@ -71,15 +71,17 @@ def test_the_precision_of_float32_decides():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="rows must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="rows must be 1 or more, below"):
         layer([(1, 8, 8, 1)]).estimate(0)
+    with pytest.raises(ValueError, match="rows must be 1 or more"):
+        layer([(1, 8, 8, 1)]).estimate(10**300)
     with pytest.raises(TypeError, match="rows must be an int"):
         layer([(1, 8, 8, 1)]).estimate(2.5)
     with pytest.raises(TypeError, match="dtype must be float16"):
         layer([(1, 8, 8, 1)], torch.float64).estimate(3)
     with pytest.raises(TypeError, match="dtype must be float16"):
         suggest_chains(model(), 8, torch.int8)
-    with pytest.raises(ValueError, match="count must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="count must be 1 or more"):
         suggest_chains(model(), 8, count=0)
     with pytest.raises(TypeError, match="put it in an"):
         suggest_chains(nn.Linear(3, 4), 8)
@@ -162,7 +164,7 @@ def test_replace_linear_warns_of_layers_that_are_slower():
         replace_linear(nn.Sequential(nn.Linear(384, 384)), VIT_S16, rows=ROWS)  # float32 gains
         replace_linear(nn.Sequential(nn.Linear(384, 384).double()), VIT_S16, rows=ROWS)
     net = nn.Sequential(nn.Linear(384, 384))
-    with pytest.raises(ValueError, match="rows must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="rows must be 1 or more, below"):
         replace_linear(net, VIT_S16, rows=0)
     assert type(net[0]) is nn.Linear
 
