@@ -107,8 +107,8 @@ sparse_slices_count(const __grid_constant__ Parameters p) {
 #else
 
 // Says where those parts begin whose first codes lie behind code `before`, up to code `last`.
-// `column` is that of code `before`, and `left` the bits of the steps behind it. It is a call because
-// it stands in an unrolled loop, and few codes begin a part.
+// `column` is that of code `before`, and `left` the bits of the steps behind it. This is a call,
+// for it stands in an unrolled loop, and few codes begin a part.
 __device__ __noinline__ void start_parts(RowT* starts, u32 each, u64 portion, int before, int last,
                                          int column, int left) {
     u32 part = u32(u64(before + int(each)) * portion >> 32);
