@@ -454,7 +454,7 @@ def slice_order(slices: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _listed_order(slices: int) -> tuple[int, ...]:
-    """:func:`slice_order` by the host: on a GPU some 25 launches took .2 ms."""
+    """:func:`slice_order` by the host: on a GPU it takes some 25 launches."""
     bits = max(slices - 1, 0).bit_length()
     return tuple(sorted(range(slices), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2)))
 
