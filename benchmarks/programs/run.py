@@ -3,8 +3,8 @@
 ``python -m benchmarks.programs --json benchmarks/results/h200/programs.json``
 
 Rows in microseconds are the host's time of a step or call, those in milliseconds times from event
-to event of steps in a row. Targets are ratios of two times of the same row. A whole run takes some
-ten minutes, most of which is compiling.
+to event of steps in a row. Targets are ratios of two times of the same row. A whole run takes
+minutes, most of which is compiling.
 """
 
 from __future__ import annotations

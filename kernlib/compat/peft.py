@@ -30,7 +30,7 @@ from kernlib.calls import hinted
 from kernlib.descriptors.base import shown
 from kernlib.errors import warn
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
-from kernlib.nn.linears import check_model
+from kernlib.nn.linears import check_model, has_hooks
 from kernlib.run import run_kernel
 
 __all__ = ["accelerate", "restore"]
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> object:
 
 @lru_cache(maxsize=1)
 def _fast_class() -> Any:
-    """A subclass of peft's layer, made when peft is there."""
+    """A subclass of peft's layer, for whose definition peft has to be there."""
     base: Any = import_module(MODULE).Linear
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -157,18 +157,9 @@ def _factor(count: int, size: int) -> KroneckerSparse:
 def _scaled(layer: nn.Module, x: torch.Tensor, scale: torch.Tensor, args, kwargs) -> torch.Tensor:
     """``layer(x)`` with all but its bias times ``scale``."""
     bias = layer.bias
-    if type(layer) is nn.Linear and not (args or kwargs or _is_hooked(layer)):
+    is_plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not has_hooks(layer)
+    if is_plain and not (args or kwargs):
         y = nn.functional.linear(x, layer.weight) * scale
         return y if bias is None else y + bias
     y = layer(x, *args, **kwargs)
     return y * scale if bias is None else (y - bias) * scale + bias
-
-
-def _is_hooked(layer: nn.Module) -> bool:
-    """Whether a call does more than the class's forward."""
-    return "forward" in vars(layer) or bool(
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-    )

@@ -22,7 +22,7 @@ from kernlib.calls import hinted
 from kernlib.descriptors.base import as_int, as_number, shown
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
 from kernlib.nn.linears import as_linear, check_model, checked_match, linears, matches
-from kernlib.runtime.precision import float32_precision
+from kernlib.runtime.precision import kernel_precision
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +34,6 @@ GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # into which the features are 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)  # of the parts of a chain's matrix
 MOST = 2**60 - 1  # rows
 LEAST = 16  # sides of factors below this leave tensor cores idle
-
 
 LAUNCH = 4.0
 BANDWIDTH = 4.27e6  # bytes a microsecond
@@ -194,9 +193,9 @@ def suggest_chains(
     check_model(model, "put it in an nn.Sequential")
     rows, count = as_count("rows", rows), as_count("count", count)
     match = checked_match(match)
-    taken = [layer for _, _, name, layer in linears(model) if matches(match, name, layer)]
+    layers = [layer for _, _, name, layer in linears(model) if matches(match, name, layer)]
     sizes: dict[Sizes, torch.dtype] = {}  # not the layers, whose weights may be computed
-    for layer in map(as_linear, dict.fromkeys(taken)):
+    for layer in map(as_linear, dict.fromkeys(layers)):
         sizes.setdefault((layer.in_features, layer.out_features), layer.weight.dtype)
     if dtype is None:
         dtype = next(iter(sizes.values()), torch.float32)
@@ -216,12 +215,9 @@ def kind_of(dtype: torch.dtype, precision: str | None) -> str:
     """The kind of products that estimates know. Raises TypeError for other dtypes."""
     if dtype not in DTYPES:
         raise TypeError(
-            f"dtype must be float16, bfloat16 or float32, of which times are known, got "
-            f"{shown(dtype)}"
+            f"dtype must be float16, bfloat16 or float32, which were measured, got {shown(dtype)}"
         )
-    if dtype != torch.float32:
-        return HALF
-    return FP32 if (precision or float32_precision()) == "fp32" else TF32
+    return kernel_precision(precision, dtype) if dtype == torch.float32 else HALF
 
 
 def estimate_of(

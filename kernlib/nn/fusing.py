@@ -11,6 +11,7 @@ from torch import nn
 from kernlib.descriptors.base import shown
 from kernlib.errors import warn
 from kernlib.nn.fused_linear import fused
+from kernlib.nn.linears import has_hooks
 from kernlib.nn.sparse_linear import SparseLinear
 
 # Modules of transformers whose forward calls these layers with one x, and does not write x.
@@ -53,7 +54,7 @@ def groups_of(model: nn.Module, fuse: bool | Sequence[Sequence[str]] | None) -> 
         reason = None
         if any(places[id(layer)] > 1 for layer in layers):
             reason = "a layer stands in several places"
-        elif any(map(_has_hooks, layers)):
+        elif any(map(has_hooks, layers)):
             reason = "a layer has hooks"
         result.append(GroupNames(names, is_trusted, reason))
     return result
@@ -119,18 +120,6 @@ def _places_of(modules: dict[str, nn.Module], group: tuple[str, ...]) -> list[tu
             "give their whole names"
         )
     return [tuple(prefix + child for child in group) for prefix in homes]
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    return any(
-        getattr(layer, hooks)
-        for hooks in (
-            "_forward_hooks",
-            "_forward_pre_hooks",
-            "_backward_hooks",
-            "_backward_pre_hooks",
-        )
-    )
 
 
 def fuse_groups(

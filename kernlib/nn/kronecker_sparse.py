@@ -254,8 +254,8 @@ class KSLinear(ComputesWeight, nn.Module):
     def estimate(self, rows: int) -> Estimate:
         """Microseconds that an H200 takes for the layer and for the dense one of its sizes, for
         ``rows`` rows of input: ``print(layer.estimate(25088))`` says both and their ratio. Of the
-        forward pass by the kernel in the dtype of the factors, without what the host takes:
-        fitted to measurements, which it gives to within 3 to 30 %. Raises ValueError for rows below
+        forward pass by the kernel in the dtype of the factors, without what the host takes; how
+        near it is to measurements is in :mod:`kernlib.nn.chains`. Raises ValueError for rows below
         1 and TypeError for float64, of which nothing was measured."""
         from kernlib.nn.chains import as_count, estimate_of, kind_of
 

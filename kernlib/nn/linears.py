@@ -99,6 +99,16 @@ def class_name(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether a layer has hooks of its own, of either pass."""
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+    )
+
+
 def check_model(model: object, instead: str) -> None:
     """Raises TypeError for what is no module, and for an nn.Linear itself, which has no place in
     one."""

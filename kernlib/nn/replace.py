@@ -60,9 +60,8 @@ def replace_linear(
     ones by their names.
 
     - ``patterns``: chains by ``(in_features, out_features)``, such as :data:`VIT_S16` and
-      :data:`VIT_B16`, or a
-      function of a layer's name, ``in_features`` and ``out_features``. A layer without a chain, or
-      with None, stays.
+      :data:`VIT_B16`, or a function of a layer's name, ``in_features`` and ``out_features``. A
+      layer without a chain, or with None, stays.
     - ``match``: which layers are looked at: those in whose name this regular expression is found,
       such as ``"mlp|to_[qkv]"``, or for which this function of name and layer is true.
     - ``approximate``: False draws the factors anew. True takes them from the layer's weight, for

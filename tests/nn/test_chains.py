@@ -93,11 +93,11 @@ def test_chains_fit_and_are_ordered():
     for (cols, out), every in suggestions.items():
         assert len(every) <= 4
         for one in every:
-            made = layer(one.chain)
-            assert (made.in_features, made.out_features) == (cols, out)
+            module = layer(one.chain)
+            assert (module.in_features, module.out_features) == (cols, out)
             assert one.parameters == sum(math.prod(pattern) for pattern in one.chain) < cols * out
             assert one.operations == 2 * ROWS * one.parameters
-            assert one.estimate == made.estimate(ROWS) and one.estimate.speedup > 1
+            assert one.estimate == module.estimate(ROWS) and one.estimate.speedup > 1
         parameters = [one.parameters for one in every]
         times = [one.estimate.layer_us for one in every]
         assert parameters == sorted(parameters, reverse=True)

@@ -62,9 +62,9 @@ def tiling_of(
     shape: tuple[int, int], itemsize: int, columns: int = 1, most: int = MOST_PARTS
 ) -> Tiling:
     """The tiling by which products of a matrix with so many vectors should be fastest: rows cut
-    into parts, ``most`` at the most, whose sums meet in one block, unless there are too few of them
-    for all multiprocessors, or x is too large for shared memory, or too many vectors gather from
-    it."""
+    into parts, ``most`` at the most, whose sums meet in one block, unless multiprocessors cannot
+    share them evenly, or x is too large for shared memory or takes longer to get there than a
+    second launch, or too many vectors gather from it."""
     rows, cols = shape
     panels = Tiling(panel_width(rows, cols, itemsize))
     width = round_up(max(cols, 1), 16)
@@ -100,7 +100,7 @@ def best_tiling(
 
 
 def _part_counts(most: int) -> list[int]:
-    """Numbers of parts of which blocks of 8, 16 or 32 warps hold some with few of them idle."""
+    """Numbers of parts by which few warps of a block of 8, 16 or 32 are idle."""
     return [n for n in (2, 3, 4, 5, 6, 7, 8, 16, 32) if n <= most]
 
 

@@ -35,7 +35,7 @@ def generated(model: torch.nn.Module, prompt: torch.Tensor, **options):
     """Tokens, and the logits from which they were chosen."""
     model.generation_config.pad_token_id = 0
     with torch.no_grad():
-        made = model.generate(
+        output = model.generate(
             prompt,
             max_new_tokens=TOKENS,
             do_sample=False,
@@ -43,7 +43,7 @@ def generated(model: torch.nn.Module, prompt: torch.Tensor, **options):
             output_logits=True,
             **options,
         )
-    return made.sequences, torch.stack(made.logits).double()
+    return output.sequences, torch.stack(output.logits).double()
 
 
 @pytest.mark.parametrize("density", (0.1, 0.5))
