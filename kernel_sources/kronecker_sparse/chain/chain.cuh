@@ -1,0 +1,211 @@
+// Chains of two Kronecker-sparse factors on Hopper, half types, batch first, in one launch:
+//   h[n; i, j]    = sum_k first[i, j, k] * x[n; i, k]
+//   y[n; g, j, l] = Finish(sum_k second[g, l, j, k] * h[n; g, k, l])
+// where feature (i, j) of h, counted through, is feature (g, k, l). h is rounded to the type of x,
+// as the result of a first call is, and stays in shared memory.
+// Floors: (in + out) * batch * itemsize bytes over 4.3 TB/s on an H200, and 2 * batch times both
+// weights' numbers of operations over 770 TFLOP/s. Beside them: the second weight comes from L2
+// for every tile of rows, the first and x for every unit of one.
+//
+// Persistent CTAs: one producer thread and two warpgroups. A unit of work is TILE_ROWS rows of the
+// batch, SPAN neighbouring l, and a share of the columns j. The warpgroups compute h of these rows
+// and l into shared memory, for wgmma's left operand: for each l TILE_ROWS rows along k. Then they
+// multiply it by the second weight, SPAN l of SECOND_COLUMNS j at a time, so that the features of
+// y that lie side by side meet in one thread.
+//
+// The generated source defines before it includes this file:
+//   InputT, AccT, OutputT    storage of x, weights and h; arithmetic; storage of y
+//   LANES, HALVES            l of a warpgroup; 2 where two warpgroups share rows and split l
+//   QUOTIENT                 features of a block of h with the same l, whose rows of the first
+//                            weight are loaded together, l by l; 0: a block's rows in their order
+//   FIRST_COLUMNS            features of a block of h that a warpgroup computes
+//   H_CHUNKS                 128-byte rows of h along k, for each l
+//   SECOND_COLUMNS           j of a tile of the second product
+//   SECOND_DEPTH             k of its stages
+//   PART_COLUMNS             j that are staged together
+//   STAGES                   of the ring
+//   HEAD, Finish, REST, Rest, VECTORS, SCALARS, HEAD_VECTORS, HEAD_SCALARS, PARAMETER_BYTES: as in
+//                            hopper/hopper.cuh
+//   multiply(...)            wgmma of FIRST_COLUMNS and of SECOND_COLUMNS
+#pragma once
+
+#include "common/hopper.cuh"
+#include "common/parameters.cuh"
+#include "common/store_chunk.cuh"
+
+constexpr int ROW_BYTES = 128;                 // swizzled rows of x, of the first weight and of h
+constexpr int ROW = ROW_BYTES / 2;             // elements of one
+constexpr int STEP = 16;                       // k of one wgmma
+constexpr int WARPGROUPS = 2, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int SPAN = LANES * HALVES;           // l of a unit
+constexpr int TILE_ROWS = HALVES == 2 ? 64 : 64 * WARPGROUPS;
+constexpr int FIRST_ROWS = FIRST_COLUMNS * HALVES;  // of the first weight, of a block
+
+constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int FIRST_BYTES = X_BYTES + FIRST_ROWS * ROW_BYTES;  // of a stage of the first product
+constexpr int SECOND_LANE_BYTES = SECOND_COLUMNS * SECOND_DEPTH * 2;
+constexpr int SECOND_BYTES = SPAN * SECOND_LANE_BYTES;         // of one of the second
+constexpr int STAGE_BYTES =
+    ((FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND_BYTES) + 1023) / 1024 * 1024;
+constexpr int H_CHUNK_BYTES = TILE_ROWS * ROW_BYTES;
+constexpr int H_LANE_BYTES = H_CHUNKS * H_CHUNK_BYTES;
+constexpr int H_BYTES = SPAN * H_LANE_BYTES;
+// Lines of staged y are 32 bytes apart modulo 128, so that those of four rows lie in other banks.
+constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
+constexpr int PART_PITCH = PART_LINE + (160 - PART_LINE % 128) % 128;
+constexpr int PART_BYTES = 16 * PART_PITCH;    // of the rows of a warp
+constexpr int OUT_BYTES = TILE_ROWS / 16 * PART_BYTES;
+constexpr int TILE_FEATURES = SECOND_COLUMNS * LANES;  // of a warpgroup's tile
+
+// Laid out by kernlib/families/kronecker_sparse/lowering/fused_chain.py.
+struct Maps { TensorMap x, first; };
+
+struct Operands {
+    const unsigned char* second;  // packed by hopper/pack.cuh
+    OutputT* y;
+};
+
+struct Fixed {
+    i64 y_row;                     // from row to row of y
+    int row_tiles, spans, splits;  // units of a group
+    int rows;                      // batch
+    int blocks, depth;             // of the first factor in a group, and its c
+    int columns, lanes;            // of the second factor: b, d
+    int second_depth;              // its c
+    int column_tiles;              // of SECOND_COLUMNS
+    u32 units;
+    int unused;                    // fills up 8 bytes
+};
+
+struct Parameters : Maps, Operands, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Shared {
+    unsigned char* h;
+    unsigned char* stages;
+    unsigned char* out;
+    InputT* vectors;
+    u64 *full, *empty;
+};
+
+// A unit's place. Those of the same rows are neighbours, so that x comes from L2 but once.
+struct Unit {
+    int row, lane, group, first_tile, last_tile;
+    __device__ __forceinline__ Unit(const Parameters& p, u32 index) {
+        int split = index % p.splits;
+        index /= p.splits;
+        lane = index % p.spans * SPAN;
+        index /= p.spans;
+        row = index % p.row_tiles * TILE_ROWS;
+        group = index / p.row_tiles;
+        first_tile = split * p.column_tiles / p.splits;
+        last_tile = (split + 1) * p.column_tiles / p.splits;
+    }
+};
+
+struct Ring {
+    int stage = 0, parity;
+    __device__ __forceinline__ explicit Ring(int parity) : parity(parity) {}
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; }
+
+__device__ __forceinline__ void load_first(const Parameters& p, const Shared& s, Ring& ring,
+                                           const Unit& unit, int block, int chunk) {
+    barrier_wait(&s.empty[ring.stage], ring.parity);
+    unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
+    u64* full = &s.full[ring.stage];
+    barrier_expect(full, FIRST_BYTES);
+    load_box(to, p.x, full, chunk * ROW, block, unit.row, 0);
+    load_box(to + X_BYTES, p.first, full, chunk * ROW, 0, QUOTIENT ? unit.lane : 0, block);
+    ring.next();
+}
+
+__device__ __forceinline__ void load_second(const Parameters& p, const Shared& s, Ring& ring,
+                                            const Unit& unit, int tile, int stage, int stages) {
+    barrier_wait(&s.empty[ring.stage], ring.parity);
+    i64 place = (i64(unit.group) * p.spans + unit.lane / SPAN) * p.column_tiles + tile;
+    barrier_expect(&s.full[ring.stage], SECOND_BYTES);
+    load_bytes(s.stages + ring.stage * STAGE_BYTES,
+               p.second + (place * stages + stage) * SECOND_BYTES, &s.full[ring.stage],
+               SECOND_BYTES);
+    ring.next();
+}
+
+// The packing of the second weight may still be under way when this kernel begins.
+__device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
+    Ring ring(1);
+    int chunks = ceil_div(p.depth, ROW), stages = ceil_div(p.second_depth, SECOND_DEPTH);
+    bool is_packed = false;
+    for (u32 index = blockIdx.x; index < p.units; index += gridDim.x) {
+        Unit unit(p, index);
+        for (int block = 0; block < p.blocks; ++block)
+            for (int chunk = 0; chunk < chunks; ++chunk)
+                load_first(p, s, ring, unit, unit.group * p.blocks + block, chunk);
+        if (!is_packed) wait_for_prerequisites();
+        is_packed = true;
+        for (int tile = unit.first_tile; tile < unit.last_tile; ++tile)
+            for (int stage = 0; stage < stages; ++stage)
+                load_second(p, s, ring, unit, tile, stage, stages);
+    }
+}
+
+#include "kronecker_sparse/chain/multiply.cuh"
+#include "kronecker_sparse/chain/store.cuh"
+
+__device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
+    Consumer consumer;
+    Ring ring(0);
+    InputT* vectors = s.vectors + consumer.warpgroup * HEAD_VECTORS * TILE_FEATURES;
+    Finish finish(Staged{p, vectors});
+    Rest rest(Read<Parameters, HEAD_SCALARS, HEAD_VECTORS>{p});
+    for (u32 index = blockIdx.x; index < p.units; index += gridDim.x) {
+        Unit unit(p, index);
+        // No warp still multiplies h of the unit before.
+        consumer.synchronize();
+        first_product(p, s, ring, consumer);
+        fence_shared_writes();
+        consumer.synchronize();
+#pragma unroll 1
+        for (int tile = unit.first_tile; tile < unit.last_tile; ++tile) {
+            int column = tile * SECOND_COLUMNS;
+            float sums[LANES][SECOND_COLUMNS / 2];
+            if (HEAD_VECTORS) {
+                consumer.synchronize();  // those of the tile before are read
+                stage_vectors(vectors, p, unit, column, consumer);
+            }
+            second_product(sums, p, s, ring, consumer);
+            if (HEAD_VECTORS) consumer.synchronize();
+            store_tile(sums, finish, rest, p, s, unit, column, consumer);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+kronecker_sparse_chain(const __grid_constant__ Parameters parameters) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ u64 barriers[2 * STAGES];
+    unsigned char* base = shared + (-shared_address(shared) & 1023);
+    unsigned char* stages = base + H_BYTES;
+    unsigned char* out = stages + STAGES * STAGE_BYTES;
+    Shared s = {base, stages, out, reinterpret_cast<InputT*>(out + OUT_BYTES), barriers,
+                barriers + STAGES};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1);
+            barrier_init(&s.empty[i], 4 * WARPGROUPS);
+        }
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        release_registers<40>();
+        if (threadIdx.x == 0) produce(parameters, s);
+    } else {
+        take_registers<232>();
+        consume(parameters, s);
+    }
+}

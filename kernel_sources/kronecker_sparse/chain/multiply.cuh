@@ -1,0 +1,224 @@
+// Both products of a unit: x by the first weight into shared memory, and that by the second one.
+#pragma once
+
+// What a thread of a warpgroup that multiplies is.
+struct Consumer {
+    int warpgroup, first_row;  // of 64, in a tile
+    int row, pair;             // of accumulators: rows `row` and `row` + 8, columns 2 * pair + {0, 1}
+    __device__ __forceinline__ Consumer() {
+        warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // in a uniform register
+        first_row = HALVES == 2 ? 0 : warpgroup * 64;
+        row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        pair = threadIdx.x % 4;
+    }
+    __device__ __forceinline__ void synchronize() const { sync_threads(1 + warpgroup, 128); }
+    __device__ __forceinline__ int first_lane() const { return HALVES == 2 ? warpgroup * LANES : 0; }
+};
+
+// Groups of wgmma under way: one at most, whose stage is released behind the next one.
+struct Pending {
+    int stage = -1;
+    // Behind a commit of what reads `next`.
+    __device__ __forceinline__ void replace(const Shared& s, int next) {
+        if (stage >= 0) {
+            wgmma_wait<1>();
+            barrier_arrive_by_warp(&s.empty[stage]);
+        }
+        stage = next;
+    }
+    __device__ __forceinline__ void finish(const Shared& s) {
+        wgmma_wait<0>();
+        if (stage >= 0) barrier_arrive_by_warp(&s.empty[stage]);
+        stage = -1;
+    }
+};
+
+constexpr int FIRST_SUMS = FIRST_COLUMNS / 2;
+// As many blocks at once as 64 accumulators hold, but four at most, for the stages' sake.
+constexpr int TOGETHER = FIRST_SUMS <= 16 ? 4 : FIRST_SUMS <= 32 ? 2 : 1;
+
+// Begins the product of a block.
+__device__ __forceinline__ void multiply_block(float (&sums)[FIRST_SUMS], const Parameters& p,
+                                               const Shared& s, Ring& ring, Pending& pending,
+                                               const Consumer& consumer) {
+    int chunks = ceil_div(p.depth, ROW);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        barrier_wait(&s.full[ring.stage], ring.parity);
+        u32 x = shared_address(s.stages + ring.stage * STAGE_BYTES);
+        u32 weight = x + X_BYTES + (HALVES == 2 ? consumer.warpgroup * FIRST_COLUMNS * ROW_BYTES : 0);
+        u64 left = matrix_descriptor(x + consumer.first_row * ROW_BYTES, 8 * ROW_BYTES, 8 * ROW_BYTES);
+        u64 right = matrix_descriptor(weight, 8 * ROW_BYTES, 8 * ROW_BYTES);
+        int steps = min(ceil_div(p.depth - chunk * ROW, STEP), ROW / STEP);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < ROW / STEP; ++step)
+            if (step < steps) multiply(sums, left + step * 2, right + step * 2, chunk + step > 0);
+        wgmma_commit();
+        pending.replace(s, ring.stage);
+        ring.next();
+    }
+}
+
+// From the first byte of an l of h to that of (row; k).
+__device__ __forceinline__ int h_offset(int row, int k) {
+    return k / ROW * H_CHUNK_BYTES + row * ROW_BYTES + (k % ROW * 2 ^ (row & 7) << 4);
+}
+
+// The sums of blocks, rounded, to their places in h.
+#if QUOTIENT > 0 && QUOTIENT % 8 == 0
+// Eight columns have the same l and neighbouring k.
+__device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
+                                             const Shared& s, int block, int blocks,
+                                             const Consumer& consumer) {
+    int matrix = threadIdx.x % 32 / 8, row = consumer.row / 16 * 16 + threadIdx.x % 8;
+    row += matrix % 2 * 8;
+    u32 h = shared_address(s.h);
+#pragma unroll
+    for (int other = 0; other < TOGETHER; ++other) {
+        if (block + other >= blocks) break;
+#pragma unroll
+        for (int i = 0; i < FIRST_SUMS; i += 8) {
+            u32 part[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // of a last half its rows twice
+                int place = i + 2 * (i + 8 > FIRST_SUMS ? j % 2 : j);
+                part[j] = pack<InputT>(sums[other][place], sums[other][place + 1]);
+            }
+            int column = i * 2 + (i + 8 > FIRST_SUMS ? 0 : matrix / 2 * 8);
+            int lane = consumer.first_lane() + column / QUOTIENT;
+            int k = (block + other) * QUOTIENT + column % QUOTIENT;
+            store_matrices<false>(h + lane * H_LANE_BYTES + h_offset(row, k), part[0], part[1],
+                                  part[2], part[3]);
+        }
+    }
+}
+#elif QUOTIENT > 0
+// Eight columns have 8 / QUOTIENT l. Where a block has but one or two k of an l, those of four
+// blocks are stored together: their number is a multiple of four, as k are whole steps of wgmma.
+__device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
+                                             const Shared& s, int block, int blocks,
+                                             const Consumer& consumer) {
+    constexpr int STEP_BYTES = 8 / QUOTIENT * H_LANE_BYTES, LINE_BYTES = 8 * ROW_BYTES;
+    int column = consumer.pair * 2;
+    unsigned char* to = s.h + (consumer.first_lane() + column / QUOTIENT) * H_LANE_BYTES;
+    if constexpr (QUOTIENT <= 2 && TOGETHER == 4) {
+        to += h_offset(consumer.row, block * QUOTIENT);
+#pragma unroll
+        for (int i = 0; i < FIRST_SUMS; i += 2) {
+            unsigned char* place = to + i / 4 * STEP_BYTES + i / 2 % 2 * LINE_BYTES;
+            if constexpr (QUOTIENT == 1) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    Vector<u32, 2> values = {pack<InputT>(sums[0][i + e], sums[1][i + e]),
+                                             pack<InputT>(sums[2][i + e], sums[3][i + e])};
+                    store_vector(reinterpret_cast<u32*>(place + e * H_LANE_BYTES), values);
+                }
+            } else {
+                Vector<u32, 4> values = {pack<InputT>(sums[0][i], sums[0][i + 1]),
+                                         pack<InputT>(sums[1][i], sums[1][i + 1]),
+                                         pack<InputT>(sums[2][i], sums[2][i + 1]),
+                                         pack<InputT>(sums[3][i], sums[3][i + 1])};
+                store_vector(reinterpret_cast<u32*>(place), values);
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int other = 0; other < TOGETHER; ++other) {
+        if (block + other >= blocks) break;
+        unsigned char* first =
+            to + h_offset(consumer.row, (block + other) * QUOTIENT + column % QUOTIENT);
+#pragma unroll
+        for (int i = 0; i < FIRST_SUMS; i += 2) {
+            unsigned char* place = first + i / 4 * STEP_BYTES + i / 2 % 2 * LINE_BYTES;
+            u32 both = pack<InputT>(sums[other][i], sums[other][i + 1]);
+            if constexpr (QUOTIENT > 1) {
+                *reinterpret_cast<u32*>(place) = both;
+            } else {
+                *reinterpret_cast<u16*>(place) = u16(both);
+                *reinterpret_cast<u16*>(place + H_LANE_BYTES) = u16(both >> 16);
+            }
+        }
+    }
+}
+#else
+// A block's columns in their order, of which the first may have any l.
+__device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
+                                             const Shared& s, int block, int blocks,
+                                             const Consumer& consumer) {
+#pragma unroll
+    for (int other = 0; other < TOGETHER; ++other) {
+        if (block + other >= blocks) break;
+        int first = (block + other) * FIRST_COLUMNS + consumer.pair * 2;
+        unsigned char* line[SPAN];  // of the l of a column that is `l` behind the first, and its k
+        int depth[SPAN];
+#pragma unroll
+        for (int l = 0; l < SPAN; ++l) {
+            line[l] = s.h + (first + l) % SPAN * H_LANE_BYTES;
+            depth[l] = (first + l) / SPAN;
+        }
+#pragma unroll
+        for (int i = 0; i < FIRST_SUMS; i += 2) {
+            int row = consumer.row + i / 2 % 2 * 8;
+            u32 both = pack<InputT>(sums[other][i], sums[other][i + 1]);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                int behind = i / 4 * 8 + e;
+                int k = depth[behind % SPAN] + behind / SPAN;
+                *reinterpret_cast<u16*>(line[behind % SPAN] + h_offset(row, k)) =
+                    u16(both >> 16 * e);
+            }
+        }
+    }
+}
+#endif
+
+__device__ __forceinline__ void first_product(const Parameters& p, const Shared& s, Ring& ring,
+                                              const Consumer& consumer) {
+#pragma unroll 1
+    for (int block = 0; block < p.blocks; block += TOGETHER) {
+        float sums[TOGETHER][FIRST_SUMS];
+        Pending pending;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (block + i < p.blocks) multiply_block(sums[i], p, s, ring, pending, consumer);
+        pending.finish(s);
+        store_blocks(sums, s, block, p.blocks, consumer);
+    }
+}
+
+__device__ __forceinline__ void second_product(float (&sums)[LANES][SECOND_COLUMNS / 2],
+                                               const Parameters& p, const Shared& s, Ring& ring,
+                                               const Consumer& consumer) {
+    int stages = ceil_div(p.second_depth, SECOND_DEPTH);
+    u32 h = shared_address(s.h) + consumer.first_lane() * H_LANE_BYTES +
+            consumer.first_row * ROW_BYTES;
+    Pending pending;
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+        int k = stage * SECOND_DEPTH;
+        barrier_wait(&s.full[ring.stage], ring.parity);
+        u32 weight = shared_address(s.stages + ring.stage * STAGE_BYTES) +
+                     consumer.first_lane() * SECOND_LANE_BYTES;
+        u64 left = matrix_descriptor(h + k / ROW * H_CHUNK_BYTES + k % ROW * 2, 8 * ROW_BYTES,
+                                     8 * ROW_BYTES);
+        u64 right = core_matrices_descriptor(weight, SECOND_COLUMNS * 16, 128);
+        int steps = min((p.second_depth - k) / STEP, SECOND_DEPTH / STEP);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < SECOND_DEPTH / STEP; ++step) {
+            if (step < steps) {
+#pragma unroll
+                for (int l = 0; l < LANES; ++l)
+                    multiply(sums[l], left + (l * H_LANE_BYTES >> 4) + step * 2,
+                             right + (l * SECOND_LANE_BYTES >> 4) + step * 2 * SECOND_COLUMNS,
+                             stage + step > 0);
+            }
+        }
+        wgmma_commit();
+        pending.replace(s, ring.stage);
+        ring.next();
+    }
+    pending.finish(s);
+}
