@@ -7,26 +7,29 @@
 // weights' numbers of operations over 770 TFLOP/s. Beside them: the second weight comes from L2
 // for every tile of rows, the first and x for every unit of one.
 //
-// Persistent CTAs: one producer thread and two warpgroups. A unit of work is TILE_ROWS rows of the
-// batch, SPAN neighbouring l, and a share of the columns j. The warpgroups compute h of these rows
-// and l into shared memory, for wgmma's left operand: for each l TILE_ROWS rows along k. Then they
-// multiply it by the second weight, SPAN l of SECOND_COLUMNS j at a time, so that the features of
-// y that lie side by side meet in one thread.
+// Persistent CTAs: four warpgroups and one producer thread, as finishing y takes them as long as
+// multiplying. A unit of work is TILE_ROWS rows of the batch, SPAN neighbouring l, and a share of
+// the columns j. Two warpgroups, a pair, compute h of their rows, or of their l, into shared memory,
+// for wgmma's left operand: for each l TILE_ROWS rows along k. Then they multiply it by the second
+// weight, SECOND_COLUMNS j at a time: of its columns, or of its l, each takes a part, LANES l
+// together, so that features of y that lie side by side meet in one thread.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of x, weights and h; arithmetic; storage of y
-//   LANES, HALVES            l of a warpgroup; 2 where two warpgroups share rows and split l
+//   WIDE                     whether a unit has 16 l of more, of which each pair has 8 and each
+//                            warpgroup 4; else it has all l, and each pair has 64 rows
+//   LANES                    l of a warpgroup
 //   QUOTIENT                 features of a block of h with the same l, whose rows of the first
 //                            weight are loaded together, l by l; 0: a block's rows in their order
-//   FIRST_COLUMNS            features of a block of h that a warpgroup computes
+//   FIRST_COLUMNS            features of a block of h that a pair computes
+//   FIRST_SHARE              those of a warpgroup: all, or half of them
 //   H_CHUNKS                 128-byte rows of h along k, for each l
-//   SECOND_COLUMNS           j of a tile of the second product
+//   COLUMNS                  j of a warpgroup's tile of the second product
 //   SECOND_DEPTH             k of its stages
 //   PART_COLUMNS             j that are staged together
 //   STAGES                   of the ring
-//   HEAD, Finish, REST, Rest, VECTORS, SCALARS, HEAD_VECTORS, HEAD_SCALARS, PARAMETER_BYTES: as in
-//                            hopper/hopper.cuh
-//   multiply(...)            wgmma of FIRST_COLUMNS and of SECOND_COLUMNS
+//   Finish, EPILOGUE, VECTORS, SCALARS, PARAMETER_BYTES: as in hopper/hopper.cuh
+//   multiply(...)            wgmma of FIRST_SHARE and of COLUMNS
 #pragma once
 
 #include "common/hopper.cuh"
@@ -36,10 +39,11 @@
 constexpr int ROW_BYTES = 128;                 // swizzled rows of x, of the first weight and of h
 constexpr int ROW = ROW_BYTES / 2;             // elements of one
 constexpr int STEP = 16;                       // k of one wgmma
-constexpr int WARPGROUPS = 2, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int SPAN = LANES * HALVES;           // l of a unit
-constexpr int TILE_ROWS = HALVES == 2 ? 64 : 64 * WARPGROUPS;
-constexpr int FIRST_ROWS = FIRST_COLUMNS * HALVES;  // of the first weight, of a block
+constexpr int WARPGROUPS = 4, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int SPAN = WIDE ? WARPGROUPS * LANES : LANES;  // l of a unit
+constexpr int TILE_ROWS = WIDE ? 64 : 128;
+constexpr int FIRST_ROWS = WIDE ? 2 * FIRST_COLUMNS : FIRST_COLUMNS;  // of a block's first weight
+constexpr int SECOND_COLUMNS = WIDE ? COLUMNS : 2 * COLUMNS;          // of a unit's tile
 
 constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int FIRST_BYTES = X_BYTES + FIRST_ROWS * ROW_BYTES;  // of a stage of the first product
@@ -50,12 +54,14 @@ constexpr int STAGE_BYTES =
 constexpr int H_CHUNK_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int H_LANE_BYTES = H_CHUNKS * H_CHUNK_BYTES;
 constexpr int H_BYTES = SPAN * H_LANE_BYTES;
-// Lines of staged y are 32 bytes apart modulo 128, so that those of four rows lie in other banks.
+// Lines of staged y, modulo 128 bytes, are 32 or 96 apart, so that those of four rows lie in other
+// banks.
 constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
-constexpr int PART_PITCH = PART_LINE + (160 - PART_LINE % 128) % 128;
-constexpr int PART_BYTES = 16 * PART_PITCH;    // of the rows of a warp
-constexpr int OUT_BYTES = TILE_ROWS / 16 * PART_BYTES;
-constexpr int TILE_FEATURES = SECOND_COLUMNS * LANES;  // of a warpgroup's tile
+constexpr int PART_PITCH = PART_LINE + (96 - PART_LINE % 64) % 64;
+constexpr int PART_BYTES = 16 * PART_PITCH;              // of the rows of a warp
+constexpr int OUT_BYTES = (WIDE ? 4 : 16) * PART_BYTES;  // those of four warps, if they share rows
+constexpr int FEATURES = COLUMNS * LANES;                // of a warpgroup's tile
+static_assert(FEATURES <= 128, "a thread stages one value of each vector");
 
 // Laid out by kernlib/families/kronecker_sparse/lowering/fused_chain.py.
 struct Maps { TensorMap x, first; };
@@ -120,7 +126,7 @@ __device__ __forceinline__ void load_first(const Parameters& p, const Shared& s,
     u64* full = &s.full[ring.stage];
     barrier_expect(full, FIRST_BYTES);
     load_box(to, p.x, full, chunk * ROW, block, unit.row, 0);
-    load_box(to + X_BYTES, p.first, full, chunk * ROW, 0, QUOTIENT ? unit.lane : 0, block);
+    load_box(to + X_BYTES, p.first, full, chunk * ROW, 0, unit.lane, block);
     ring.next();
 }
 
@@ -159,27 +165,21 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     Consumer consumer;
     Ring ring(0);
-    InputT* vectors = s.vectors + consumer.warpgroup * HEAD_VECTORS * TILE_FEATURES;
-    Finish finish(Staged{p, vectors});
-    Rest rest(Read<Parameters, HEAD_SCALARS, HEAD_VECTORS>{p});
+    Vectors vectors(s, consumer);
     for (u32 index = blockIdx.x; index < p.units; index += gridDim.x) {
         Unit unit(p, index);
-        // No warp still multiplies h of the unit before.
-        consumer.synchronize();
+        consumer.synchronize_pair();  // no warp still multiplies h of the unit before
         first_product(p, s, ring, consumer);
         fence_shared_writes();
-        consumer.synchronize();
+        consumer.synchronize_pair();
 #pragma unroll 1
         for (int tile = unit.first_tile; tile < unit.last_tile; ++tile) {
-            int column = tile * SECOND_COLUMNS;
-            float sums[LANES][SECOND_COLUMNS / 2];
-            if (HEAD_VECTORS) {
-                consumer.synchronize();  // those of the tile before are read
-                stage_vectors(vectors, p, unit, column, consumer);
-            }
+            float sums[LANES][COLUMNS / 2];
+            int column = tile * SECOND_COLUMNS + consumer.first_column;
+            vectors.load(p, unit, column, consumer);
             second_product(sums, p, s, ring, consumer);
-            if (HEAD_VECTORS) consumer.synchronize();
-            store_tile(sums, finish, rest, p, s, unit, column, consumer);
+            vectors.stage(consumer);
+            store_tile(sums, vectors, p, s, unit, column, consumer);
         }
     }
 }
@@ -202,10 +202,10 @@ kronecker_sparse_chain(const __grid_constant__ Parameters parameters) {
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        release_registers<40>();
+        release_registers<32>();
         if (threadIdx.x == 0) produce(parameters, s);
     } else {
-        take_registers<232>();
+        take_registers<120>();
         consume(parameters, s);
     }
 }

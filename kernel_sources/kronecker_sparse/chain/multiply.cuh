@@ -3,16 +3,34 @@
 
 // What a thread of a warpgroup that multiplies is.
 struct Consumer {
-    int warpgroup, first_row;  // of 64, in a tile
-    int row, pair;             // of accumulators: rows `row` and `row` + 8, columns 2 * pair + {0, 1}
+    int warpgroup, pair;                 // of 4; of 2
+    int first_row;                       // of the pair's 64, in a tile
+    int pair_lane, first_lane;           // first l of the pair and of the warpgroup, in a unit
+    int first_column;                    // of the warpgroup, in a tile
+    int row, two;                        // accumulators: rows `row` and `row` + 8; 2 columns of 8
     __device__ __forceinline__ Consumer() {
         warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // in a uniform register
-        first_row = HALVES == 2 ? 0 : warpgroup * 64;
+        pair = warpgroup / 2;
+        first_row = WIDE ? 0 : pair * 64;
+        pair_lane = WIDE ? pair * 2 * LANES : 0;
+        first_lane = WIDE ? warpgroup * LANES : 0;
+        first_column = WIDE ? 0 : warpgroup % 2 * COLUMNS;
         row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-        pair = threadIdx.x % 4;
+        two = threadIdx.x % 4 * 2;
     }
-    __device__ __forceinline__ void synchronize() const { sync_threads(1 + warpgroup, 128); }
-    __device__ __forceinline__ int first_lane() const { return HALVES == 2 ? warpgroup * LANES : 0; }
+    __device__ __forceinline__ int first_share() const {
+        return FIRST_COLUMNS > FIRST_SHARE ? warpgroup % 2 * FIRST_SHARE : 0;
+    }
+    __device__ __forceinline__ void synchronize_pair() const { sync_threads(1 + pair, 256); }
+    __device__ __forceinline__ void synchronize() const { sync_threads(3 + warpgroup, 128); }
+    // The warps that stage and store the same 16 rows: one, or four that split l.
+    __device__ __forceinline__ void synchronize_rows() const {
+        if (WIDE) {
+            sync_threads(7 + row / 16, 128);
+        } else {
+            __syncwarp();
+        }
+    }
 };
 
 // Groups of wgmma under way: one at most, whose stage is released behind the next one.
@@ -33,9 +51,11 @@ struct Pending {
     }
 };
 
-constexpr int FIRST_SUMS = FIRST_COLUMNS / 2;
-// As many blocks at once as 64 accumulators hold, but four at most, for the stages' sake.
-constexpr int TOGETHER = FIRST_SUMS <= 16 ? 4 : FIRST_SUMS <= 32 ? 2 : 1;
+// The warpgroups of a pair take blocks by turns or, if BOTH, halves of each block's columns.
+constexpr bool BOTH = FIRST_COLUMNS > FIRST_SHARE;
+constexpr int FIRST_SUMS = FIRST_SHARE / 2;
+// Blocks whose products a warpgroup has under way at once.
+constexpr int TOGETHER = FIRST_SUMS <= 4 ? 4 : FIRST_SUMS <= 8 ? 2 : 1;
 
 // Begins the product of a block.
 __device__ __forceinline__ void multiply_block(float (&sums)[FIRST_SUMS], const Parameters& p,
@@ -46,7 +66,8 @@ __device__ __forceinline__ void multiply_block(float (&sums)[FIRST_SUMS], const 
     for (int chunk = 0; chunk < chunks; ++chunk) {
         barrier_wait(&s.full[ring.stage], ring.parity);
         u32 x = shared_address(s.stages + ring.stage * STAGE_BYTES);
-        u32 weight = x + X_BYTES + (HALVES == 2 ? consumer.warpgroup * FIRST_COLUMNS * ROW_BYTES : 0);
+        u32 weight = x + X_BYTES + (WIDE ? consumer.pair * FIRST_COLUMNS * ROW_BYTES : 0) +
+                     consumer.first_share() * ROW_BYTES;
         u64 left = matrix_descriptor(x + consumer.first_row * ROW_BYTES, 8 * ROW_BYTES, 8 * ROW_BYTES);
         u64 right = matrix_descriptor(weight, 8 * ROW_BYTES, 8 * ROW_BYTES);
         int steps = min(ceil_div(p.depth - chunk * ROW, STEP), ROW / STEP);
@@ -85,8 +106,9 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
                 int place = i + 2 * (i + 8 > FIRST_SUMS ? j % 2 : j);
                 part[j] = pack<InputT>(sums[other][place], sums[other][place + 1]);
             }
-            int column = i * 2 + (i + 8 > FIRST_SUMS ? 0 : matrix / 2 * 8);
-            int lane = consumer.first_lane() + column / QUOTIENT;
+            int column =
+                consumer.first_share() + i * 2 + (i + 8 > FIRST_SUMS ? 0 : matrix / 2 * 8);
+            int lane = consumer.pair_lane + column / QUOTIENT;
             int k = (block + other) * QUOTIENT + column % QUOTIENT;
             store_matrices<false>(h + lane * H_LANE_BYTES + h_offset(row, k), part[0], part[1],
                                   part[2], part[3]);
@@ -100,8 +122,8 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
                                              const Shared& s, int block, int blocks,
                                              const Consumer& consumer) {
     constexpr int STEP_BYTES = 8 / QUOTIENT * H_LANE_BYTES, LINE_BYTES = 8 * ROW_BYTES;
-    int column = consumer.pair * 2;
-    unsigned char* to = s.h + (consumer.first_lane() + column / QUOTIENT) * H_LANE_BYTES;
+    int column = consumer.first_share() + consumer.two;
+    unsigned char* to = s.h + (consumer.pair_lane + column / QUOTIENT) * H_LANE_BYTES;
     if constexpr (QUOTIENT <= 2 && TOGETHER == 4) {
         to += h_offset(consumer.row, block * QUOTIENT);
 #pragma unroll
@@ -150,7 +172,7 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
 #pragma unroll
     for (int other = 0; other < TOGETHER; ++other) {
         if (block + other >= blocks) break;
-        int first = (block + other) * FIRST_COLUMNS + consumer.pair * 2;
+        int first = (block + other) * FIRST_COLUMNS + consumer.first_share() + consumer.two;
         unsigned char* line[SPAN];  // of the l of a column that is `l` behind the first, and its k
         int depth[SPAN];
 #pragma unroll
@@ -174,10 +196,26 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
 }
 #endif
 
+// Blocks that the other warpgroup of a pair multiplies.
+__device__ __forceinline__ void skip_blocks(const Parameters& p, const Shared& s, Ring& ring,
+                                            int blocks) {
+    int stages = ceil_div(p.depth, ROW) * blocks;
+    for (int stage = 0; stage < stages; ++stage) {
+        barrier_wait(&s.full[ring.stage], ring.parity);
+        barrier_arrive_by_warp(&s.empty[ring.stage]);
+        ring.next();
+    }
+}
+
 __device__ __forceinline__ void first_product(const Parameters& p, const Shared& s, Ring& ring,
                                               const Consumer& consumer) {
+    int turn = consumer.warpgroup % 2;
 #pragma unroll 1
-    for (int block = 0; block < p.blocks; block += TOGETHER) {
+    for (int block = 0; block < p.blocks; block += TOGETHER, turn ^= 1) {
+        if (turn && !BOTH) {
+            skip_blocks(p, s, ring, min(TOGETHER, p.blocks - block));
+            continue;
+        }
         float sums[TOGETHER][FIRST_SUMS];
         Pending pending;
 #pragma unroll
@@ -188,11 +226,11 @@ __device__ __forceinline__ void first_product(const Parameters& p, const Shared&
     }
 }
 
-__device__ __forceinline__ void second_product(float (&sums)[LANES][SECOND_COLUMNS / 2],
+__device__ __forceinline__ void second_product(float (&sums)[LANES][COLUMNS / 2],
                                                const Parameters& p, const Shared& s, Ring& ring,
                                                const Consumer& consumer) {
     int stages = ceil_div(p.second_depth, SECOND_DEPTH);
-    u32 h = shared_address(s.h) + consumer.first_lane() * H_LANE_BYTES +
+    u32 h = shared_address(s.h) + consumer.first_lane * H_LANE_BYTES +
             consumer.first_row * ROW_BYTES;
     Pending pending;
 #pragma unroll 1
@@ -200,7 +238,7 @@ __device__ __forceinline__ void second_product(float (&sums)[LANES][SECOND_COLUM
         int k = stage * SECOND_DEPTH;
         barrier_wait(&s.full[ring.stage], ring.parity);
         u32 weight = shared_address(s.stages + ring.stage * STAGE_BYTES) +
-                     consumer.first_lane() * SECOND_LANE_BYTES;
+                     consumer.first_lane * SECOND_LANE_BYTES + consumer.first_column * 16;
         u64 left = matrix_descriptor(h + k / ROW * H_CHUNK_BYTES + k % ROW * 2, 8 * ROW_BYTES,
                                      8 * ROW_BYTES);
         u64 right = core_matrices_descriptor(weight, SECOND_COLUMNS * 16, 128);

@@ -23,12 +23,13 @@ from kernlib.lowering.wgmma import multiply
 
 KIND = "chain"
 FIXED = "<q12i"  # struct Fixed
+THREADS = 640
 STEP = 16  # k of one wgmma
-MOST_FIRST = 128  # columns of a block's product, which a warpgroup has two of in registers
-MOST_SUMS = 256  # l times columns of a tile of the second product: 128 registers
+MOST_SHARE = 64  # columns of a block's product that a warpgroup computes: 32 registers
+MOST_SUMS = {False: 96, True: 128}  # l times columns of a warpgroup's tile, if wide: registers
+QUOTIENTS = (1, 2, 4)  # below 8
 STAGE_BYTES = 32 * 1024  # of the second weight at most
-PART_BYTES = 256  # of a staged line of y, at most but for 8 columns
-PARTS = (32, 16, 8)  # columns of one
+LINE_BYTES = 64  # of a staged line of y, where all l are in it
 MIN_STAGES = 3
 MOST_SPLITS = 8
 
@@ -37,23 +38,39 @@ class Variant(NamedTuple):
     """Everything that code generation chooses besides the epilogue."""
 
     dtype: str
-    lanes: int  # l of a warpgroup
-    halves: int  # 2 where the warpgroups split l
+    wide: bool  # whether a unit has 16 l of more
+    lanes: int  # of a warpgroup
     quotient: int  # features of a block with the same l; 0: blocks in their own order
-    first_columns: int
+    first_columns: int  # of a pair of warpgroups
     chunks: int  # rows of 128 bytes of an l of h
-    second_columns: int
+    columns: int  # of a warpgroup's tile of the second product
     second_depth: int
     part_columns: int  # that are staged together
 
     @property
     def span(self) -> int:
-        return self.lanes * self.halves
+        """l of a unit."""
+        return 4 * self.lanes if self.wide else self.lanes
 
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return 64 if self.halves == 2 else 128
+        return 64 if self.wide else 128
+
+    @property
+    def second_columns(self) -> int:
+        """Columns of all warpgroups' tiles."""
+        return self.columns if self.wide else 2 * self.columns
+
+    @property
+    def first_share(self) -> int:
+        """Columns of a block's product that a warpgroup computes."""
+        return self.first_columns // (2 if self.first_columns > MOST_SHARE else 1)
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of the first weight of a block."""
+        return 2 * self.first_columns if self.wide else self.first_columns
 
 
 def variant_of(dtype: str, first: Pattern, second: Pattern) -> Variant | None:
@@ -62,38 +79,32 @@ def variant_of(dtype: str, first: Pattern, second: Pattern) -> Variant | None:
     groups, columns, depth, lanes = second
     if dtype == "float32" or d != 1 or a % groups or b % 8 or c % 8 or depth % STEP:
         return None
-    if lanes <= 8:
-        span, halves, quotient = lanes, 1, b // lanes * (b % lanes == 0)
-        quotient *= quotient % 8 == 0 or quotient in (1, 2, 4)
-        first_columns = b
-        if columns * lanes % 8:
-            return None
-    elif lanes % 16 == 0 and b % lanes == 0:
-        span, halves, quotient = 8, 2, b // lanes
-        first_columns = 8 * quotient
-    else:
+    quotient = b // lanes if b % lanes == 0 else 0
+    quotient *= quotient % 8 == 0 or quotient in QUOTIENTS
+    wide = lanes > 8
+    if wide and (lanes % 16 or not quotient) or columns * lanes % 8:
         return None
-    if halves == 2 and quotient % 8 and quotient not in (1, 2, 4):
+    first_columns = 8 * quotient if wide else b
+    if first_columns > 2 * MOST_SHARE or first_columns > MOST_SHARE and first_columns % 16:
         return None
-    if first_columns > MOST_FIRST or first_columns * halves > 256 or quotient > 256:
-        return None
-    second_columns = _second_columns(columns, span)
-    second_depth = next(
-        (n for n in (64, 32) if span * halves * second_columns * n * 2 <= STAGE_BYTES // halves), STEP
-    )
-    whole = [n for n in PARTS if second_columns % n == 0]
-    part = next(n for n in whole if n * span * halves * 2 <= PART_BYTES or n == whole[-1])
-    chunks = ceil_div(depth, hopper_common.row(dtype))
+    of_group = 4 if wide else lanes
+    width = _columns(columns, MOST_SUMS[wide] // of_group, 1 if wide else 2)
     variant = Variant(
-        dtype, span, halves, quotient, first_columns, chunks, second_columns, second_depth, part
+        dtype, wide, of_group, quotient, first_columns, ceil_div(depth, 64), width, STEP, 8
+    )
+    most = STAGE_BYTES // (variant.span * variant.second_columns * 2)
+    parts = (n for n in (32, 16) if not wide and n * lanes * 2 <= LINE_BYTES and width % n == 0)
+    variant = variant._replace(
+        second_depth=next((n for n in (64, 32) if n <= most and not wide), STEP),
+        part_columns=next(parts, 8),
     )
     return variant if shared_memory(variant)[0] >= MIN_STAGES else None
 
 
-def _second_columns(columns: int, lanes: int) -> int:
-    """The widest tile among those that pad the columns least."""
-    known = range(MOST_SUMS // lanes // 16 * 16, 15, -16)
-    return min((n for n in known if n <= 128), key=lambda n: (round_up(columns, n), -n))
+def _columns(count: int, most: int, groups: int) -> int:
+    """The widest tile of a warpgroup among those that pad the columns of ``groups`` least."""
+    known = range(most // 8 * 8, 7, -8)
+    return min(known, key=lambda n: (round_up(count, n * groups), -n))
 
 
 def takes(first: Problem, second: Problem, arch: str) -> Variant | None:
@@ -178,8 +189,7 @@ def _extents(first: Problem, variant: Variant) -> tuple[tma.Extent, tma.Extent]:
 def _maps(first: Problem, variant: Variant) -> tuple[TensorMap, ...]:
     x, weight = _extents(first, variant)
     row = hopper_common.row(variant.dtype)
-    lines = variant.first_columns * variant.halves
-    box = (variant.quotient, variant.span) if variant.quotient else (lines, 1)
+    box = (variant.quotient, variant.span) if variant.quotient else (variant.first_rows, 1)
     return (
         tma.tensor_map(variant.dtype, x, (row, 1, variant.rows, 1)),
         tma.tensor_map(variant.dtype, weight, (row, *box, 1)),
@@ -198,9 +208,9 @@ def shared_memory(variant: Variant, vectors: int = 1) -> tuple[int, int]:
     row_bytes = hopper_common.ROW_BYTES
     h = variant.span * variant.chunks * variant.rows * row_bytes
     line = variant.part_columns * variant.span * 2
-    staged = variant.rows * (line + (160 - line % 128) % 128)
-    staged += vectors * 2 * variant.second_columns * variant.lanes * 2
-    of_first = (variant.rows + variant.first_columns * variant.halves) * row_bytes
+    staged = (4 if variant.wide else 16) * 16 * (line + (96 - line % 64) % 64)
+    staged += vectors * 4 * 2 * variant.columns * variant.lanes * 2
+    of_first = (variant.rows + variant.first_rows) * row_bytes
     stage = round_up(max(of_first, _packing(variant).stage_bytes), hopper_common.SWIZZLE_BYTES)
     return hopper_common.stages(h + staged, stage)
 
@@ -215,7 +225,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         "kronecker_sparse",
         _source(epilogue, variant, stages),
         "kronecker_sparse_chain",
-        hopper_common.THREADS,
+        THREADS,
         shared,
         description=text.describe(
             "kronecker_sparse", KIND, variant.dtype, "fp32", words, epilogue
@@ -226,14 +236,15 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
 
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> str:
     """The generated CUDA text: types, ``Finish``, a few constants, the wgmma, one include."""
-    widths = dict.fromkeys((variant.first_columns, variant.second_columns))
+    widths = dict.fromkeys((variant.first_share, variant.columns))
     products = "\n".join(multiply(variant.dtype, columns, False) for columns in widths)
-    return f"""{hopper_common.preamble(variant.dtype, epilogue)}
+    return f"""{text.preamble(variant.dtype, variant.dtype, epilogue)}
+constexpr bool WIDE = {str(variant.wide).lower()};
 constexpr int LANES = {variant.lanes};
-constexpr int HALVES = {variant.halves};
 constexpr int FIRST_COLUMNS = {variant.first_columns};
+constexpr int FIRST_SHARE = {variant.first_share};
 constexpr int H_CHUNKS = {variant.chunks};
-constexpr int SECOND_COLUMNS = {variant.second_columns};
+constexpr int COLUMNS = {variant.columns};
 constexpr int SECOND_DEPTH = {variant.second_depth};
 constexpr int PART_COLUMNS = {variant.part_columns};
 constexpr int STAGES = {stages};
