@@ -26,7 +26,6 @@
 //   H_CHUNKS                 128-byte rows of h along k, for each l
 //   COLUMNS                  j of a warpgroup's tile of the second product
 //   SECOND_DEPTH             k of its stages
-//   PART_COLUMNS             j that are staged together
 //   STAGES                   of the ring
 //   Finish, EPILOGUE, VECTORS, SCALARS, PARAMETER_BYTES: as in hopper/hopper.cuh
 //   multiply(...)            wgmma of FIRST_SHARE and of COLUMNS
@@ -54,12 +53,14 @@ constexpr int STAGE_BYTES =
 constexpr int H_CHUNK_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int H_LANE_BYTES = H_CHUNKS * H_CHUNK_BYTES;
 constexpr int H_BYTES = SPAN * H_LANE_BYTES;
-// Lines of staged y, modulo 128 bytes, are 32 or 96 apart, so that those of four rows lie in other
-// banks.
-constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
-constexpr int PART_PITCH = PART_LINE + (96 - PART_LINE % 64) % 64;
-constexpr int PART_BYTES = 16 * PART_PITCH;              // of the rows of a warp
-constexpr int OUT_BYTES = (WIDE ? 4 : 16) * PART_BYTES;  // those of four warps, if they share rows
+// If WIDE, y is staged by 8 columns: a line has 8 bytes of each for every warpgroup, one
+// warpgroup's behind another's, so that a thread stores two j at once. Bytes between lines, and
+// between warpgroups, have what is stored or loaded at the same time lie in other banks.
+constexpr int PART_COLUMNS = 8;
+constexpr int GROUP_PITCH = PART_COLUMNS * 8 + 32;
+constexpr int PART_PITCH = WARPGROUPS * GROUP_PITCH + 64;
+constexpr int PART_BYTES = 16 * PART_PITCH;           // of the rows of four warps
+constexpr int OUT_BYTES = WIDE ? 4 * PART_BYTES : 0;
 constexpr int FEATURES = COLUMNS * LANES;                // of a warpgroup's tile
 static_assert(FEATURES <= 128, "a thread stages one value of each vector");
 
@@ -205,7 +206,7 @@ kronecker_sparse_chain(const __grid_constant__ Parameters parameters) {
         release_registers<32>();
         if (threadIdx.x == 0) produce(parameters, s);
     } else {
-        take_registers<120>();
+        take_registers<112>();
         consume(parameters, s);
     }
 }

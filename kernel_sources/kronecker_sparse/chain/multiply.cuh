@@ -23,14 +23,8 @@ struct Consumer {
     }
     __device__ __forceinline__ void synchronize_pair() const { sync_threads(1 + pair, 256); }
     __device__ __forceinline__ void synchronize() const { sync_threads(3 + warpgroup, 128); }
-    // The warps that stage and store the same 16 rows: one, or four that split l.
-    __device__ __forceinline__ void synchronize_rows() const {
-        if (WIDE) {
-            sync_threads(7 + row / 16, 128);
-        } else {
-            __syncwarp();
-        }
-    }
+    // The four warps that stage and store the same 16 rows, if they split l.
+    __device__ __forceinline__ void synchronize_rows() const { sync_threads(7 + row / 16, 128); }
 };
 
 // Groups of wgmma under way: one at most, whose stage is released behind the next one.

@@ -1,5 +1,4 @@
-// A finished tile of y. The LANES features of each j that a thread has lie side by side; through
-// shared memory they become whole 32-byte sectors, rows of which are stored together.
+// A finished tile of y, of which a thread has LANES features side by side for each j.
 #pragma once
 
 // The epilogues' vectors, of the features of a warpgroup's tile, in shared memory: loads of them
@@ -41,54 +40,93 @@ struct Staged {
     }
 };
 
-// PART_COLUMNS from `first` on of a warp's 16 rows, a line of shared memory for each.
+// LANES features of columns `i` and `i` + 1 of a thread's accumulators, rounded: of `two` columns.
+struct alignas(16) Features {
+    static constexpr int WORDS = LANES % 4 == 0 ? 4 : LANES % 2 == 0 ? 2 : 1;  // of one store
+    OutputT element[2 * LANES];
+    __device__ __forceinline__ Features(const float (&sums)[LANES][COLUMNS / 2], int i) {
+#pragma unroll
+        for (int f = 0; f < 2 * LANES; ++f)
+            element[f] = convert<OutputT>(sums[f % LANES][i + f / LANES]);
+    }
+    __device__ __forceinline__ void store(void* to) const {
+        auto words = reinterpret_cast<const Vector<u32, WORDS>*>(element);
+#pragma unroll
+        for (int word = 0; word < LANES / WORDS; ++word)
+            store_vector(static_cast<u32*>(to) + word * WORDS, words[word]);
+    }
+};
+
+#if WIDE
+// The l of four warpgroups become whole 32-byte sectors in shared memory. This stages PART_COLUMNS
+// from `first` on of a warp's 16 rows.
 __device__ __forceinline__ void stage_part(const float (&sums)[LANES][COLUMNS / 2],
                                            unsigned char* out, int first,
                                            const Consumer& consumer) {
-    constexpr int PIECE = SPAN * 2;  // bytes of a j
-    out += consumer.row % 16 * PART_PITCH + consumer.first_lane * 2 + consumer.two * PIECE;
+    out += consumer.row % 16 * PART_PITCH + consumer.warpgroup * GROUP_PITCH;
+    out += consumer.two * LANES * 2;
 #pragma unroll
-    for (int i = 0; i < PART_COLUMNS / 2; i += 2) {
-        unsigned char* to = out + i / 2 % 2 * 8 * PART_PITCH + i / 4 * 8 * PIECE;
-        // LANES features of two columns, side by side unless other l are between.
-        struct alignas(16) { OutputT element[2 * LANES]; } features;
-#pragma unroll
-        for (int f = 0; f < 2 * LANES; ++f)
-            features.element[f] = convert<OutputT>(sums[f % LANES][first / 2 + i + f / LANES]);
-        constexpr int WORDS = LANES % 4 == 0 && !WIDE ? 4 : LANES % 2 == 0 ? 2 : 1;
-        auto words = reinterpret_cast<const Vector<u32, WORDS>*>(&features);
-#pragma unroll
-        for (int word = 0; word < LANES / WORDS; ++word)
-            store_vector(reinterpret_cast<u32*>(to + word * (WIDE ? PIECE : WORDS * 4)),
-                         words[word]);
-    }
+    for (int i = 0; i < PART_COLUMNS / 2; i += 2)
+        Features(sums, first / 2 + i)
+            .store(out + i / 2 % 2 * 8 * PART_PITCH + i / 4 * 8 * LANES * 2);
+}
+
+// 8 l of a j, of two warpgroups.
+__device__ __forceinline__ Vector<u32, 4> staged_chunk(const unsigned char* line, int chunk) {
+    auto place = reinterpret_cast<const u32*>(line + chunk % 2 * 2 * GROUP_PITCH + chunk / 2 * 8);
+    Vector<u32, 2> low = load_vector<u32, 2>(place);
+    Vector<u32, 2> high = load_vector<u32, 2>(place + GROUP_PITCH / 4);
+    return {low.element[0], low.element[1], high.element[0], high.element[1]};
 }
 
 // From there to y, 16 bytes a thread.
 __device__ __forceinline__ void copy_part(const Parameters& p, const unsigned char* out,
                                           const Unit& unit, int column, const Consumer& consumer) {
-    constexpr int CHUNKS = PART_LINE / 16, LINES = (WIDE ? 128 : 32) / CHUNKS;
-    static_assert(LINES > 0, "a line has a thread for each chunk");
-    constexpr int PER_COLUMN = WIDE ? SPAN / 8 : 1;  // chunks of a j, if j lie apart
-    int thread = threadIdx.x % 32 + (WIDE ? consumer.warpgroup * 32 : 0);
-    int line = thread / CHUNKS, chunk = thread % CHUNKS;
+    constexpr int CHUNKS = PART_COLUMNS * 2, LINES = 128 / CHUNKS;
+    int thread = threadIdx.x % 32 + consumer.warpgroup * 32;
+    int line = thread / CHUNKS, chunk = thread % CHUNKS, j = column + chunk / 2;
+    if (j >= p.columns) return;
     int row = unit.row + consumer.row / 16 * 16 + line;
-    int offset = WIDE ? (column + chunk / PER_COLUMN) * p.lanes + chunk % PER_COLUMN * 8
-                      : column * LANES + chunk * 8;
-    if (offset >= p.columns * p.lanes || line >= LINES) return;
-    i64 feature = i64(unit.group) * p.columns * p.lanes + unit.lane + offset;
-    OutputT* y = p.y + row * p.y_row + feature;
-    auto from = reinterpret_cast<const u32*>(out + line * PART_PITCH + chunk * 16);
-    Vector<u32, 4> words[(16 + LINES - 1) / LINES];
+    OutputT* y = p.y + row * p.y_row + (i64(unit.group) * p.columns + j) * p.lanes + unit.lane +
+                 chunk % 2 * 8;
+    Vector<u32, 4> words[16 / LINES];
 #pragma unroll
-    for (int i = 0; i < 16; i += LINES)  // a line behind the last one is another warp's, or free
-        words[i / LINES] = load_vector<u32, 4>(from + i * PART_PITCH / 4);
+    for (int i = 0; i < 16; i += LINES)
+        words[i / LINES] = staged_chunk(out + (line + i) * PART_PITCH, chunk);
 #pragma unroll
-    for (int i = 0; i < 16; i += LINES) {
-        if (row + i >= p.rows || (16 % LINES && line + i >= 16)) return;
-        store_chunk(y + i * p.y_row, words[i / LINES]);
+    for (int i = 0; i < 16; i += LINES)
+        if (row + i < p.rows) store_chunk(y + i * p.y_row, words[i / LINES]);
+}
+
+__device__ __forceinline__ void store_sums(const float (&sums)[LANES][COLUMNS / 2],
+                                           const Parameters& p, const Shared& s, const Unit& unit,
+                                           int column, const Consumer& consumer) {
+    unsigned char* out = s.out + consumer.row / 16 * PART_BYTES;
+#pragma unroll
+    for (int part = 0; part < COLUMNS; part += PART_COLUMNS) {
+        consumer.synchronize_rows();  // what was staged before is read
+        stage_part(sums, out, part, consumer);
+        consumer.synchronize_rows();
+        copy_part(p, out, unit, column + part, consumer);
     }
 }
+#else
+// Four threads have 16 bytes for each l side by side.
+__device__ __forceinline__ void store_sums(const float (&sums)[LANES][COLUMNS / 2],
+                                           const Parameters& p, const Shared& s, const Unit& unit,
+                                           int column, const Consumer& consumer) {
+    int row = unit.row + consumer.row, j = column + consumer.two;
+    OutputT* y = p.y + row * p.y_row + (i64(unit.group) * p.columns + j) * LANES;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (row + half * 8 >= p.rows) return;
+        OutputT* line = y + half * 8 * p.y_row;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; i += 4)
+            if (j + i * 2 < p.columns) Features(sums, i + half * 2).store(line + i * 2 * LANES);
+    }
+}
+#endif
 
 __device__ __forceinline__ void store_tile(float (&sums)[LANES][COLUMNS / 2],
                                            const Vectors& vectors, const Parameters& p,
@@ -103,13 +141,5 @@ __device__ __forceinline__ void store_tile(float (&sums)[LANES][COLUMNS / 2],
             for (int l = 0; l < LANES; ++l) sums[l][i] = finish(sums[l][i], feature + l);
         }
     }
-    int warp = WIDE ? consumer.row / 16 : consumer.warpgroup * 4 + threadIdx.x % 128 / 32;
-    unsigned char* out = s.out + warp * PART_BYTES;
-#pragma unroll
-    for (int part = 0; part < COLUMNS; part += PART_COLUMNS) {
-        consumer.synchronize_rows();  // what was staged before is read
-        stage_part(sums, out, part, consumer);
-        consumer.synchronize_rows();
-        copy_part(p, out, unit, column + part, consumer);
-    }
+    store_sums(sums, p, s, unit, column, consumer);
 }

@@ -29,7 +29,7 @@ MOST_SHARE = 64  # columns of a block's product that a warpgroup computes: 32 re
 MOST_SUMS = {False: 96, True: 128}  # l times columns of a warpgroup's tile, if wide: registers
 QUOTIENTS = (1, 2, 4)  # below 8
 STAGE_BYTES = 32 * 1024  # of the second weight at most
-LINE_BYTES = 64  # of a staged line of y, where all l are in it
+WIDE_OUT_BYTES = 4 * 16 * (4 * 96 + 64)  # of what is staged of y
 MIN_STAGES = 3
 MOST_SPLITS = 8
 
@@ -45,7 +45,6 @@ class Variant(NamedTuple):
     chunks: int  # rows of 128 bytes of an l of h
     columns: int  # of a warpgroup's tile of the second product
     second_depth: int
-    part_columns: int  # that are staged together
 
     @property
     def span(self) -> int:
@@ -82,22 +81,18 @@ def variant_of(dtype: str, first: Pattern, second: Pattern) -> Variant | None:
     quotient = b // lanes if b % lanes == 0 else 0
     quotient *= quotient % 8 == 0 or quotient in QUOTIENTS
     wide = lanes > 8
-    if wide and (lanes % 16 or not quotient) or columns * lanes % 8:
+    if wide and (lanes % 16 or not quotient) or columns * lanes % 8 or columns % 2:
         return None
     first_columns = 8 * quotient if wide else b
     if first_columns > 2 * MOST_SHARE or first_columns > MOST_SHARE and first_columns % 16:
         return None
     of_group = 4 if wide else lanes
     width = _columns(columns, MOST_SUMS[wide] // of_group, 1 if wide else 2)
-    variant = Variant(
-        dtype, wide, of_group, quotient, first_columns, ceil_div(depth, 64), width, STEP, 8
-    )
+    chunks = ceil_div(depth, hopper_common.row(dtype))
+    variant = Variant(dtype, wide, of_group, quotient, first_columns, chunks, width, STEP)
     most = STAGE_BYTES // (variant.span * variant.second_columns * 2)
-    parts = (n for n in (32, 16) if not wide and n * lanes * 2 <= LINE_BYTES and width % n == 0)
-    variant = variant._replace(
-        second_depth=next((n for n in (64, 32) if n <= most and not wide), STEP),
-        part_columns=next(parts, 8),
-    )
+    depths = (n for n in (64, 32) if n <= most and not wide)
+    variant = variant._replace(second_depth=next(depths, STEP))
     return variant if shared_memory(variant)[0] >= MIN_STAGES else None
 
 
@@ -207,8 +202,7 @@ def shared_memory(variant: Variant, vectors: int = 1) -> tuple[int, int]:
     all."""
     row_bytes = hopper_common.ROW_BYTES
     h = variant.span * variant.chunks * variant.rows * row_bytes
-    line = variant.part_columns * variant.span * 2
-    staged = (4 if variant.wide else 16) * 16 * (line + (96 - line % 64) % 64)
+    staged = WIDE_OUT_BYTES if variant.wide else 0
     staged += vectors * 4 * 2 * variant.columns * variant.lanes * 2
     of_first = (variant.rows + variant.first_rows) * row_bytes
     stage = round_up(max(of_first, _packing(variant).stage_bytes), hopper_common.SWIZZLE_BYTES)
@@ -239,16 +233,15 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> st
     widths = dict.fromkeys((variant.first_share, variant.columns))
     products = "\n".join(multiply(variant.dtype, columns, False) for columns in widths)
     return f"""{text.preamble(variant.dtype, variant.dtype, epilogue)}
-constexpr bool WIDE = {str(variant.wide).lower()};
 constexpr int LANES = {variant.lanes};
 constexpr int FIRST_COLUMNS = {variant.first_columns};
 constexpr int FIRST_SHARE = {variant.first_share};
 constexpr int H_CHUNKS = {variant.chunks};
 constexpr int COLUMNS = {variant.columns};
 constexpr int SECOND_DEPTH = {variant.second_depth};
-constexpr int PART_COLUMNS = {variant.part_columns};
 constexpr int STAGES = {stages};
 constexpr int PARAMETER_BYTES = {_parameters(epilogue).size};
+#define WIDE {int(variant.wide)}
 #define QUOTIENT {variant.quotient}
 
 #include "common/hopper.cuh"
