@@ -18,6 +18,7 @@
 //   InputT, AccT, OutputT    storage of x, weights and h; arithmetic; storage of y
 //   WIDE                     whether a unit has 16 l of more, of which each pair has 8 and each
 //                            warpgroup 4; else it has all l, and each pair has 64 rows
+//   GROUPS                   warpgroups of a pair: 2, or 1
 //   LANES                    l of a warpgroup
 //   QUOTIENT                 features of a block of h with the same l, whose rows of the first
 //                            weight are loaded together, l by l; 0: a block's rows in their order
@@ -38,11 +39,11 @@
 constexpr int ROW_BYTES = 128;                 // swizzled rows of x, of the first weight and of h
 constexpr int ROW = ROW_BYTES / 2;             // elements of one
 constexpr int STEP = 16;                       // k of one wgmma
-constexpr int WARPGROUPS = 4, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int WARPGROUPS = 2 * GROUPS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int SPAN = WIDE ? WARPGROUPS * LANES : LANES;  // l of a unit
 constexpr int TILE_ROWS = WIDE ? 64 : 128;
 constexpr int FIRST_ROWS = WIDE ? 2 * FIRST_COLUMNS : FIRST_COLUMNS;  // of a block's first weight
-constexpr int SECOND_COLUMNS = WIDE ? COLUMNS : 2 * COLUMNS;          // of a unit's tile
+constexpr int SECOND_COLUMNS = WIDE ? COLUMNS : GROUPS * COLUMNS;     // of a unit's tile
 
 constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int FIRST_BYTES = X_BYTES + FIRST_ROWS * ROW_BYTES;  // of a stage of the first product
@@ -53,16 +54,18 @@ constexpr int STAGE_BYTES =
 constexpr int H_CHUNK_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int H_LANE_BYTES = H_CHUNKS * H_CHUNK_BYTES;
 constexpr int H_BYTES = SPAN * H_LANE_BYTES;
-// If WIDE, y is staged by 8 columns: a line has 8 bytes of each for every warpgroup, one
-// warpgroup's behind another's, so that a thread stores two j at once. Bytes between lines, and
-// between warpgroups, have what is stored or loaded at the same time lie in other banks.
+// Unless it is stored as it is, y is staged by 8 columns. If WIDE a line has each column's l of one
+// warpgroup behind those of another, so that a thread stores two j at once. The bytes between lines,
+// and between warpgroups, have what is stored or loaded at the same time lie in other banks.
+#define DIRECT (!WIDE && (LANES == 1 || LANES == 2 || LANES == 4 || LANES == 8))
 constexpr int PART_COLUMNS = 8;
-constexpr int GROUP_PITCH = PART_COLUMNS * 8 + 32;
-constexpr int PART_PITCH = WARPGROUPS * GROUP_PITCH + 64;
-constexpr int PART_BYTES = 16 * PART_PITCH;           // of the rows of four warps
-constexpr int OUT_BYTES = WIDE ? 4 * PART_BYTES : 0;
+constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
+constexpr int GROUP_PITCH = PART_COLUMNS * LANES * 2 + 32;
+constexpr int PART_PITCH = WIDE ? WARPGROUPS * GROUP_PITCH + 64
+                                : PART_LINE + (96 - PART_LINE % 64) % 64;
+constexpr int PART_BYTES = 16 * PART_PITCH;                           // of the rows of a warp
+constexpr int OUT_BYTES = DIRECT ? 0 : (WIDE ? 4 : 4 * WARPGROUPS) * PART_BYTES;
 constexpr int FEATURES = COLUMNS * LANES;                // of a warpgroup's tile
-static_assert(FEATURES <= 128, "a thread stages one value of each vector");
 
 // Laid out by kernlib/families/kronecker_sparse/lowering/fused_chain.py.
 struct Maps { TensorMap x, first; };
@@ -203,10 +206,10 @@ kronecker_sparse_chain(const __grid_constant__ Parameters parameters) {
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        release_registers<32>();
+        release_registers<GROUPS == 2 ? 32 : 40>();
         if (threadIdx.x == 0) produce(parameters, s);
     } else {
-        take_registers<112>();
+        take_registers<GROUPS == 2 ? 112 : 232>();
         consume(parameters, s);
     }
 }

@@ -10,21 +10,19 @@ struct Consumer {
     int row, two;                        // accumulators: rows `row` and `row` + 8; 2 columns of 8
     __device__ __forceinline__ Consumer() {
         warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // in a uniform register
-        pair = warpgroup / 2;
+        pair = warpgroup / GROUPS;
         first_row = WIDE ? 0 : pair * 64;
-        pair_lane = WIDE ? pair * 2 * LANES : 0;
+        pair_lane = WIDE ? pair * GROUPS * LANES : 0;
         first_lane = WIDE ? warpgroup * LANES : 0;
-        first_column = WIDE ? 0 : warpgroup % 2 * COLUMNS;
+        first_column = WIDE ? 0 : warpgroup % GROUPS * COLUMNS;
         row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         two = threadIdx.x % 4 * 2;
     }
     __device__ __forceinline__ int first_share() const {
         return FIRST_COLUMNS > FIRST_SHARE ? warpgroup % 2 * FIRST_SHARE : 0;
     }
-    __device__ __forceinline__ void synchronize_pair() const { sync_threads(1 + pair, 256); }
+    __device__ __forceinline__ void synchronize_pair() const { sync_threads(1 + pair, 128 * GROUPS); }
     __device__ __forceinline__ void synchronize() const { sync_threads(3 + warpgroup, 128); }
-    // The four warps that stage and store the same 16 rows, if they split l.
-    __device__ __forceinline__ void synchronize_rows() const { sync_threads(7 + row / 16, 128); }
 };
 
 // Groups of wgmma under way: one at most, whose stage is released behind the next one.
@@ -49,7 +47,7 @@ struct Pending {
 constexpr bool BOTH = FIRST_COLUMNS > FIRST_SHARE;
 constexpr int FIRST_SUMS = FIRST_SHARE / 2;
 // Blocks whose products a warpgroup has under way at once.
-constexpr int TOGETHER = FIRST_SUMS <= 4 ? 4 : FIRST_SUMS <= 8 ? 2 : 1;
+constexpr int TOGETHER = FIRST_SUMS <= 4 ? 4 : FIRST_SUMS <= 8 ? 4 / GROUPS : FIRST_SUMS <= 32 ? 2 / GROUPS : 1;
 
 // Begins the product of a block.
 __device__ __forceinline__ void multiply_block(float (&sums)[FIRST_SUMS], const Parameters& p,
@@ -203,9 +201,9 @@ __device__ __forceinline__ void skip_blocks(const Parameters& p, const Shared& s
 
 __device__ __forceinline__ void first_product(const Parameters& p, const Shared& s, Ring& ring,
                                               const Consumer& consumer) {
-    int turn = consumer.warpgroup % 2;
+    int turn = consumer.warpgroup % GROUPS;
 #pragma unroll 1
-    for (int block = 0; block < p.blocks; block += TOGETHER, turn ^= 1) {
+    for (int block = 0; block < p.blocks; block += TOGETHER, turn ^= GROUPS - 1) {
         if (turn && !BOTH) {
             skip_blocks(p, s, ring, min(TOGETHER, p.blocks - block));
             continue;

@@ -23,13 +23,13 @@ from kernlib.lowering.wgmma import multiply
 
 KIND = "chain"
 FIXED = "<q12i"  # struct Fixed
-THREADS = 640
 STEP = 16  # k of one wgmma
-MOST_SHARE = 64  # columns of a block's product that a warpgroup computes: 32 registers
-MOST_SUMS = {False: 96, True: 128}  # l times columns of a warpgroup's tile, if wide: registers
+MOST_FIRST = 128  # columns of a block's product
+MOST_SHARE = 64  # of them that each of two warpgroups of a pair computes: 32 registers
+MOST_SUMS = 192  # l times columns of a warpgroup's tile: 96 registers
+MOST_SHARED_SUMS = {False: 96, True: 128}  # of one of two warpgroups of a pair, if wide
 QUOTIENTS = (1, 2, 4)  # below 8
 STAGE_BYTES = 32 * 1024  # of the second weight at most
-WIDE_OUT_BYTES = 4 * 16 * (4 * 96 + 64)  # of what is staged of y
 MIN_STAGES = 3
 MOST_SPLITS = 8
 
@@ -45,11 +45,12 @@ class Variant(NamedTuple):
     chunks: int  # rows of 128 bytes of an l of h
     columns: int  # of a warpgroup's tile of the second product
     second_depth: int
+    groups: int  # warpgroups of a pair: 2 where finishing y takes long, with few registers each
 
     @property
     def span(self) -> int:
         """l of a unit."""
-        return 4 * self.lanes if self.wide else self.lanes
+        return 2 * self.groups * self.lanes if self.wide else self.lanes
 
     @property
     def rows(self) -> int:
@@ -59,12 +60,12 @@ class Variant(NamedTuple):
     @property
     def second_columns(self) -> int:
         """Columns of all warpgroups' tiles."""
-        return self.columns if self.wide else 2 * self.columns
+        return self.columns if self.wide else self.groups * self.columns
 
     @property
     def first_share(self) -> int:
         """Columns of a block's product that a warpgroup computes."""
-        return self.first_columns // (2 if self.first_columns > MOST_SHARE else 1)
+        return self.first_columns // (self.groups if self.first_columns > MOST_SHARE else 1)
 
     @property
     def first_rows(self) -> int:
@@ -72,11 +73,14 @@ class Variant(NamedTuple):
         return 2 * self.first_columns if self.wide else self.first_columns
 
 
-def variant_of(dtype: str, first: Pattern, second: Pattern) -> Variant | None:
-    """How the kernel takes two factors; None for those that it does not."""
+def variant_of(
+    dtype: str, first: Pattern, second: Pattern, is_costly: bool = False
+) -> Variant | None:
+    """How the kernel takes two factors with a costly epilogue or a cheap one; None for those that
+    it does not take."""
     a, b, c, d = first
-    groups, columns, depth, lanes = second
-    if dtype == "float32" or d != 1 or a % groups or b % 8 or c % 8 or depth % STEP:
+    blocks, columns, depth, lanes = second
+    if dtype == "float32" or d != 1 or a % blocks or b % 8 or c % 8 or depth % STEP:
         return None
     quotient = b // lanes if b % lanes == 0 else 0
     quotient *= quotient % 8 == 0 or quotient in QUOTIENTS
@@ -84,12 +88,15 @@ def variant_of(dtype: str, first: Pattern, second: Pattern) -> Variant | None:
     if wide and (lanes % 16 or not quotient) or columns * lanes % 8 or columns % 2:
         return None
     first_columns = 8 * quotient if wide else b
-    if first_columns > 2 * MOST_SHARE or first_columns > MOST_SHARE and first_columns % 16:
+    groups = 2 if wide or is_costly else 1
+    is_shared = groups == 2 and first_columns > MOST_SHARE
+    if first_columns > MOST_FIRST or is_shared and first_columns % 16:
         return None
-    of_group = 4 if wide else lanes
-    width = _columns(columns, MOST_SUMS[wide] // of_group, 1 if wide else 2)
+    lanes = 4 if wide else lanes
+    most = (MOST_SHARED_SUMS[wide] if groups == 2 else MOST_SUMS) // lanes
+    width = _columns(columns, min(most, 128), 1 if wide else groups)
     chunks = ceil_div(depth, hopper_common.row(dtype))
-    variant = Variant(dtype, wide, of_group, quotient, first_columns, chunks, width, STEP)
+    variant = Variant(dtype, wide, lanes, quotient, first_columns, chunks, width, STEP, groups)
     most = STAGE_BYTES // (variant.span * variant.second_columns * 2)
     depths = (n for n in (64, 32) if n <= most and not wide)
     variant = variant._replace(second_depth=next(depths, STEP))
@@ -102,12 +109,14 @@ def _columns(count: int, most: int, groups: int) -> int:
     return min(known, key=lambda n: (round_up(count, n * groups), -n))
 
 
-def takes(first: Problem, second: Problem, arch: str) -> Variant | None:
+def takes(
+    epilogue: tuple[Epilogue, ...], first: Problem, second: Problem, arch: str
+) -> Variant | None:
     """The variant for a chain of two problems; None where this kernel does not take it."""
     if arch != hopper_common.ARCH or first.dtype != second.dtype:
         return None
     patterns = [(p.blocks, p.columns, p.depth, p.lanes) for p in (first, second)]
-    variant = variant_of(first.dtype, *patterns)
+    variant = variant_of(first.dtype, *patterns, not hopper_common.is_cheap(epilogue))
     if variant is None:
         return None
     x, weight = _extents(first, variant)
@@ -202,8 +211,11 @@ def shared_memory(variant: Variant, vectors: int = 1) -> tuple[int, int]:
     all."""
     row_bytes = hopper_common.ROW_BYTES
     h = variant.span * variant.chunks * variant.rows * row_bytes
-    staged = WIDE_OUT_BYTES if variant.wide else 0
-    staged += vectors * 4 * 2 * variant.columns * variant.lanes * 2
+    line = 16 * variant.lanes  # bytes of 8 columns
+    staged = 64 * (2 * variant.groups * (line + 32) + 64) if variant.wide else 0
+    if not variant.wide and variant.lanes not in (1, 2, 4, 8):
+        staged = 128 * variant.groups * (line + (96 - line % 64) % 64)
+    staged += vectors * 2 * variant.groups * 2 * variant.columns * variant.lanes * 2
     of_first = (variant.rows + variant.first_rows) * row_bytes
     stage = round_up(max(of_first, _packing(variant).stage_bytes), hopper_common.SWIZZLE_BYTES)
     return hopper_common.stages(h + staged, stage)
@@ -219,7 +231,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         "kronecker_sparse",
         _source(epilogue, variant, stages),
         "kronecker_sparse_chain",
-        THREADS,
+        128 * (2 * variant.groups + 1),
         shared,
         description=text.describe(
             "kronecker_sparse", KIND, variant.dtype, "fp32", words, epilogue
@@ -233,7 +245,7 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> st
     widths = dict.fromkeys((variant.first_share, variant.columns))
     products = "\n".join(multiply(variant.dtype, columns, False) for columns in widths)
     return f"""{text.preamble(variant.dtype, variant.dtype, epilogue)}
-constexpr int LANES = {variant.lanes};
+constexpr int GROUPS = {variant.groups};
 constexpr int FIRST_COLUMNS = {variant.first_columns};
 constexpr int FIRST_SHARE = {variant.first_share};
 constexpr int H_CHUNKS = {variant.chunks};
@@ -242,6 +254,7 @@ constexpr int SECOND_DEPTH = {variant.second_depth};
 constexpr int STAGES = {stages};
 constexpr int PARAMETER_BYTES = {_parameters(epilogue).size};
 #define WIDE {int(variant.wide)}
+#define LANES {variant.lanes}
 #define QUOTIENT {variant.quotient}
 
 #include "common/hopper.cuh"

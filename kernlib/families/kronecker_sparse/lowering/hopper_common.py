@@ -47,6 +47,11 @@ constexpr int HEAD_SCALARS = {text.scalar_count(head)};
 {text.finish(rest, "Rest")}"""
 
 
+def is_cheap(epilogue: tuple[Epilogue, ...]) -> bool:
+    """Whether all of it takes but a few instructions."""
+    return all(_is_cheap(part.tree()) for part in epilogue)
+
+
 def _is_cheap(node: Node) -> bool:
     """Whether an expression takes but a few instructions."""
     if not isinstance(node, Operation):
