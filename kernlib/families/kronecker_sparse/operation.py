@@ -158,7 +158,7 @@ def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) ->
     return key
 
 
-def _way(call: Call, *request) -> str:
+def way(call: Call, *request) -> str:
     """Kernels compute their dtypes on CUDA, torch all else and what is inside a transform of
     torch.func. Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device) or call.dtype not in KERNEL_TYPES:
@@ -182,7 +182,7 @@ PRODUCT = products.Product(
     operators=_OPERATORS,
     key=_key,
     check=check_call,
-    way=_way,
+    way=way,
     plan=plans.plan,
     reference=_reference,
     tensors=tuple,
@@ -236,7 +236,7 @@ GRADIENT = Operation(
     operators=_OPERATORS,
     key=_gradient_key,
     check=_check_gradient,
-    way=_way,
+    way=way,
     reference=_gradient_reference,
     plan=plans.gradient_plan,
     launch=_launch_gradient,

@@ -10,28 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
 from kernlib.families.kronecker_sparse import operation
+from kernlib.families.kronecker_sparse.chain import fused
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.families.kronecker_sparse.operation import (
     calls,
     check_kinds,
-    planned,
     run_factor,
     settings_of,
-    variants,
 )
 from kernlib.runtime import early, products
-from kernlib.runtime.arguments import check_names, parameter_key
+from kernlib.runtime.arguments import autocast, check_names, parameter_key
 from kernlib.runtime.autograd import Parts, are_here, bias_gradient, is_watched
 from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.products import ProductPlan, requires_gradient
 from kernlib.runtime.tensors import UNREADABLE, refuse_any_overlap, signature
+
+if TYPE_CHECKING:
+    from kernlib.jit.spec import KernelSpec
+    from kernlib.runtime.ahead import Planned
 
 __all__ = ["RUNS", "planned", "run", "variants"]
 
@@ -40,7 +43,7 @@ class Route(NamedTuple):
     """What a chain of one signature launches."""
 
     factors: tuple[KroneckerSparse, ...]  # if a gradient is recorded, without the last epilogues
-    plans: tuple[ProductPlan, ...]
+    plans: tuple[ProductPlan, ...]  # of the factors; or of the whole chain, where that is one
     parts: Parts | None  # of the last factor if a gradient is recorded
     options: tuple | None  # of all products then, as :func:`options_of` returns them
 
@@ -50,8 +53,13 @@ _routes = PlanCache()
 
 def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch.Tensor:
     """The factors one after the other: x and a weight for each."""
-    key = None
-    if out is None and not torch._C._is_any_autocast_enabled() and forward_ad._current_level < 0:
+    if torch._C._is_any_autocast_enabled():
+        check_kinds(chain, operands)
+        if out is not None:  # which casts would hide
+            _refuse_overlap(out, operands, parameters)
+        operands, parameters = autocast(operands, parameters)
+    key, is_recorded = None, False
+    if out is None and forward_ad._current_level < 0:
         is_recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands)
         if not (is_recorded and _are_functorch_transforms_active()):
             key = _key(is_recorded, chain, operands, parameters)
@@ -60,10 +68,11 @@ def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch
                 return _by_route(route, operands, parameters)
     check_kinds(chain, operands)
     check_names(chain, parameters)
+    if key is not None and not is_recorded and fused.takes(chain, operands, parameters):
+        return _fused(key, chain, operands, parameters)
     x, *weights = operands
     if out is not None:  # whose own factor sees neither x nor what belongs to the others
-        named = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
-        refuse_any_overlap(out, x=x, **named, **parameters)
+        _refuse_overlap(out, operands, parameters)
     request = chain, x, tuple(weights), out, parameters
     # A thread has none of the autocast that this one has: each factor then begins its own.
     by_factor = torch._C._is_any_autocast_enabled()
@@ -71,6 +80,21 @@ def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch
     if key is not None and products.is_on_gpu(x.device):
         _keep(key, chain, hidden, weights, parameters)
     return hidden[-1]
+
+
+def _refuse_overlap(out, operands: tuple, parameters: dict) -> None:
+    x, *weights = operands
+    named = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
+    refuse_any_overlap(out, x=x, **named, **parameters)
+
+
+def _fused(key: tuple, chain, operands: tuple, parameters: dict) -> torch.Tensor:
+    """The first call of its signature that one kernel computes."""
+    y = early.first(fused.calls.execute, chain, operands, None, parameters)
+    plan = fused.calls.find(chain, operands, None, parameters)
+    if plan is not None:
+        _routes.keep(key, Route(chain.factors[-1:], (plan,), None, None))
+    return y
 
 
 RUNS = {KroneckerSparseChain: run}
@@ -134,10 +158,39 @@ def _by_route(route: Route, operands: tuple, parameters: dict) -> torch.Tensor:
     if parts is not None:
         bias = None if parts.bias is None else parameters[parts.bias]
         return parts.finish(_Chain.apply(route, x, bias, *weights), parameters)
+    if len(route.plans) < len(weights):
+        (plan,), (last,) = route.plans, route.factors
+        return calls.launch(plan, last, operands, None, parameters)
     for plan, factor, weight in zip(route.plans, route.factors, weights, strict=True):
         values = {name: parameters[name] for name in factor.parameters} if parameters else {}
         x = calls.launch(plan, factor, (x, weight), None, values)
     return x
+
+
+# Ahead of calls.
+
+
+def planned(chain: KroneckerSparseChain, tensors: tuple, arguments: dict) -> list[Planned]:
+    """What of a call has a plan: the whole chain, or the product of each factor. Raises TypeError
+    for tensors that are too few or too many."""
+    from kernlib.runtime.ahead import planned_product
+
+    if arguments.get("out") is None:
+        parameters = {name: value for name, value in arguments.items() if name != "out"}
+        check_kinds(chain, tensors)
+        check_names(chain, parameters)
+        cast, values = autocast(tensors, parameters)
+        is_recorded = torch.is_grad_enabled() and requires_gradient(values.values(), *cast)
+        if not is_recorded and fused.takes(chain, cast, values):
+            return [planned_product(fused.PRODUCT, fused.calls, None, chain, cast, values)]
+    return operation.planned(chain, tensors, arguments)
+
+
+def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[KernelSpec]:
+    """Every kernel that lowering can choose for a chain, its gradient included, and inputs of
+    ``dtypes``. Raises KeyError for dtypes that kernels do not have."""
+    specs = dict.fromkeys(operation.variants(chain, arch, dtypes))
+    return list(specs | dict.fromkeys(fused.variants(chain, arch, dtypes)))
 
 
 # Recorded calls.

@@ -85,12 +85,12 @@ def variant_of(
     quotient = b // lanes if b % lanes == 0 else 0
     quotient *= quotient % 8 == 0 or quotient in QUOTIENTS
     wide = lanes > 8
-    if wide and (lanes % 16 or not quotient) or columns * lanes % 8 or columns % 2:
+    if (wide and (lanes % 16 or not quotient)) or columns * lanes % 8 or columns % 2:
         return None
     first_columns = 8 * quotient if wide else b
     groups = 2 if wide or is_costly else 1
     is_shared = groups == 2 and first_columns > MOST_SHARE
-    if first_columns > MOST_FIRST or is_shared and first_columns % 16:
+    if first_columns > MOST_FIRST or (is_shared and first_columns % 16):
         return None
     lanes = 4 if wide else lanes
     most = (MOST_SHARED_SUMS[wide] if groups == 2 else MOST_SUMS) // lanes
@@ -141,13 +141,16 @@ def lower(
     second: Problem,
     variant: Variant,
     multiprocessors: int,
-) -> Lowered:
-    """The launches of a chain: the second weight packed, then both products."""
+) -> Lowered | None:
+    """The launches of a chain: the second weight packed, then both products. None where there are
+    so few tiles that half of the multiprocessors would be idle: kernels of one factor have more."""
     packed = _packing(variant)
     row_tiles, spans = ceil_div(first.rows, variant.rows), packed.spans(second)
     tiles, groups = packed.tiles(second), second.blocks
     splits = _splits(first, second, row_tiles * spans * groups, tiles, multiprocessors)
     units = row_tiles * spans * groups * splits
+    if 2 * units < multiprocessors:
+        return None
     fixed = _parameters(epilogue).pack(
         second.out.row, row_tiles, spans, splits, first.rows, first.blocks // groups, first.depth,
         second.columns, second.lanes, second.depth, tiles, units, 0,
@@ -165,6 +168,20 @@ def lower(
     packing = pack.step(second, packed)
     packing = packing._replace(pointers=(("weight2", 0), ("workspace", 0)))
     return Lowered((packing, main), packed.workspace(second))
+
+
+def variants(
+    epilogue: tuple[Epilogue, ...], patterns: tuple[Pattern, Pattern], arch: str, dtypes: list[str]
+) -> list[KernelSpec]:
+    """Every spec that :func:`lower` can choose for factors of these patterns."""
+    if arch != hopper_common.ARCH:
+        return []
+    known = [variant_of(dtype, *patterns, not hopper_common.is_cheap(epilogue)) for dtype in dtypes]
+    specs = []
+    for variant in known:
+        if variant is not None:
+            specs += [spec(epilogue, variant), *pack.specs(_packing(variant))]
+    return list(dict.fromkeys(specs))
 
 
 def _splits(first: Problem, second: Problem, units: int, tiles: int, multiprocessors: int) -> int:
@@ -233,9 +250,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         "kronecker_sparse_chain",
         128 * (2 * variant.groups + 1),
         shared,
-        description=text.describe(
-            "kronecker_sparse", KIND, variant.dtype, "fp32", words, epilogue
-        ),
+        description=text.describe("kronecker_sparse", KIND, variant.dtype, "fp32", words, epilogue),
     )
     return named(made, KIND, variant.dtype, *words, epilogue=epilogue)
 

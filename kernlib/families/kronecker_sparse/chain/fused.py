@@ -1,0 +1,132 @@
+"""Chains of two factors as one kernel: which calls it takes, and their plans.
+
+These are calls without a recorded gradient. Where the kernel does not take one, or its tiles would
+leave half of a GPU idle, a chain is a call for each factor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernlib.families.kronecker_sparse import operation, plans, reference
+from kernlib.families.kronecker_sparse.descriptor import KroneckerSparseChain
+from kernlib.families.kronecker_sparse.lowering import fused_chain
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime import products
+from kernlib.runtime.arguments import autocast, check_parameters, check_same_kind, parameter_key
+from kernlib.runtime.devices import arch_of, lower_on
+from kernlib.runtime.dtypes import FLOAT_TYPES, KERNEL_TYPES
+from kernlib.runtime.operation import KERNELS
+from kernlib.runtime.products import Call, ProductPlan, make_plan
+from kernlib.runtime.tensors import UNREADABLE, check_dense, is_lazy, signature
+
+if TYPE_CHECKING:
+    from kernlib.jit.spec import KernelSpec
+
+HALVES = torch.float16, torch.bfloat16
+NAMES = "x", "weight1", "weight2"
+
+
+def takes(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
+    """Whether the kernel computes a call on these tensors. False for what is wrong with them too,
+    which the factors' calls say. Raises UnsupportedError for devices without a backend."""
+    if len(chain.factors) != 2 or chain.factors[0].epilogue or chain.batch_last:
+        return False
+    if len(operands) != 3 or not all(isinstance(t, torch.Tensor) for t in operands):
+        return False
+    if operands[0].dtype not in HALVES or is_lazy(*operands):
+        return False
+    try:
+        call = _check(chain, operands, None, parameters)
+    except (TypeError, ValueError):
+        return False
+    if not call.batch or operation.way(call, chain, operands, None, parameters) != KERNELS:
+        return False
+    return _lowered(chain, call, operands) is not None
+
+
+def _check(chain: KroneckerSparseChain, operands: tuple, out, parameters: dict) -> Call:
+    """Raises ValueError and TypeError for what a signature decides."""
+    (x, weight, second), (first, last) = operands, chain.factors
+    check_dense(NAMES, **dict(zip(NAMES, operands, strict=True)))
+    operation.check_operands(first.pattern, False, x, weight)
+    check_same_kind("x", x, "weight", second)
+    operation.check_operands(last.pattern, False, _hidden(chain, operands), second.to("meta"))
+    check_parameters(last, last.out_features, parameters, x, True, FLOAT_TYPES)
+    batch = math.prod(x.shape[:-1])
+    return Call(batch, (*x.shape[:-1], last.out_features), x.dtype, x.device)
+
+
+def _hidden(chain: KroneckerSparseChain, operands: tuple) -> torch.Tensor:
+    """A stand-in for the result of the first factor."""
+    x, *_ = operands
+    return x.new_empty((*x.shape[:-1], chain.factors[0].out_features), device="meta")
+
+
+def _lowered(chain: KroneckerSparseChain, call: Call, operands: tuple) -> Lowered | None:
+    """The launches of a checked call, None of one that is not for this kernel."""
+    (x, weight, second), (first, last) = operands, chain.factors
+    before = call._replace(out_shape=(*x.shape[:-1], first.out_features))
+    problem, copy, _ = plans.problem_of(first, before, x, weight, None)
+    following, *_ = plans.problem_of(last, call, _hidden(chain, operands), second, None)
+    device = x.get_device()
+    variant = fused_chain.takes(last.epilogue, problem, following, arch_of(device))
+    if variant is None or copy is not None:
+        return None
+    return lower_on(
+        lambda count: fused_chain.lower(last.epilogue, problem, following, variant, count), device
+    )
+
+
+def _plan(call: Call, chain: KroneckerSparseChain, operands, out, parameters) -> ProductPlan:
+    request = chain.factors[-1], operands, out, parameters
+    lowered = _lowered(chain, call, operands)
+    return make_plan(operands, call, request, _place, NAMES, lowered, False)
+
+
+def _place(operands: tuple) -> tuple[list[int], None]:
+    return [t.data_ptr() for t in operands], None
+
+
+def _key(chain: KroneckerSparseChain, operands: tuple, out, parameters: dict) -> tuple | None:
+    try:
+        key = chain.text, *map(signature, operands)
+        for name, value in parameters.items():
+            key += (name, parameter_key(value))
+    except (*UNREADABLE, IndexError):
+        return None
+    return key
+
+
+def _reference(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> torch.Tensor:
+    (x, *weights), (first, last) = operands, chain.factors
+    hidden = reference.kronecker_sparse(first, x, weights[0], {})
+    return reference.kronecker_sparse(last, hidden, weights[1], parameters)
+
+
+PRODUCT = products.Product(
+    name="kronecker_sparse_chain",
+    operators="kernlib.families.kronecker_sparse.operators",
+    key=_key,
+    check=_check,
+    way=operation.way,
+    plan=_plan,
+    reference=_reference,
+    tensors=tuple,
+    names=lambda operands: NAMES,
+    check_operands=operation.check_kinds,
+    cast=autocast,
+)
+calls = products.bind(PRODUCT)
+
+
+def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[KernelSpec]:
+    """The kernels of a chain for inputs of ``dtypes``; none where it is not for this kernel."""
+    if len(chain.factors) != 2 or chain.factors[0].epilogue or chain.batch_last:
+        return []
+    first, last = chain.factors
+    names = [KERNEL_TYPES[dtype] for dtype in dtypes if dtype in HALVES]
+    return fused_chain.variants(last.epilogue, (first.pattern, last.pattern), arch, names)
