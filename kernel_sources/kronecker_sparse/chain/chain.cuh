@@ -18,7 +18,7 @@
 //   InputT, AccT, OutputT    storage of x, weights and h; arithmetic; storage of y
 //   WIDE                     whether a unit has 16 l of more, of which each pair has 8 and each
 //                            warpgroup 4; else it has all l, and each pair has 64 rows
-//   GROUPS                   warpgroups of a pair: 2, or 1
+//   PAIRS, GROUPS            pairs of warpgroups: 2, or 3 if not WIDE; and warpgroups of one: 2 or 1
 //   LANES                    l of a warpgroup
 //   QUOTIENT                 features of a block of h with the same l, whose rows of the first
 //                            weight are loaded together, l by l; 0: a block's rows in their order
@@ -39,18 +39,23 @@
 constexpr int ROW_BYTES = 128;                 // swizzled rows of x, of the first weight and of h
 constexpr int ROW = ROW_BYTES / 2;             // elements of one
 constexpr int STEP = 16;                       // k of one wgmma
-constexpr int WARPGROUPS = 2 * GROUPS, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int WARPGROUPS = PAIRS * GROUPS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int SPAN = WIDE ? WARPGROUPS * LANES : LANES;  // l of a unit
-constexpr int TILE_ROWS = WIDE ? 64 : 128;
+constexpr int TILE_ROWS = WIDE ? 64 : 64 * PAIRS;
 constexpr int FIRST_ROWS = WIDE ? 2 * FIRST_COLUMNS : FIRST_COLUMNS;  // of a block's first weight
 constexpr int SECOND_COLUMNS = WIDE ? COLUMNS : GROUPS * COLUMNS;     // of a unit's tile
 
-constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
-constexpr int FIRST_BYTES = X_BYTES + FIRST_ROWS * ROW_BYTES;  // of a stage of the first product
+// A stage of the first product has x and, behind it, the first weight. Three pairs leave less room
+// beside h: theirs are two of the ring, of which the second has the rows of the third pair.
+constexpr int FIRST_STAGES = PAIRS == 3 ? 2 : 1;
+constexpr int BOX_ROWS = PAIRS == 3 ? 64 : TILE_ROWS;  // of one copy of x
+constexpr int BOX_BYTES = BOX_ROWS * ROW_BYTES, WEIGHT_BYTES = FIRST_ROWS * ROW_BYTES;
+constexpr int FIRST_BYTES = BOX_BYTES + WEIGHT_BYTES;
 constexpr int SECOND_LANE_BYTES = SECOND_COLUMNS * SECOND_DEPTH * 2;
-constexpr int SECOND_BYTES = SPAN * SECOND_LANE_BYTES;         // of one of the second
-constexpr int STAGE_BYTES =
-    ((FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND_BYTES) + 1023) / 1024 * 1024;
+constexpr int SECOND_BYTES = SPAN * SECOND_LANE_BYTES;  // of one of the second
+constexpr int MOST_BYTES = FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND_BYTES;
+constexpr int STAGE_BYTES = PAIRS == 3 ? 2 * BOX_BYTES : (MOST_BYTES + 1023) / 1024 * 1024;
+static_assert(MOST_BYTES <= STAGE_BYTES, "a stage has room for either product's");
 constexpr int H_CHUNK_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int H_LANE_BYTES = H_CHUNKS * H_CHUNK_BYTES;
 constexpr int H_BYTES = SPAN * H_LANE_BYTES;
@@ -61,8 +66,7 @@ constexpr int H_BYTES = SPAN * H_LANE_BYTES;
 constexpr int PART_COLUMNS = 8;
 constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
 constexpr int GROUP_PITCH = PART_COLUMNS * LANES * 2 + 32;
-constexpr int PART_PITCH = WIDE ? WARPGROUPS * GROUP_PITCH + 64
-                                : PART_LINE + (96 - PART_LINE % 64) % 64;
+constexpr int PART_PITCH = WIDE ? WARPGROUPS * GROUP_PITCH + 64 : PART_LINE + (LANES % 2 ? 0 : 16);
 constexpr int PART_BYTES = 16 * PART_PITCH;                           // of the rows of a warp
 constexpr int OUT_BYTES = DIRECT ? 0 : (WIDE ? 4 : 4 * WARPGROUPS) * PART_BYTES;
 constexpr int FEATURES = COLUMNS * LANES;                // of a warpgroup's tile
@@ -125,12 +129,23 @@ __device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; 
 
 __device__ __forceinline__ void load_first(const Parameters& p, const Shared& s, Ring& ring,
                                            const Unit& unit, int block, int chunk) {
+    int row = unit.row;
+    if (FIRST_STAGES == 2) {
+        barrier_wait(&s.empty[ring.stage], ring.parity);
+        unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
+        u64* full = &s.full[ring.stage];
+        barrier_expect(full, 2 * BOX_BYTES);
+        load_box(to, p.x, full, chunk * ROW, block, row, 0);
+        load_box(to + BOX_BYTES, p.x, full, chunk * ROW, block, row + BOX_ROWS, 0);
+        row += 2 * BOX_ROWS;
+        ring.next();
+    }
     barrier_wait(&s.empty[ring.stage], ring.parity);
     unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
     u64* full = &s.full[ring.stage];
     barrier_expect(full, FIRST_BYTES);
-    load_box(to, p.x, full, chunk * ROW, block, unit.row, 0);
-    load_box(to + X_BYTES, p.first, full, chunk * ROW, 0, unit.lane, block);
+    load_box(to, p.x, full, chunk * ROW, block, row, 0);
+    load_box(to + BOX_BYTES, p.first, full, chunk * ROW, 0, unit.lane, block);
     ring.next();
 }
 
@@ -206,10 +221,10 @@ kronecker_sparse_chain(const __grid_constant__ Parameters parameters) {
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        release_registers<GROUPS == 2 ? 32 : 40>();
+        release_registers<WARPGROUPS == 2 ? 40 : 32>();
         if (threadIdx.x == 0) produce(parameters, s);
     } else {
-        take_registers<GROUPS == 2 ? 112 : 232>();
+        take_registers<WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112>();
         consume(parameters, s);
     }
 }

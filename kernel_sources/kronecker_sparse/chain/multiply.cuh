@@ -3,7 +3,7 @@
 
 // What a thread of a warpgroup that multiplies is.
 struct Consumer {
-    int warpgroup, pair;                 // of 4; of 2
+    int warpgroup, pair;
     int first_row;                       // of the pair's 64, in a tile
     int pair_lane, first_lane;           // first l of the pair and of the warpgroup, in a unit
     int first_column;                    // of the warpgroup, in a tile
@@ -22,45 +22,63 @@ struct Consumer {
         return FIRST_COLUMNS > FIRST_SHARE ? warpgroup % 2 * FIRST_SHARE : 0;
     }
     __device__ __forceinline__ void synchronize_pair() const { sync_threads(1 + pair, 128 * GROUPS); }
-    __device__ __forceinline__ void synchronize() const { sync_threads(3 + warpgroup, 128); }
+    __device__ __forceinline__ void synchronize() const { sync_threads(4 + warpgroup, 128); }
 };
 
-// Groups of wgmma under way: one at most, whose stage is released behind the next one.
+// Groups of wgmma under way: one at most, whose COUNT stages are released behind the next one.
+template <int COUNT>
 struct Pending {
     int stage = -1;
-    // Behind a commit of what reads `next`.
+    // Behind a commit of what reads the stages from `next` on.
     __device__ __forceinline__ void replace(const Shared& s, int next) {
         if (stage >= 0) {
             wgmma_wait<1>();
-            barrier_arrive_by_warp(&s.empty[stage]);
+            release(s);
         }
         stage = next;
     }
     __device__ __forceinline__ void finish(const Shared& s) {
         wgmma_wait<0>();
-        if (stage >= 0) barrier_arrive_by_warp(&s.empty[stage]);
+        if (stage >= 0) release(s);
         stage = -1;
+    }
+    __device__ __forceinline__ void release(const Shared& s) {
+        barrier_arrive_by_warp(&s.empty[stage]);
+        if (COUNT == 2) barrier_arrive_by_warp(&s.empty[stage + 1 == STAGES ? 0 : stage + 1]);
     }
 };
 
 // The warpgroups of a pair take blocks by turns or, if BOTH, halves of each block's columns.
 constexpr bool BOTH = FIRST_COLUMNS > FIRST_SHARE;
 constexpr int FIRST_SUMS = FIRST_SHARE / 2;
-// Blocks whose products a warpgroup has under way at once.
-constexpr int TOGETHER = FIRST_SUMS <= 4 ? 4 : FIRST_SUMS <= 8 ? 4 / GROUPS : FIRST_SUMS <= 32 ? 2 / GROUPS : 1;
+// Blocks whose products a warpgroup has under way at once: four, or as many as there are registers
+// for. Beside them the stages of a group of wgmma are waited for while those of the one before are
+// held.
+constexpr int MOST_TOGETHER = (WARPGROUPS == 2 ? 64 : 16) / FIRST_SUMS;
+constexpr int TOGETHER = MOST_TOGETHER > 4 ? 4 : MOST_TOGETHER > 0 ? MOST_TOGETHER : 1;
+static_assert(STAGES >= 2 * FIRST_STAGES, "else producer and consumers wait for each other");
 
 // Begins the product of a block.
 __device__ __forceinline__ void multiply_block(float (&sums)[FIRST_SUMS], const Parameters& p,
-                                               const Shared& s, Ring& ring, Pending& pending,
+                                               const Shared& s, Ring& ring,
+                                               Pending<FIRST_STAGES>& pending,
                                                const Consumer& consumer) {
     int chunks = ceil_div(p.depth, ROW);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        barrier_wait(&s.full[ring.stage], ring.parity);
-        u32 x = shared_address(s.stages + ring.stage * STAGE_BYTES);
-        u32 weight = x + X_BYTES + (WIDE ? consumer.pair * FIRST_COLUMNS * ROW_BYTES : 0) +
+        int stage = ring.stage;
+        u32 first = shared_address(s.stages + stage * STAGE_BYTES);
+        u32 x = first + consumer.first_row * ROW_BYTES;
+        barrier_wait(&s.full[stage], ring.parity);
+        if (FIRST_STAGES == 2) {
+            ring.next();
+            first = shared_address(s.stages + ring.stage * STAGE_BYTES);
+            if (consumer.pair == 2) x = first;
+            barrier_wait(&s.full[ring.stage], ring.parity);
+        }
+        u32 weight = first + BOX_BYTES + (WIDE ? consumer.pair * FIRST_COLUMNS * ROW_BYTES : 0) +
                      consumer.first_share() * ROW_BYTES;
-        u64 left = matrix_descriptor(x + consumer.first_row * ROW_BYTES, 8 * ROW_BYTES, 8 * ROW_BYTES);
+        u64 left = matrix_descriptor(x, 8 * ROW_BYTES, 8 * ROW_BYTES);
         u64 right = matrix_descriptor(weight, 8 * ROW_BYTES, 8 * ROW_BYTES);
         int steps = min(ceil_div(p.depth - chunk * ROW, STEP), ROW / STEP);
         wgmma_fence();
@@ -68,7 +86,7 @@ __device__ __forceinline__ void multiply_block(float (&sums)[FIRST_SUMS], const 
         for (int step = 0; step < ROW / STEP; ++step)
             if (step < steps) multiply(sums, left + step * 2, right + step * 2, chunk + step > 0);
         wgmma_commit();
-        pending.replace(s, ring.stage);
+        pending.replace(s, stage);
         ring.next();
     }
 }
@@ -191,7 +209,7 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
 // Blocks that the other warpgroup of a pair multiplies.
 __device__ __forceinline__ void skip_blocks(const Parameters& p, const Shared& s, Ring& ring,
                                             int blocks) {
-    int stages = ceil_div(p.depth, ROW) * blocks;
+    int stages = ceil_div(p.depth, ROW) * blocks * FIRST_STAGES;
     for (int stage = 0; stage < stages; ++stage) {
         barrier_wait(&s.full[ring.stage], ring.parity);
         barrier_arrive_by_warp(&s.empty[ring.stage]);
@@ -209,7 +227,7 @@ __device__ __forceinline__ void first_product(const Parameters& p, const Shared&
             continue;
         }
         float sums[TOGETHER][FIRST_SUMS];
-        Pending pending;
+        Pending<FIRST_STAGES> pending;
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i)
             if (block + i < p.blocks) multiply_block(sums[i], p, s, ring, pending, consumer);
@@ -224,7 +242,7 @@ __device__ __forceinline__ void second_product(float (&sums)[LANES][COLUMNS / 2]
     int stages = ceil_div(p.second_depth, SECOND_DEPTH);
     u32 h = shared_address(s.h) + consumer.first_lane * H_LANE_BYTES +
             consumer.first_row * ROW_BYTES;
-    Pending pending;
+    Pending<1> pending;
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
         int k = stage * SECOND_DEPTH;

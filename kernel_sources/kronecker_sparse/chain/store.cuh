@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_finished(const Finished& y, const Paramete
 // 16 rows are one or, if WIDE, those of all warpgroups, which split l.
 __device__ __forceinline__ void synchronize_rows(const Consumer& consumer) {
     if (WIDE) {
-        sync_threads(7 + consumer.row / 16, 32 * WARPGROUPS);
+        sync_threads(8 + consumer.row / 16, 32 * WARPGROUPS);
     } else {
         __syncwarp();
     }

@@ -73,11 +73,11 @@ def _lowered(chain: KroneckerSparseChain, call: Call, operands: tuple) -> Lowere
     problem, copy, _ = plans.problem_of(first, before, x, weight, None)
     following, *_ = plans.problem_of(last, call, _hidden(chain, operands), second, None)
     device = x.get_device()
-    variant = fused_chain.takes(last.epilogue, problem, following, arch_of(device))
-    if variant is None or copy is not None:
+    variants = fused_chain.takes(last.epilogue, problem, following, arch_of(device))
+    if not variants or copy is not None:
         return None
     return lower_on(
-        lambda count: fused_chain.lower(last.epilogue, problem, following, variant, count), device
+        lambda count: fused_chain.lower(last.epilogue, problem, following, variants, count), device
     )
 
 

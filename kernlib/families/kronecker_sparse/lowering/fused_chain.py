@@ -26,11 +26,13 @@ FIXED = "<q12i"  # struct Fixed
 STEP = 16  # k of one wgmma
 MOST_FIRST = 128  # columns of a block's product
 MOST_SHARE = 64  # of them that each of two warpgroups of a pair computes: 32 registers
-MOST_SUMS = 192  # l times columns of a warpgroup's tile: 96 registers
-MOST_SHARED_SUMS = {False: 96, True: 128}  # of one of two warpgroups of a pair, if wide
+# l times columns of a warpgroup's tile, two for each register: by whether it is wide, and by how
+# many warpgroups there are.
+MOST_SUMS = {(False, 2): 192, (False, 3): 128, (False, 4): 96, (True, 4): 128}
+BOX_BYTES = 64 * hopper_common.ROW_BYTES  # of one copy of x for three pairs
 QUOTIENTS = (1, 2, 4)  # below 8
 STAGE_BYTES = 32 * 1024  # of the second weight at most
-MIN_STAGES = 3
+MIN_STAGES = {2: 3, 3: 4}  # by pairs; three have two stages for one of the first product
 MOST_SPLITS = 8
 
 
@@ -45,17 +47,18 @@ class Variant(NamedTuple):
     chunks: int  # rows of 128 bytes of an l of h
     columns: int  # of a warpgroup's tile of the second product
     second_depth: int
+    pairs: int  # of warpgroups
     groups: int  # warpgroups of a pair: 2 where finishing y takes long, with few registers each
 
     @property
     def span(self) -> int:
         """l of a unit."""
-        return 2 * self.groups * self.lanes if self.wide else self.lanes
+        return self.pairs * self.groups * self.lanes if self.wide else self.lanes
 
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return 64 if self.wide else 128
+        return 64 if self.wide else 64 * self.pairs
 
     @property
     def second_columns(self) -> int:
@@ -73,34 +76,44 @@ class Variant(NamedTuple):
         return 2 * self.first_columns if self.wide else self.first_columns
 
 
-def variant_of(
+def variants_of(
     dtype: str, first: Pattern, second: Pattern, is_costly: bool = False
-) -> Variant | None:
-    """How the kernel takes two factors with a costly epilogue or a cheap one; None for those that
-    it does not take."""
+) -> list[Variant]:
+    """How the kernel can take two factors with a costly epilogue or a cheap one, by preference;
+    none for those that it does not take."""
     a, b, c, d = first
     blocks, columns, depth, lanes = second
     if dtype == "float32" or d != 1 or a % blocks or b % 8 or c % 8 or depth % STEP:
-        return None
+        return []
     quotient = b // lanes if b % lanes == 0 else 0
     quotient *= quotient % 8 == 0 or quotient in QUOTIENTS
     wide = lanes > 8
     if (wide and (lanes % 16 or not quotient)) or columns * lanes % 8 or columns % 2:
-        return None
+        return []
     first_columns = 8 * quotient if wide else b
-    groups = 2 if wide or is_costly else 1
-    is_shared = groups == 2 and first_columns > MOST_SHARE
-    if first_columns > MOST_FIRST or (is_shared and first_columns % 16):
-        return None
+    if first_columns > MOST_FIRST:
+        return []
     lanes = 4 if wide else lanes
-    most = (MOST_SHARED_SUMS[wide] if groups == 2 else MOST_SUMS) // lanes
-    width = _columns(columns, min(most, 128), 1 if wide else groups)
     chunks = ceil_div(depth, hopper_common.row(dtype))
-    variant = Variant(dtype, wide, lanes, quotient, first_columns, chunks, width, STEP, groups)
-    most = STAGE_BYTES // (variant.span * variant.second_columns * 2)
-    depths = (n for n in (64, 32) if n <= most and not wide)
-    variant = variant._replace(second_depth=next(depths, STEP))
-    return variant if shared_memory(variant)[0] >= MIN_STAGES else None
+    variants = []
+    for pairs, groups in ((2, 2),) if wide else ((3, 1), (2, 2 if is_costly else 1)):
+        most = MOST_SUMS[wide, pairs * groups] // lanes
+        width = _columns(columns, min(most, 128), 1 if wide else groups)
+        variant = Variant(
+            dtype, wide, lanes, quotient, first_columns, chunks, width, STEP, pairs, groups
+        )
+        most = (2 * BOX_BYTES if pairs == 3 else STAGE_BYTES) // (
+            variant.span * variant.second_columns * 2
+        )
+        depths = (n for n in (64, 32) if n <= most and not wide)
+        variant = variant._replace(second_depth=next(depths, STEP))
+        is_shared = groups == 2 and first_columns > MOST_SHARE
+        fits = shared_memory(variant)[0] >= MIN_STAGES[pairs] and not (
+            is_shared and first_columns % 16
+        )
+        if fits and not (pairs == 3 and first_columns > MOST_SHARE):
+            variants.append(variant)
+    return variants
 
 
 def _columns(count: int, most: int, groups: int) -> int:
@@ -111,15 +124,15 @@ def _columns(count: int, most: int, groups: int) -> int:
 
 def takes(
     epilogue: tuple[Epilogue, ...], first: Problem, second: Problem, arch: str
-) -> Variant | None:
-    """The variant for a chain of two problems; None where this kernel does not take it."""
+) -> list[Variant]:
+    """The variants for a chain of two problems, none where this kernel does not take it."""
     if arch != hopper_common.ARCH or first.dtype != second.dtype:
-        return None
+        return []
     patterns = [(p.blocks, p.columns, p.depth, p.lanes) for p in (first, second)]
-    variant = variant_of(first.dtype, *patterns, not hopper_common.is_cheap(epilogue))
-    if variant is None:
-        return None
-    x, weight = _extents(first, variant)
+    variants = variants_of(first.dtype, *patterns, not hopper_common.is_cheap(epilogue))
+    if not variants:
+        return []
+    x, weight = _extents(first, variants[0])
     left, right, out = first.left, first.right, second.out
     features = second.blocks * second.columns * second.lanes
     flat = out.column == second.lanes or second.columns == 1
@@ -129,25 +142,25 @@ def takes(
     dense = left.depth == 1 and right.depth == 1
     reads = tma.addressable(first.dtype, left.alignment, x)
     reads = reads and tma.addressable(first.dtype, right.alignment, weight)
-    units = ceil_div(first.rows, variant.rows) * second.lanes * second.blocks * MOST_SPLITS
-    if flat and whole and dense and reads and units <= hopper_common.MAX_TILES:
-        return variant
-    return None
+    units = ceil_div(first.rows, 64) * second.lanes * second.blocks * MOST_SPLITS
+    is_taken = flat and whole and dense and reads and units <= hopper_common.MAX_TILES
+    return variants if is_taken else []
 
 
 def lower(
     epilogue: tuple[Epilogue, ...],
     first: Problem,
     second: Problem,
-    variant: Variant,
+    variants: list[Variant],
     multiprocessors: int,
 ) -> Lowered | None:
-    """The launches of a chain: the second weight packed, then both products. None where there are
-    so few tiles that half of the multiprocessors would be idle: kernels of one factor have more."""
+    """The launches of a chain by the best of ``variants``: the second weight packed, then both
+    products. None where there are so few tiles that half of the multiprocessors would be idle:
+    kernels of one factor have more."""
+    variant, splits = _fastest(first, second, variants, multiprocessors)
     packed = _packing(variant)
-    row_tiles, spans = ceil_div(first.rows, variant.rows), packed.spans(second)
-    tiles, groups = packed.tiles(second), second.blocks
-    splits = _splits(first, second, row_tiles * spans * groups, tiles, multiprocessors)
+    row_tiles, spans, tiles = _tiles(first, second, variant)
+    groups = second.blocks
     units = row_tiles * spans * groups * splits
     if 2 * units < multiprocessors:
         return None
@@ -176,26 +189,41 @@ def variants(
     """Every spec that :func:`lower` can choose for factors of these patterns."""
     if arch != hopper_common.ARCH:
         return []
-    known = [variant_of(dtype, *patterns, not hopper_common.is_cheap(epilogue)) for dtype in dtypes]
-    specs = []
-    for variant in known:
-        if variant is not None:
-            specs += [spec(epilogue, variant), *pack.specs(_packing(variant))]
-    return list(dict.fromkeys(specs))
+    is_costly = not hopper_common.is_cheap(epilogue)
+    known = [each for dtype in dtypes for each in variants_of(dtype, *patterns, is_costly)]
+    specs = [spec(epilogue, variant) for variant in known]
+    packings = dict.fromkeys(map(_packing, known))
+    return specs + list(dict.fromkeys(each for one in packings for each in pack.specs(one)))
 
 
-def _splits(first: Problem, second: Problem, units: int, tiles: int, multiprocessors: int) -> int:
-    """Shares of columns of the same rows: each computes h anew, but the last round of units is
-    fuller."""
+def _tiles(first: Problem, second: Problem, variant: Variant) -> tuple[int, int, int]:
+    """Tiles of rows, of l and of columns."""
+    packed = _packing(variant)
+    return ceil_div(first.rows, variant.rows), packed.spans(second), packed.tiles(second)
+
+
+def _fastest(
+    first: Problem, second: Problem, variants: list[Variant], multiprocessors: int
+) -> tuple[Variant, int]:
+    """The variant, and the shares of columns, whose multiprocessors have the least to multiply.
+    Each share of the same rows computes h anew, but the last round of units is fuller."""
     groups = second.blocks
     of_h = first.blocks // groups * first.columns * first.depth
     of_y = second.lanes * second.columns * second.depth
 
-    def cost(splits: int) -> float:
-        rounds = ceil_div(units * splits, multiprocessors)
-        return rounds * (of_h + of_y * ceil_div(tiles, splits) / tiles)
+    def cost(pair: tuple[Variant, int]) -> float:
+        variant, splits = pair
+        row_tiles, spans, tiles = _tiles(first, second, variant)
+        rounds = ceil_div(row_tiles * spans * groups * splits, multiprocessors)
+        share = ceil_div(tiles, splits) / tiles
+        return rounds * variant.rows * (of_h + of_y * share) / spans
 
-    return min(range(1, min(MOST_SPLITS, tiles) + 1), key=cost)
+    known = [
+        (variant, splits)
+        for variant in variants
+        for splits in range(1, min(MOST_SPLITS, _tiles(first, second, variant)[2]) + 1)
+    ]
+    return min(known, key=cost)
 
 
 def _extents(first: Problem, variant: Variant) -> tuple[tma.Extent, tma.Extent]:
@@ -212,7 +240,7 @@ def _maps(first: Problem, variant: Variant) -> tuple[TensorMap, ...]:
     row = hopper_common.row(variant.dtype)
     box = (variant.quotient, variant.span) if variant.quotient else (variant.first_rows, 1)
     return (
-        tma.tensor_map(variant.dtype, x, (row, 1, variant.rows, 1)),
+        tma.tensor_map(variant.dtype, x, (row, 1, 64 if variant.pairs == 3 else variant.rows, 1)),
         tma.tensor_map(variant.dtype, weight, (row, *box, 1)),
     )
 
@@ -229,12 +257,15 @@ def shared_memory(variant: Variant, vectors: int = 1) -> tuple[int, int]:
     row_bytes = hopper_common.ROW_BYTES
     h = variant.span * variant.chunks * variant.rows * row_bytes
     line = 16 * variant.lanes  # bytes of 8 columns
-    staged = 64 * (2 * variant.groups * (line + 32) + 64) if variant.wide else 0
+    warpgroups = variant.pairs * variant.groups
+    staged = 64 * (warpgroups * (line + 32) + 64) if variant.wide else 0
     if not variant.wide and variant.lanes not in (1, 2, 4, 8):
-        staged = 128 * variant.groups * (line + (96 - line % 64) % 64)
-    staged += vectors * 2 * variant.groups * 2 * variant.columns * variant.lanes * 2
+        staged = 64 * warpgroups * (line + (0 if variant.lanes % 2 else 16))
+    staged += vectors * warpgroups * 2 * variant.columns * variant.lanes * 2
     of_first = (variant.rows + variant.first_rows) * row_bytes
     stage = round_up(max(of_first, _packing(variant).stage_bytes), hopper_common.SWIZZLE_BYTES)
+    if variant.pairs == 3:
+        stage = 2 * BOX_BYTES
     return hopper_common.stages(h + staged, stage)
 
 
@@ -248,7 +279,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         "kronecker_sparse",
         _source(epilogue, variant, stages),
         "kronecker_sparse_chain",
-        128 * (2 * variant.groups + 1),
+        128 * (variant.pairs * variant.groups + 1),
         shared,
         description=text.describe("kronecker_sparse", KIND, variant.dtype, "fp32", words, epilogue),
     )
@@ -260,6 +291,7 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> st
     widths = dict.fromkeys((variant.first_share, variant.columns))
     products = "\n".join(multiply(variant.dtype, columns, False) for columns in widths)
     return f"""{text.preamble(variant.dtype, variant.dtype, epilogue)}
+constexpr int PAIRS = {variant.pairs};
 constexpr int GROUPS = {variant.groups};
 constexpr int FIRST_COLUMNS = {variant.first_columns};
 constexpr int FIRST_SHARE = {variant.first_share};
