@@ -22,6 +22,10 @@
 //   LANES                    l of a warpgroup
 //   QUOTIENT                 features of a block of h with the same l, whose rows of the first
 //                            weight are loaded together, l by l; 0: a block's rows in their order
+//   ORDER                    2 where QUOTIENT is a multiple of 8, 1 where it is less, 0 where it
+//                            is 0
+//   DIRECT                   whether what a thread has of y fills sectors with what others of its
+//                            quad have
 //   FIRST_COLUMNS            features of a block of h that a pair computes
 //   FIRST_SHARE              those of a warpgroup: all, or half of them
 //   H_CHUNKS                 128-byte rows of h along k, for each l
@@ -59,10 +63,9 @@ static_assert(MOST_BYTES <= STAGE_BYTES, "a stage has room for either product's"
 constexpr int H_CHUNK_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int H_LANE_BYTES = H_CHUNKS * H_CHUNK_BYTES;
 constexpr int H_BYTES = SPAN * H_LANE_BYTES;
-// Unless it is stored as it is, y is staged by 8 columns. If WIDE a line has each column's l of one
+// Unless DIRECT, y is staged by 8 columns. If WIDE a line has each column's l of one
 // warpgroup behind those of another, so that a thread stores two j at once. The bytes between lines,
 // and between warpgroups, have what is stored or loaded at the same time lie in other banks.
-#define DIRECT (!WIDE && (LANES == 1 || LANES == 2 || LANES == 4 || LANES == 8))
 constexpr int PART_COLUMNS = 8;
 constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
 constexpr int GROUP_PITCH = PART_COLUMNS * LANES * 2 + 32;

@@ -97,7 +97,7 @@ __device__ __forceinline__ int h_offset(int row, int k) {
 }
 
 // The sums of blocks, rounded, to their places in h.
-#if QUOTIENT > 0 && QUOTIENT % 8 == 0
+#if ORDER == 2
 // Eight columns have the same l and neighbouring k.
 __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
                                              const Shared& s, int block, int blocks,
@@ -125,7 +125,8 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
         }
     }
 }
-#elif QUOTIENT > 0
+#endif
+#if ORDER == 1
 // Eight columns have 8 / QUOTIENT l. Where a block has but one or two k of an l, those of four
 // blocks are stored together: their number is a multiple of four, as k are whole steps of wgmma.
 __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
@@ -174,7 +175,8 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
         }
     }
 }
-#else
+#endif
+#if ORDER == 0
 // A block's columns in their order, of which the first may have any l.
 __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
                                              const Shared& s, int block, int blocks,

@@ -102,9 +102,8 @@ def _key(chain: KroneckerSparseChain, operands: tuple, out, parameters: dict) ->
 
 
 def _reference(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> torch.Tensor:
-    (x, *weights), (first, last) = operands, chain.factors
-    hidden = reference.kronecker_sparse(first, x, weights[0], {})
-    return reference.kronecker_sparse(last, hidden, weights[1], parameters)
+    x, *weights = operands
+    return reference.chain(chain, x, tuple(weights), parameters)
 
 
 PRODUCT = products.Product(

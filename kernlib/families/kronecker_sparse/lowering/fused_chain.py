@@ -61,6 +61,16 @@ class Variant(NamedTuple):
         return 64 if self.wide else 64 * self.pairs
 
     @property
+    def order(self) -> int:
+        """How a block's features lie: by l in eights, by l in fewer, or as they are."""
+        return 0 if not self.quotient else 1 if self.quotient % 8 else 2
+
+    @property
+    def direct(self) -> bool:
+        """Whether y goes to memory as a thread has it, not through shared memory."""
+        return not self.wide and self.lanes in (1, 2, 4, 8)
+
+    @property
     def second_columns(self) -> int:
         """Columns of all warpgroups' tiles."""
         return self.columns if self.wide else self.groups * self.columns
@@ -259,7 +269,7 @@ def shared_memory(variant: Variant, vectors: int = 1) -> tuple[int, int]:
     line = 16 * variant.lanes  # bytes of 8 columns
     warpgroups = variant.pairs * variant.groups
     staged = 64 * (warpgroups * (line + 32) + 64) if variant.wide else 0
-    if not variant.wide and variant.lanes not in (1, 2, 4, 8):
+    if not variant.wide and not variant.direct:
         staged = 64 * warpgroups * (line + (0 if variant.lanes % 2 else 16))
     staged += vectors * warpgroups * 2 * variant.columns * variant.lanes * 2
     of_first = (variant.rows + variant.first_rows) * row_bytes
@@ -293,6 +303,8 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> st
     return f"""{text.preamble(variant.dtype, variant.dtype, epilogue)}
 constexpr int PAIRS = {variant.pairs};
 constexpr int GROUPS = {variant.groups};
+constexpr int LANES = {variant.lanes};
+constexpr int QUOTIENT = {variant.quotient};
 constexpr int FIRST_COLUMNS = {variant.first_columns};
 constexpr int FIRST_SHARE = {variant.first_share};
 constexpr int H_CHUNKS = {variant.chunks};
@@ -301,8 +313,8 @@ constexpr int SECOND_DEPTH = {variant.second_depth};
 constexpr int STAGES = {stages};
 constexpr int PARAMETER_BYTES = {_parameters(epilogue).size};
 #define WIDE {int(variant.wide)}
-#define LANES {variant.lanes}
-#define QUOTIENT {variant.quotient}
+#define ORDER {variant.order}
+#define DIRECT {int(variant.direct)}
 
 #include "common/hopper.cuh"
 {products}
