@@ -11,6 +11,7 @@ import torch
 
 from kernlib.runtime import devices, driver
 from tests.support import fakes
+from tests.support.emulation import maps
 from tests.support.emulation.emulator import Emulator
 from tests.support.fakes import OnGpu, Torch
 
@@ -36,6 +37,7 @@ def install(monkeypatch, folder: Path, *modules: ModuleType) -> fakes.Gpus:
 
     monkeypatch.setattr(devices.service, "kernel", loaded)
     monkeypatch.setattr(driver, "launch_kernel_ex", lambda: launched)
+    monkeypatch.setattr(driver, "encode_tiled", lambda: maps.encode)
     monkeypatch.setattr(devices, "raw_empty", None)
     for module in (*modules, devices):
         monkeypatch.setattr(module, "torch", Torch())

@@ -11,9 +11,11 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import operation as primitives
-from kernlib.families.kronecker_sparse.lowering import by_torch
+from kernlib.families.kronecker_sparse.chain import fused
+from kernlib.families.kronecker_sparse.lowering import by_torch, fused_chain
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering.problem import DEEP
+from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.kronecker_sparse import cases as ks
 from tests.gpu.watched import launches
 
@@ -51,6 +53,12 @@ BY_THREADS = (
 )  # fmt: skip
 # By way of batch last, which goes before none but the kind that takes the same products.
 TRANSPOSED = (((2, 24, 40, 16), "fp16", False, 67), ((1, 26, 17, 4), "fp32", False, 130))
+# Two factors in one launch: each order of features between, one to three row tiles a pair of
+# warpgroups, l that go to memory as they are or through shared memory.
+CHAINS = (
+    ((6, 32, 24, 1), (1, 40, 96, 2)), ((4, 24, 40, 1), (1, 24, 32, 3)),
+    ((8, 32, 24, 1), (1, 40, 16, 16)), ((2, 96, 72, 1), (1, 104, 96, 2)),
+)  # fmt: skip
 CALLS = {"portable": PORTABLE, "hopper": (*HOPPER, *BY_THREADS), "engine": HOPPER}
 
 
@@ -83,6 +91,35 @@ def run(kernels: str, pattern, numbers: str, batch_last: bool, batch: int) -> No
             pass
 
 
+def run_chain(chain: tuple, rows: int = 131) -> None:
+    """Every way of a chain's kernel, with a cheap and with a costly epilogue."""
+    kind = torch.float16
+    x = ks.random(rows, chain[0][0] * chain[0][2], dtype=kind)
+    weights = [ks.random(*pattern, dtype=kind) for pattern in chain]
+    for epilogue in ((kl.Bias(),), (kl.Bias(), kl.Gelu())):
+        last = kl.KroneckerSparse(*chain[1], epilogue=epilogue)
+        descriptor = kl.KroneckerSparseChain((kl.KroneckerSparse(*chain[0]), last))
+        bias, known = x.new_ones(last.out_features), []
+        lower, takes = fused_chain.lower, fused_chain.takes
+
+        def noted(*request, takes=takes, known=known):
+            known[:] = takes(*request)
+            return known
+
+        # So few rows would go to the kernels of one factor.
+        with mock.patch.object(fused_chain, "takes", noted):
+            fused.takes(descriptor, (x, *weights), {"bias": bias})
+        for variant in known:
+            forced = partial(_lowered, lower, variant)
+            with mock.patch.object(fused_chain, "lower", forced):
+                forget_plans()
+                kl.run_kernel(descriptor, x, *weights, bias=bias)
+
+
+def _lowered(lower, variant, epilogue, first, second, variants, multiprocessors):
+    return lower(epilogue, first, second, [variant], 1)
+
+
 def main(kernels: str) -> None:
     torch.manual_seed(0)
     names = ("portable",) if kernels == "portable" else ()
@@ -95,6 +132,9 @@ def main(kernels: str) -> None:
         with ks.only(*names), launches() as launched:
             for call in CALLS[kernels]:
                 run(kernels, *call)
+            for chain in CHAINS if kernels != "portable" else ():
+                run_chain(chain)
+        assert kernels == "portable" or any(" chain " in name for name in launched), launched
         if kernels != "portable":
             with ks.only("transposed", "portable"), launches() as by_batch_last:
                 for call in TRANSPOSED:
