@@ -6,6 +6,10 @@ time that a copy and tensor cores take for it. The constants were fitted to the 
 ``benchmarks/results/h200/kronecker_sparse.json``, of 25088 rows, whose times they give to within a
 root mean square of 3 % (dense, float32) to 12 % (batch first, d of 8 to 31). Of fewer rows products
 take up to 1.3 times as long: (1, 256, 64, 64) behind (64, 64, 64, 1) by 8192 rows in bfloat16.
+
+Chains of two factors that are one kernel move x and y alone. With a d of 16 and more it is the
+cache that they wait for: x, and both weights for every 64 rows. Those estimates are within a third
+of the rows ``ks chain`` and ``ks layer`` of ``benchmarks/results/h200/programs.json``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import nn
 
 from kernlib.calls import hinted
 from kernlib.descriptors.base import as_int, as_number, shown
+from kernlib.families.kronecker_sparse.chain.fused import is_fused
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
 from kernlib.nn.linears import as_linear, check_model, checked_match, linears, matches
 from kernlib.runtime.precision import kernel_precision
@@ -67,6 +72,9 @@ APART = {  # batch first, d of 32 and more; TF32 was not measured
 DENSE = {
     HALF: Rates(1.24, 0.8, 2), FP32: Rates(2.2, 0.925, 1), TF32: Rates(1.76, 0.925, 3),
 }  # fmt: skip
+
+FUSED = Rates(1.2, 1.0, 1)  # two factors as one kernel, half types
+CACHE = 4.2e6  # bytes a microsecond from and to L2
 
 
 class Estimate(NamedTuple):
@@ -272,8 +280,21 @@ def _operations(patterns: Sequence[Pattern], rows: int) -> int:
 
 
 def _chain_time(patterns: Sequence[Pattern], rows: int, kind: str, batch_last: bool) -> float:
-    """Of the factors one after the other, bias and activation in the last one."""
+    """Of the factors as one kernel or one after the other, bias and activation in the last one."""
+    if kind == HALF and not batch_last and is_fused(tuple(patterns), rows):
+        return _fused_time(*patterns, rows)
     return sum(_factor_time(pattern, rows, kind, batch_last) for pattern in patterns)
+
+
+def _fused_time(first: Pattern, last: Pattern, rows: int) -> float:
+    (a, _, c, _), (groups, columns, _, d) = first, last
+    inner, outer = rows * a * c, rows * groups * columns * d
+    if d < 16:
+        done = _operations((first, last), rows) / OPERATIONS[HALF]
+        return _estimated((inner + outer) * ITEMSIZE[HALF], done, FUSED)
+    weights = math.prod(first) + math.prod(last)
+    cached = inner * d // 16 + -(-rows // 64) * weights + outer
+    return LAUNCH + cached * ITEMSIZE[HALF] / CACHE
 
 
 def _factor_time(pattern: Pattern, rows: int, kind: str, batch_last: bool) -> float:

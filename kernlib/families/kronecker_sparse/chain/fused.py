@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernlib.descriptors.epilogues import Bias
 from kernlib.families.kronecker_sparse import operation, plans, reference
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparseChain
 from kernlib.families.kronecker_sparse.lowering import fused_chain
+from kernlib.families.kronecker_sparse.lowering.problem import (
+    Layout,
+    OutLayout,
+    Pattern,
+    Problem,
+)
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import products
 from kernlib.runtime.arguments import autocast, check_parameters, check_same_kind, parameter_key
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from kernlib.jit.spec import KernelSpec
 
 HALVES = torch.float16, torch.bfloat16
+BIAS, MULTIPROCESSORS = (Bias(),), 132  # of an H200
 NAMES = "x", "weight1", "weight2"
 
 
@@ -46,6 +54,23 @@ def takes(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> boo
     if not call.batch or operation.way(call, chain, operands, None, parameters) != KERNELS:
         return False
     return _lowered(chain, call, operands) is not None
+
+
+def is_fused(patterns: tuple[Pattern, ...], rows: int) -> bool:
+    """Whether a chain of these patterns with a bias, of contiguous tensors in half precision, is
+    one kernel on an H200."""
+    if len(patterns) != 2:
+        return False
+    first, last = (_contiguous(pattern, rows) for pattern in patterns)
+    variants = fused_chain.takes(BIAS, first, last, "sm_90a")
+    lower = fused_chain.lower
+    return bool(variants) and lower(BIAS, first, last, variants, MULTIPROCESSORS) is not None
+
+
+def _contiguous(pattern: Pattern, rows: int) -> Problem:
+    a, b, c, d = pattern
+    left, right = Layout(c * d, 1, a * c * d, d), Layout(b * c * d, 1, c * d, d)
+    return Problem(a, d, rows, b, c, left, right, OutLayout(b * d, 1, a * b * d, d), "float16")
 
 
 def _check(chain: KroneckerSparseChain, operands: tuple, out, parameters: dict) -> Call:

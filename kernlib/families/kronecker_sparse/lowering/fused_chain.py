@@ -1,5 +1,5 @@
-"""The kernel of kernel_sources/kronecker_sparse/chain/chain.cuh: two factors in one launch, half
-types, batch first, the first factor with d = 1.
+"""The kernel of kernel_sources/kronecker_sparse/fused_chain/fused_chain.cuh: two factors in one
+launch, half types, batch first, the first factor with d = 1.
 
 The second weight is packed for it, as for the kernels of one factor.
 """
@@ -87,10 +87,9 @@ class Variant(NamedTuple):
 
 
 def variants_of(
-    dtype: str, first: Pattern, second: Pattern, is_costly: bool = False
+    epilogue: tuple[Epilogue, ...], dtype: str, first: Pattern, second: Pattern
 ) -> list[Variant]:
-    """How the kernel can take two factors with a costly epilogue or a cheap one, by preference;
-    none for those that it does not take."""
+    """How the kernel can take two factors, by preference; none for those that it does not take."""
     a, b, c, d = first
     blocks, columns, depth, lanes = second
     if dtype == "float32" or d != 1 or a % blocks or b % 8 or c % 8 or depth % STEP:
@@ -105,6 +104,7 @@ def variants_of(
         return []
     lanes = 4 if wide else lanes
     chunks = ceil_div(depth, hopper_common.row(dtype))
+    is_costly, vectors = not hopper_common.is_cheap(epilogue), len(text.vectors(epilogue))
     variants = []
     for pairs, groups in ((2, 2),) if wide else ((3, 1), (2, 2 if is_costly else 1)):
         most = MOST_SUMS[wide, pairs * groups] // lanes
@@ -118,7 +118,7 @@ def variants_of(
         depths = (n for n in (64, 32) if n <= most and not wide)
         variant = variant._replace(second_depth=next(depths, STEP))
         is_shared = groups == 2 and first_columns > MOST_SHARE
-        fits = shared_memory(variant)[0] >= MIN_STAGES[pairs] and not (
+        fits = shared_memory(variant, vectors)[0] >= MIN_STAGES[pairs] and not (
             is_shared and first_columns % 16
         )
         if fits and not (pairs == 3 and first_columns > MOST_SHARE):
@@ -139,7 +139,7 @@ def takes(
     if arch != hopper_common.ARCH or first.dtype != second.dtype:
         return []
     patterns = [(p.blocks, p.columns, p.depth, p.lanes) for p in (first, second)]
-    variants = variants_of(first.dtype, *patterns, not hopper_common.is_cheap(epilogue))
+    variants = variants_of(epilogue, first.dtype, *patterns)
     if not variants:
         return []
     x, weight = _extents(first, variants[0])
@@ -199,8 +199,7 @@ def variants(
     """Every spec that :func:`lower` can choose for factors of these patterns."""
     if arch != hopper_common.ARCH:
         return []
-    is_costly = not hopper_common.is_cheap(epilogue)
-    known = [each for dtype in dtypes for each in variants_of(dtype, *patterns, is_costly)]
+    known = [each for dtype in dtypes for each in variants_of(epilogue, dtype, *patterns)]
     specs = [spec(epilogue, variant) for variant in known]
     packings = dict.fromkeys(map(_packing, known))
     return specs + list(dict.fromkeys(each for one in packings for each in pack.specs(one)))
@@ -261,7 +260,7 @@ def _packing(variant: Variant) -> pack.Packing:
     )
 
 
-def shared_memory(variant: Variant, vectors: int = 1) -> tuple[int, int]:
+def shared_memory(variant: Variant, vectors: int) -> tuple[int, int]:
     """Stages that fit beside h, what is staged of y and ``vectors`` of epilogues, and bytes of
     all."""
     row_bytes = hopper_common.ROW_BYTES
@@ -318,7 +317,7 @@ constexpr int PARAMETER_BYTES = {_parameters(epilogue).size};
 
 #include "common/hopper.cuh"
 {products}
-#include "kronecker_sparse/chain/chain.cuh"
+#include "kronecker_sparse/fused_chain/fused_chain.cuh"
 """
 
 

@@ -29,6 +29,7 @@ CHAINS = {
     "2048 to 8192": ((32, 64, 64, 1), (1, 256, 64, 32)),
     "4096 to 16384": WIDE,
 }
+MANY = tuple(kl.Bias(f"bias{index}") for index in range(9))
 EPILOGUES = {"none": (), "bias": (kl.Bias(),), "gelu": (kl.Bias(), kl.Scale(), kl.Gelu())}
 
 
@@ -91,9 +92,9 @@ def test_launches(rows, name, epilogue):
     chain = CHAINS[name]
     known = taken(chain, epilogue, rows=rows)
     packing, main = fused_chain.lower(epilogue, *problems(chain, rows), known, PROCESSORS).steps
-    read, variant = parameters(main._replace(pointers=_as_of_cases(main))), None
+    read = parameters(main._replace(pointers=_as_of_cases(main)))
     for variant in known:
-        stages, shared = fused_chain.shared_memory(variant)
+        stages, shared = fused_chain.shared_memory(variant, len(epilogue[:1]))
         assert stages >= 3 and shared <= targets.SHARED_BYTES[ARCH]
     assert read.units == read.row_tiles * read.spans * read.splits * chain[1][0]
     assert main.grid == (min(PROCESSORS, read.units), 1) and main.overlaps
@@ -106,6 +107,14 @@ def _as_of_cases(step):
     """Pointers by names that :mod:`cases` has addresses for."""
     names = {"x": "left", "weight1": "right", "weight2": "right"}
     return tuple((names.get(name, name), at) for name, at in step.pointers)
+
+
+def test_room_for_many_vectors_is_taken_from_the_stages():
+    for name, chain in CHAINS.items():
+        for variant in taken(chain, MANY):
+            stages, shared = fused_chain.shared_memory(variant, len(MANY))
+            assert stages >= (4 if variant.pairs == 3 else 3), name
+            assert shared <= targets.SHARED_BYTES[ARCH]
 
 
 def test_the_last_round_of_tiles_is_full():

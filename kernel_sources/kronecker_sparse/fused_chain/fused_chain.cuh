@@ -7,18 +7,25 @@
 // weights' numbers of operations over 770 TFLOP/s. Beside them: the second weight comes from L2
 // for every tile of rows, the first and x for every unit of one.
 //
-// Persistent CTAs: four warpgroups and one producer thread, as finishing y takes them as long as
-// multiplying. A unit of work is TILE_ROWS rows of the batch, SPAN neighbouring l, and a share of
-// the columns j. Two warpgroups, a pair, compute h of their rows, or of their l, into shared memory,
-// for wgmma's left operand: for each l TILE_ROWS rows along k. Then they multiply it by the second
-// weight, SECOND_COLUMNS j at a time: of its columns, or of its l, each takes a part, LANES l
-// together, so that features of y that lie side by side meet in one thread.
+// What was reached on an H200: 25088 rows of 384 features to 1536, (6,64,64,1) and (1,768,192,2),
+// take 51 us, where floors are 22 and 23 (70 us with a GELU), and two launches took 61. 384 to 384
+// takes 13 (9 and 3; 22), 8192 rows of 4096 to 16384 take 230 (78 and 31; 340). Finishing y takes
+// warps about as long as both products. The wide ones wait for L2: weights for every 64 rows, and x
+// for every 16 l.
+//
+// Persistent CTAs: one producer thread, and warpgroups in pairs of one or two. A unit of work is
+// TILE_ROWS rows of the batch, SPAN neighbouring l, and a share of the columns j. Each pair
+// computes h of 64 rows, or of a half of the l, into shared memory, for wgmma's left operand: for
+// each l TILE_ROWS rows along k. Then it multiplies that by the second weight, SECOND_COLUMNS j at
+// a time: of its columns, or of its l, each warpgroup takes a part, LANES l together, so that
+// features of y that lie side by side meet in one thread.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of x, weights and h; arithmetic; storage of y
 //   WIDE                     whether a unit has 16 l of more, of which each pair has 8 and each
 //                            warpgroup 4; else it has all l, and each pair has 64 rows
-//   PAIRS, GROUPS            pairs of warpgroups: 2, or 3 if not WIDE; and warpgroups of one: 2 or 1
+//   PAIRS, GROUPS            pairs of warpgroups, 2 or, if not WIDE, 3; and warpgroups of each, 1
+//                            or 2
 //   LANES                    l of a warpgroup
 //   QUOTIENT                 features of a block of h with the same l, whose rows of the first
 //                            weight are loaded together, l by l; 0: a block's rows in their order
@@ -63,9 +70,9 @@ static_assert(MOST_BYTES <= STAGE_BYTES, "a stage has room for either product's"
 constexpr int H_CHUNK_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int H_LANE_BYTES = H_CHUNKS * H_CHUNK_BYTES;
 constexpr int H_BYTES = SPAN * H_LANE_BYTES;
-// Unless DIRECT, y is staged by 8 columns. If WIDE a line has each column's l of one
-// warpgroup behind those of another, so that a thread stores two j at once. The bytes between lines,
-// and between warpgroups, have what is stored or loaded at the same time lie in other banks.
+// Unless DIRECT, y is staged by 8 columns. If WIDE a line has each column's l of one warpgroup
+// behind those of another, so that a thread stores two j at once. The bytes between lines, and
+// between warpgroups, have what is stored or loaded at the same time lie in other banks.
 constexpr int PART_COLUMNS = 8;
 constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
 constexpr int GROUP_PITCH = PART_COLUMNS * LANES * 2 + 32;
@@ -181,8 +188,8 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     }
 }
 
-#include "kronecker_sparse/chain/multiply.cuh"
-#include "kronecker_sparse/chain/store.cuh"
+#include "kronecker_sparse/fused_chain/multiply.cuh"
+#include "kronecker_sparse/fused_chain/store.cuh"
 
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     Consumer consumer;

@@ -21,7 +21,9 @@ struct Consumer {
     __device__ __forceinline__ int first_share() const {
         return FIRST_COLUMNS > FIRST_SHARE ? warpgroup % 2 * FIRST_SHARE : 0;
     }
-    __device__ __forceinline__ void synchronize_pair() const { sync_threads(1 + pair, 128 * GROUPS); }
+    __device__ __forceinline__ void synchronize_pair() const {
+        sync_threads(1 + pair, 128 * GROUPS);
+    }
     __device__ __forceinline__ void synchronize() const { sync_threads(4 + warpgroup, 128); }
 };
 
