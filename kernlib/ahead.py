@@ -188,7 +188,7 @@ def candidates(
 ) -> Candidates:
     """The kernels that could compute a call, none for a result without elements; see
     :func:`kernlib.tune`. Raises what a call raises, UnsupportedError for what torch computes, and
-    TypeError for a chain, of which one factor is tuned at a time."""
+    TypeError for a chain of several kernels, of which one factor is tuned at a time."""
     planned = _planned(descriptor, tensors, arguments)
     if not planned and "reduction" in arguments:
         raise TypeError("reduction is no argument of tune, which times calls of run_kernel alone")

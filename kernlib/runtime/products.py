@@ -139,8 +139,9 @@ def is_on_gpu(device: torch.device) -> bool:
     return rehearsal.on_gpu(device)
 
 
-def bind(product: Product) -> Bound:
-    """The calls of a product."""
+def bind(product: Product, on_meta: Callable | None = None) -> Bound:
+    """The calls of a product. ``on_meta`` is what a rehearsal makes of a recorded call, where that
+    is more than the product."""
 
     def launch(plan: ProductPlan, descriptor, operands: tuple, out, parameters: dict):
         if devices.current_device() != plan.index:
@@ -188,7 +189,9 @@ def bind(product: Product) -> Bound:
 
     own = product.key, product.check, product.way, reference, product.plan
     return operation.bind(
-        Operation(product.name, product.operators, *own, launch, tensors, materialised, rehearsed)
+        Operation(
+            product.name, product.operators, *own, launch, tensors, materialised, rehearsed, on_meta
+        )
     )
 
 

@@ -361,4 +361,8 @@ def _call_gradient(grad, x, pattern, batch_last: bool, precision: str | None) ->
     return weight_gradient(grad, x, pattern, batch_last, precision, False)
 
 
-BY_NAME = {"kronecker_sparse": _call, "kronecker_sparse_weight_gradient": _call_gradient}
+BY_NAME = {
+    "kronecker_sparse": _call,
+    "kronecker_sparse_chain": _call,
+    "kronecker_sparse_weight_gradient": _call_gradient,
+}

@@ -3,8 +3,10 @@ name, whose kernels the host runs by their text."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernlib as kl
+from kernlib import ahead, bundles
 from kernlib.families.kronecker_sparse import operation, plans, reference
 from kernlib.families.kronecker_sparse.chain import fused
 from kernlib.families.kronecker_sparse.chain.operation import planned
@@ -151,3 +153,41 @@ def test_what_is_wrong_is_for_the_factors_to_say(name):
     x, first, last = tensors
     for others in ((x[:, 1:], first, last), (x, first, last[:, 1:]), (x, first.float(), last)):
         assert not fused.takes(chain(), others, {"bias": gpus.gpu(bias())})
+
+
+def test_kernels_ahead_are_those_of_gpus_that_take_the_chain_and_of_others():
+    """3000 rows fill half of a GPU of 78 multiprocessors, not of one of 132."""
+    factors = (kl.KroneckerSparse(4, 16, 24, 1), kl.KroneckerSparse(2, 24, 16, 2))
+    shapes = (3000, 96), (4, 16, 24, 1), (2, 24, 16, 2)
+    tensors = tuple(torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
+    specs = ahead.specs(kl.KroneckerSparseChain(factors), "sm_90a", tensors, {})
+    kinds = {spec.description.split()[1] for spec in specs}
+    assert {"chain", "pack", "hopper", "interleaved"} <= kinds
+    older = ahead.specs(kl.KroneckerSparseChain(factors), "sm_80", tensors, {})
+    assert "chain" not in {spec.description.split()[1] for spec in older}
+
+
+def test_a_recording_has_the_factors_of_other_targets(tmp_path, monkeypatch):
+    jobs = []
+
+    def build(some, *_):
+        jobs.extend(some)
+        raise InterruptedError
+
+    monkeypatch.setattr(bundles, "build_all", build)
+    tensors = [gpus.gpu(t) for t in operands()]
+    with (
+        pytest.raises(InterruptedError),
+        kl.recording(tmp_path / "bundle", archs=("sm_80", "sm_90a")),
+    ):
+        kl.run_kernel(chain(), *tensors, bias=gpus.gpu(bias()))
+    kinds = {(arch, spec.description.split()[1]) for spec, arch in jobs}
+    assert kinds >= {("sm_80", "portable"), ("sm_90a", "chain")}
+
+
+def test_a_fake_tensor_outside_its_mode_has_a_fake_result():
+    with FakeTensorMode():
+        tensors = [torch.empty_like(t, device="cuda") for t in operands()]
+        vector = torch.empty_like(bias(), device="cuda")
+    y = kl.run_kernel(chain(), *tensors, bias=vector)
+    assert type(y) is type(vector) and y.shape == (ROWS, 384)

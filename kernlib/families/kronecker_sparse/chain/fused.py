@@ -28,7 +28,7 @@ from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.dtypes import FLOAT_TYPES, KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS
 from kernlib.runtime.products import Call, ProductPlan, make_plan
-from kernlib.runtime.tensors import UNREADABLE, check_dense, is_lazy, signature
+from kernlib.runtime.tensors import UNREADABLE, check_dense, is_lazy, signature, stand_ins
 
 if TYPE_CHECKING:
     from kernlib.jit.spec import KernelSpec
@@ -38,14 +38,21 @@ BIAS, MULTIPROCESSORS = (Bias(),), 132  # of an H200
 NAMES = "x", "weight1", "weight2"
 
 
-def takes(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
-    """Whether the kernel computes a call on these tensors. False for what is wrong with them too,
-    which the factors' calls say. Raises UnsupportedError for devices without a backend."""
+def may_take(chain: KroneckerSparseChain, operands: tuple) -> bool:
+    """Whether it is a chain of the kind that the kernel takes, of tensors of its dtypes."""
     if len(chain.factors) != 2 or chain.factors[0].epilogue or chain.batch_last:
         return False
     if len(operands) != 3 or not all(isinstance(t, torch.Tensor) for t in operands):
         return False
-    if operands[0].dtype not in HALVES or is_lazy(*operands):
+    return operands[0].dtype in HALVES and not (is_lazy(*operands) or stand_ins(*operands))
+
+
+def takes(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
+    """Whether the kernel computes a call on these tensors; in a rehearsal, whether it does on each
+    of the GPUs, and those on which it does are told of its kernels. False for what is wrong with
+    the tensors too, which the factors' calls say. Raises UnsupportedError for devices without a
+    backend."""
+    if not may_take(chain, operands):
         return False
     try:
         call = _check(chain, operands, None, parameters)
@@ -53,7 +60,7 @@ def takes(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> boo
         return False
     if not call.batch or operation.way(call, chain, operands, None, parameters) != KERNELS:
         return False
-    return _lowered(chain, call, operands) is not None
+    return None not in _lowered(chain, call, operands)
 
 
 def is_fused(patterns: tuple[Pattern, ...], rows: int) -> bool:
@@ -91,24 +98,29 @@ def _hidden(chain: KroneckerSparseChain, operands: tuple) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], chain.factors[0].out_features), device="meta")
 
 
-def _lowered(chain: KroneckerSparseChain, call: Call, operands: tuple) -> Lowered | None:
-    """The launches of a checked call, None of one that is not for this kernel."""
+def _lowered(chain: KroneckerSparseChain, call: Call, operands: tuple) -> list[Lowered | None]:
+    """The launches of a checked call, for each number of multiprocessors that is asked for; None
+    where it is not for this kernel."""
     (x, weight, second), (first, last) = operands, chain.factors
     before = call._replace(out_shape=(*x.shape[:-1], first.out_features))
     problem, copy, _ = plans.problem_of(first, before, x, weight, None)
     following, *_ = plans.problem_of(last, call, _hidden(chain, operands), second, None)
-    device = x.get_device()
+    device, results = x.get_device(), []
     variants = fused_chain.takes(last.epilogue, problem, following, arch_of(device))
     if not variants or copy is not None:
-        return None
-    return lower_on(
-        lambda count: fused_chain.lower(last.epilogue, problem, following, variants, count), device
-    )
+        return [None]
+
+    def lower(count: int) -> Lowered | None:
+        results.append(fused_chain.lower(last.epilogue, problem, following, variants, count))
+        return results[-1]
+
+    lower_on(lower, device)
+    return results
 
 
 def _plan(call: Call, chain: KroneckerSparseChain, operands, out, parameters) -> ProductPlan:
     request = chain.factors[-1], operands, out, parameters
-    lowered = _lowered(chain, call, operands)
+    lowered, *_ = _lowered(chain, call, operands)
     return make_plan(operands, call, request, _place, NAMES, lowered, False)
 
 
@@ -144,7 +156,6 @@ PRODUCT = products.Product(
     check_operands=operation.check_kinds,
     cast=autocast,
 )
-calls = products.bind(PRODUCT)
 
 
 def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[KernelSpec]:

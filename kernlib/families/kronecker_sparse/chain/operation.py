@@ -25,7 +25,7 @@ from kernlib.families.kronecker_sparse.operation import (
     run_factor,
     settings_of,
 )
-from kernlib.runtime import early, products
+from kernlib.runtime import early, products, rehearsal
 from kernlib.runtime.arguments import autocast, check_names, parameter_key
 from kernlib.runtime.autograd import Parts, are_here, bias_gradient, is_watched
 from kernlib.runtime.plan import PlanCache
@@ -68,8 +68,13 @@ def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch
                 return _by_route(route, operands, parameters)
     check_kinds(chain, operands)
     check_names(chain, parameters)
-    if key is not None and not is_recorded and fused.takes(chain, operands, parameters):
-        return _fused(key, chain, operands, parameters)
+    if key is not None and not is_recorded and fused.may_take(chain, operands):
+        if rehearsal.recorders and operands[0].device.type == "cuda":
+            # Other GPUs have as many kernels as the chain is for them.
+            request = chain, operands, None, parameters
+            rehearsal.note_call(_on_meta, request, operands[0].get_device())
+        if fused.takes(chain, operands, parameters):
+            return _fused(key, chain, operands, parameters)
     x, *weights = operands
     if out is not None:  # whose own factor sees neither x nor what belongs to the others
         _refuse_overlap(out, operands, parameters)
@@ -88,10 +93,17 @@ def _refuse_overlap(out, operands: tuple, parameters: dict) -> None:
     refuse_any_overlap(out, x=x, **named, **parameters)
 
 
+def _on_meta(chain, operands: tuple, out, parameters: dict) -> torch.Tensor:
+    return run(chain, *operands, out=out, **parameters)
+
+
+fused_calls = products.bind(fused.PRODUCT, _on_meta)
+
+
 def _fused(key: tuple, chain, operands: tuple, parameters: dict) -> torch.Tensor:
     """The first call of its signature that one kernel computes."""
-    y = early.first(fused.calls.execute, chain, operands, None, parameters)
-    plan = fused.calls.find(chain, operands, None, parameters)
+    y = early.first(fused_calls.execute, chain, operands, None, parameters)
+    plan = fused_calls.find(chain, operands, None, parameters)
     if plan is not None:
         _routes.keep(key, Route(chain.factors[-1:], (plan,), None, None))
     return y
@@ -182,7 +194,7 @@ def planned(chain: KroneckerSparseChain, tensors: tuple, arguments: dict) -> lis
         cast, values = autocast(tensors, parameters)
         is_recorded = torch.is_grad_enabled() and requires_gradient(values.values(), *cast)
         if not is_recorded and fused.takes(chain, cast, values):
-            return [planned_product(fused.PRODUCT, fused.calls, None, chain, cast, values)]
+            return [planned_product(fused.PRODUCT, fused_calls, None, chain, cast, values)]
     return operation.planned(chain, tensors, arguments)
 
 
