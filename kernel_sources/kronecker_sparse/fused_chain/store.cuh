@@ -146,8 +146,9 @@ __device__ __forceinline__ void copy_part(const Parameters& p, const unsigned ch
     OutputT* y = p.y + row * p.y_row + i64(unit.group) * p.columns * p.lanes + feature;
     Vector<u32, 4> words[(16 + LINES - 1) / LINES];
 #pragma unroll
-    for (int i = 0; i < 16; i += LINES)  // a line behind the last one is another warp's, or free
-        words[i / LINES] = staged_chunk(out + (line + i) * PART_PITCH, chunk);
+    for (int i = 0; i < 16; i += LINES)
+        if (16 % LINES == 0 || line + i < 16)
+            words[i / LINES] = staged_chunk(out + (line + i) * PART_PITCH, chunk);
 #pragma unroll
     for (int i = 0; i < 16; i += LINES) {
         if (row + i >= p.rows || (16 % LINES && line + i >= 16)) return;
