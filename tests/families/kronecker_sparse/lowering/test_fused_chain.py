@@ -131,7 +131,7 @@ def test_the_last_round_of_tiles_is_full():
 def checked(name, epilogue, dtype="float16"):
     for variant in taken(CHAINS[name], epilogue, dtype=dtype):
         kernel = compiled(fused_chain.spec(epilogue, variant), ARCH)
-        assert not kernel.serialized and kernel.spilled <= 32, (variant, kernel.log)
+        assert not kernel.serialized and kernel.spilled <= 64, (variant, kernel.log)
 
 
 def test_a_kernel_keeps_its_sums_in_registers():
