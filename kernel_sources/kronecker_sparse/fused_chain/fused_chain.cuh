@@ -77,9 +77,9 @@ constexpr int PART_COLUMNS = 8;
 constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
 constexpr int GROUP_PITCH = PART_COLUMNS * LANES * 2 + 32;
 constexpr int PART_PITCH = WIDE ? WARPGROUPS * GROUP_PITCH + 64 : PART_LINE + (LANES % 2 ? 0 : 16);
-constexpr int PART_BYTES = 16 * PART_PITCH;                           // of the rows of a warp
+constexpr int PART_BYTES = 16 * PART_PITCH;  // of the rows of a warp
 constexpr int OUT_BYTES = DIRECT ? 0 : (WIDE ? 4 : 4 * WARPGROUPS) * PART_BYTES;
-constexpr int FEATURES = COLUMNS * LANES;                // of a warpgroup's tile
+constexpr int FEATURES = COLUMNS * LANES;  // of a warpgroup's tile
 
 // Laid out by kernlib/families/kronecker_sparse/lowering/fused_chain.py.
 struct Maps { TensorMap x, first; };

@@ -128,8 +128,8 @@ def variants_of(
 
 def _columns(count: int, most: int, groups: int) -> int:
     """The widest tile of a warpgroup among those that pad the columns of ``groups`` least."""
-    known = range(most // 8 * 8, 7, -8)
-    return min(known, key=lambda n: (round_up(count, n * groups), -n))
+    widths = range(most // 8 * 8, 7, -8)
+    return min(widths, key=lambda n: (round_up(count, n * groups), -n))
 
 
 def takes(
@@ -145,16 +145,16 @@ def takes(
     x, weight = _extents(first, variants[0])
     left, right, out = first.left, first.right, second.out
     features = second.blocks * second.columns * second.lanes
-    flat = out.column == second.lanes or second.columns == 1
-    flat = flat and (out.lane == 1 or second.lanes == 1)
-    flat = flat and (out.block == second.columns * second.lanes or second.blocks == 1)
-    whole = out.row % 8 == 0 and out.alignment % 16 == 0 and features < 2**31
-    dense = left.depth == 1 and right.depth == 1
-    reads = tma.addressable(first.dtype, left.alignment, x)
-    reads = reads and tma.addressable(first.dtype, right.alignment, weight)
+    is_flat = out.column == second.lanes or second.columns == 1
+    is_flat = is_flat and (out.lane == 1 or second.lanes == 1)
+    is_flat = is_flat and (out.block == second.columns * second.lanes or second.blocks == 1)
+    is_aligned = out.row % 8 == 0 and out.alignment % 16 == 0
+    is_dense = left.depth == 1 and right.depth == 1
+    is_read = tma.addressable(first.dtype, left.alignment, x)
+    is_read = is_read and tma.addressable(first.dtype, right.alignment, weight)
     units = ceil_div(first.rows, 64) * second.lanes * second.blocks * MOST_SPLITS
-    is_taken = flat and whole and dense and reads and units <= hopper_common.MAX_TILES
-    return variants if is_taken else []
+    is_counted = units <= hopper_common.MAX_TILES and features < 2**31
+    return variants if is_flat and is_aligned and is_dense and is_read and is_counted else []
 
 
 def lower(
@@ -199,9 +199,9 @@ def variants(
     """Every spec that :func:`lower` can choose for factors of these patterns."""
     if arch != hopper_common.ARCH:
         return []
-    known = [each for dtype in dtypes for each in variants_of(epilogue, dtype, *patterns)]
-    specs = [spec(epilogue, variant) for variant in known]
-    packings = dict.fromkeys(map(_packing, known))
+    every = [each for dtype in dtypes for each in variants_of(epilogue, dtype, *patterns)]
+    specs = [spec(epilogue, variant) for variant in every]
+    packings = dict.fromkeys(map(_packing, every))
     return specs + list(dict.fromkeys(each for one in packings for each in pack.specs(one)))
 
 
@@ -227,12 +227,12 @@ def _fastest(
         share = ceil_div(tiles, splits) / tiles
         return rounds * variant.rows * (of_h + of_y * share) / spans
 
-    known = [
+    pairs = [
         (variant, splits)
         for variant in variants
         for splits in range(1, min(MOST_SPLITS, _tiles(first, second, variant)[2]) + 1)
     ]
-    return min(known, key=cost)
+    return min(pairs, key=cost)
 
 
 def _extents(first: Problem, variant: Variant) -> tuple[tma.Extent, tma.Extent]:
@@ -284,7 +284,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
     words = [f"{variant.rows}x{variant.second_columns}x{variant.span}"]
     words += [f"first={variant.first_columns} by {variant.quotient or 'block'}"]
     words += [f"depth={variant.chunks * 64}"]
-    made = KernelSpec(
+    result = KernelSpec(
         "kronecker_sparse",
         _source(epilogue, variant, stages),
         "kronecker_sparse_chain",
@@ -292,7 +292,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
         shared,
         description=text.describe("kronecker_sparse", KIND, variant.dtype, "fp32", words, epilogue),
     )
-    return named(made, KIND, variant.dtype, *words, epilogue=epilogue)
+    return named(result, KIND, variant.dtype, *words, epilogue=epilogue)
 
 
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> str:

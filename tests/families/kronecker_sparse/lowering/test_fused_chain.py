@@ -90,10 +90,10 @@ def test_few_rows_would_leave_a_gpu_idle(rows, is_taken):
 @pytest.mark.parametrize("rows", [12608, 25088, 25089])
 def test_launches(rows, name, epilogue):
     chain = CHAINS[name]
-    known = taken(chain, epilogue, rows=rows)
-    packing, main = fused_chain.lower(epilogue, *problems(chain, rows), known, PROCESSORS).steps
+    variants = taken(chain, epilogue, rows=rows)
+    packing, main = fused_chain.lower(epilogue, *problems(chain, rows), variants, PROCESSORS).steps
     read = parameters(main._replace(pointers=_as_of_cases(main)))
-    for variant in known:
+    for variant in variants:
         stages, shared = fused_chain.shared_memory(variant, len(epilogue[:1]))
         assert stages >= 3 and shared <= targets.SHARED_BYTES[ARCH]
     assert read.units == read.row_tiles * read.spans * read.splits * chain[1][0]
@@ -119,9 +119,10 @@ def test_room_for_many_vectors_is_taken_from_the_stages():
 
 def test_the_last_round_of_tiles_is_full():
     """25088 rows are 131 tiles of 192, on 132 multiprocessors, and 196 of 128."""
-    known = taken(CHAINS["ViT-S/16, 384 to 384"])
-    assert [variant.rows for variant in known] == [192, 128]
-    main = fused_chain.lower((), *problems(CHAINS["ViT-S/16, 384 to 384"]), known, 132).steps[-1]
+    chain = CHAINS["ViT-S/16, 384 to 384"]
+    variants = taken(chain)
+    assert [variant.rows for variant in variants] == [192, 128]
+    main = fused_chain.lower((), *problems(chain), variants, 132).steps[-1]
     assert parameters(main._replace(pointers=_as_of_cases(main))).row_tiles == 131
 
 

@@ -99,17 +99,17 @@ def run_chain(chain: tuple, rows: int = 131) -> None:
     for epilogue in ((kl.Bias(),), (kl.Bias(), kl.Gelu())):
         last = kl.KroneckerSparse(*chain[1], epilogue=epilogue)
         descriptor = kl.KroneckerSparseChain((kl.KroneckerSparse(*chain[0]), last))
-        bias, known = x.new_ones(last.out_features), []
+        bias, variants = x.new_ones(last.out_features), []
         lower, takes = fused_chain.lower, fused_chain.takes
 
-        def noted(*request, takes=takes, known=known):
-            known[:] = takes(*request)
-            return known
+        def noted(*request, takes=takes, variants=variants):
+            variants[:] = takes(*request)
+            return variants
 
         # So few rows would go to the kernels of one factor.
         with mock.patch.object(fused_chain, "takes", noted):
             fused.takes(descriptor, (x, *weights), {"bias": bias})
-        for variant in known:
+        for variant in variants:
             forced = partial(_lowered, lower, variant)
             with mock.patch.object(fused_chain, "lower", forced):
                 forget_plans()
