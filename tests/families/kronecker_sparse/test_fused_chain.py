@@ -50,13 +50,14 @@ def bias(dtype=torch.float16) -> torch.Tensor:
 
 
 def run(descriptor, *tensors, **arguments) -> torch.Tensor:
-    given = {name: gpus.gpu(value) for name, value in arguments.items()}
-    return gpus.host(kl.run_kernel(descriptor, *map(gpus.gpu, tensors), **given))
+    values = {name: gpus.gpu(value) for name, value in arguments.items()}
+    return gpus.host(kl.run_kernel(descriptor, *map(gpus.gpu, tensors), **values))
 
 
-def kinds(made) -> list[str]:
-    kinds = [spec.description.split()[1] for spec in made.specs]
-    made.specs.clear()
+def kinds(on_host) -> list[str]:
+    """Of the kernels that were launched since the last time."""
+    kinds = [spec.description.split()[1] for spec in on_host.specs]
+    on_host.specs.clear()
     return kinds
 
 

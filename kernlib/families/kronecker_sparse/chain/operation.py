@@ -43,7 +43,7 @@ class Route(NamedTuple):
     """What a chain of one signature launches."""
 
     factors: tuple[KroneckerSparse, ...]  # if a gradient is recorded, without the last epilogues
-    plans: tuple[ProductPlan, ...]  # of the factors; or of the whole chain, where that is one
+    plans: tuple[ProductPlan, ...]  # of the factors; or one of all of them
     parts: Parts | None  # of the last factor if a gradient is recorded
     options: tuple | None  # of all products then, as :func:`options_of` returns them
 

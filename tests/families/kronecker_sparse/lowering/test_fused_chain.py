@@ -37,7 +37,7 @@ def problems(chain, rows=25088, dtype="float16"):
     return [factor(*pattern, rows=rows, dtype=dtype) for pattern in chain]
 
 
-def taken(chain=UP, epilogue=(), first=None, second=None, arch=ARCH, **options):
+def variants_for(chain=UP, epilogue=(), first=None, second=None, arch=ARCH, **options):
     """The variants for a chain, some of whose fields are changed."""
     before, after = problems(chain, **options)
     before, after = before._replace(**(first or {})), after._replace(**(second or {}))
@@ -48,7 +48,7 @@ def taken(chain=UP, epilogue=(), first=None, second=None, arch=ARCH, **options):
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_of_networks_are_taken(name):
     for dtype in ("float16", "bfloat16"):
-        assert taken(CHAINS[name], dtype=dtype)
+        assert variants_for(CHAINS[name], dtype=dtype)
 
 
 REFUSED = {
@@ -76,12 +76,12 @@ REFUSED = {
 @pytest.mark.few(len(REFUSED))
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_for_the_kernels_of_one_factor(name):
-    assert taken() and not taken(**REFUSED[name])
+    assert variants_for() and not variants_for(**REFUSED[name])
 
 
 @pytest.mark.parametrize("rows, is_taken", [(1, False), (128, False), (25088, True)])
 def test_few_rows_would_leave_a_gpu_idle(rows, is_taken):
-    lowered = fused_chain.lower((), *problems(UP, rows), taken(rows=rows), PROCESSORS)
+    lowered = fused_chain.lower((), *problems(UP, rows), variants_for(rows=rows), PROCESSORS)
     assert (lowered is not None) == is_taken
 
 
@@ -90,7 +90,7 @@ def test_few_rows_would_leave_a_gpu_idle(rows, is_taken):
 @pytest.mark.parametrize("rows", [12608, 25088, 25089])
 def test_launches(rows, name, epilogue):
     chain = CHAINS[name]
-    variants = taken(chain, epilogue, rows=rows)
+    variants = variants_for(chain, epilogue, rows=rows)
     packing, main = fused_chain.lower(epilogue, *problems(chain, rows), variants, PROCESSORS).steps
     read = parameters(main._replace(pointers=_as_of_cases(main)))
     for variant in variants:
@@ -111,7 +111,7 @@ def _as_of_cases(step):
 
 def test_room_for_many_vectors_is_taken_from_the_stages():
     for name, chain in CHAINS.items():
-        for variant in taken(chain, MANY):
+        for variant in variants_for(chain, MANY):
             stages, shared = fused_chain.shared_memory(variant, len(MANY))
             assert stages >= (4 if variant.pairs == 3 else 3), name
             assert shared <= targets.SHARED_BYTES[ARCH]
@@ -120,7 +120,7 @@ def test_room_for_many_vectors_is_taken_from_the_stages():
 def test_the_last_round_of_tiles_is_full():
     """25088 rows are 131 tiles of 192, on 132 multiprocessors, and 196 of 128."""
     chain = CHAINS["ViT-S/16, 384 to 384"]
-    variants = taken(chain)
+    variants = variants_for(chain)
     assert [variant.rows for variant in variants] == [192, 128]
     main = fused_chain.lower((), *problems(chain), variants, 132).steps[-1]
     assert parameters(main._replace(pointers=_as_of_cases(main))).row_tiles == 131
@@ -130,7 +130,7 @@ def test_the_last_round_of_tiles_is_full():
 
 
 def checked(name, epilogue, dtype="float16"):
-    for variant in taken(CHAINS[name], epilogue, dtype=dtype):
+    for variant in variants_for(CHAINS[name], epilogue, dtype=dtype):
         kernel = compiled(fused_chain.spec(epilogue, variant), ARCH)
         assert not kernel.serialized and kernel.spilled <= 64, (variant, kernel.log)
 
