@@ -134,6 +134,7 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
 __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
                                              const Shared& s, int block, int blocks,
                                              const Consumer& consumer) {
+    static_assert(QUOTIENT > 1 || TOGETHER == 4, "of one k each, four blocks are stored together");
     constexpr int STEP_BYTES = 8 / QUOTIENT * H_LANE_BYTES, LINE_BYTES = 8 * ROW_BYTES;
     int column = consumer.first_share() + consumer.two;
     unsigned char* to = s.h + (consumer.pair_lane + column / QUOTIENT) * H_LANE_BYTES;
@@ -157,22 +158,16 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
                 store_vector(reinterpret_cast<u32*>(place), values);
             }
         }
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int other = 0; other < TOGETHER; ++other) {
-        if (block + other >= blocks) break;
-        unsigned char* first =
-            to + h_offset(consumer.row, (block + other) * QUOTIENT + column % QUOTIENT);
+        for (int other = 0; other < TOGETHER; ++other) {
+            if (block + other >= blocks) break;
+            unsigned char* first =
+                to + h_offset(consumer.row, (block + other) * QUOTIENT + column % QUOTIENT);
 #pragma unroll
-        for (int i = 0; i < FIRST_SUMS; i += 2) {
-            unsigned char* place = first + i / 4 * STEP_BYTES + i / 2 % 2 * LINE_BYTES;
-            u32 both = pack<InputT>(sums[other][i], sums[other][i + 1]);
-            if constexpr (QUOTIENT > 1) {
-                *reinterpret_cast<u32*>(place) = both;
-            } else {
-                *reinterpret_cast<u16*>(place) = u16(both);
-                *reinterpret_cast<u16*>(place + H_LANE_BYTES) = u16(both >> 16);
+            for (int i = 0; i < FIRST_SUMS; i += 2) {
+                unsigned char* place = first + i / 4 * STEP_BYTES + i / 2 % 2 * LINE_BYTES;
+                *reinterpret_cast<u32*>(place) = pack<InputT>(sums[other][i], sums[other][i + 1]);
             }
         }
     }

@@ -39,12 +39,19 @@ NAMES = "x", "weight1", "weight2"
 
 
 def may_take(chain: KroneckerSparseChain, operands: tuple) -> bool:
-    """Whether it is a chain of the kind that the kernel takes, of tensors of its dtypes."""
-    if len(chain.factors) != 2 or chain.factors[0].epilogue or chain.batch_last:
+    """Whether it is a chain of the kind that the kernel takes, of tensors of its dtypes that are
+    not on a CPU."""
+    if not _is_of_kind(chain):
         return False
     if len(operands) != 3 or not all(isinstance(t, torch.Tensor) for t in operands):
         return False
-    return operands[0].dtype in HALVES and not (is_lazy(*operands) or stand_ins(*operands))
+    if operands[0].dtype not in HALVES or operands[0].device.type == "cpu":
+        return False
+    return not (is_lazy(*operands) or stand_ins(*operands))
+
+
+def _is_of_kind(chain: KroneckerSparseChain) -> bool:
+    return len(chain.factors) == 2 and not chain.factors[0].epilogue and not chain.batch_last
 
 
 def takes(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
@@ -160,7 +167,7 @@ PRODUCT = products.Product(
 
 def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[KernelSpec]:
     """The kernels of a chain for inputs of ``dtypes``; none where it is not for this kernel."""
-    if len(chain.factors) != 2 or chain.factors[0].epilogue or chain.batch_last:
+    if not _is_of_kind(chain):
         return []
     first, last = chain.factors
     names = [KERNEL_TYPES[dtype] for dtype in dtypes if dtype in HALVES]

@@ -1,8 +1,9 @@
 """Chains of Kronecker-sparse factors as they are called: ``h_0 = x``, ``h_i = K(W_i) h_{i-1}``.
 
-A chain is a call for each factor. What these launch is decided at the first call of a signature and
-kept as a :class:`Route`, by which a gradient is one step of autograd, however many factors there
-are: that of W_i is the one of a factor, of ``h_{i-1}`` and the gradient of ``h_i``.
+A chain is a call for each factor or, where :mod:`fused` takes it, one for both. What these launch
+is decided at the first call of a signature and kept as a :class:`Route`, by which a gradient is one
+step of autograd, however many factors there are: that of W_i is the one of a factor, of ``h_{i-1}``
+and the gradient of ``h_i``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _routes = PlanCache()
 
 
 def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch.Tensor:
-    """The factors one after the other: x and a weight for each."""
+    """The factors one after the other, or two of them at once: x and a weight for each."""
     if torch._C._is_any_autocast_enabled():
         check_kinds(chain, operands)
         if out is not None:  # which casts would hide
