@@ -1,10 +1,13 @@
-// out[i,l,r,s] = sum over splits, in order, of partial[split,i,l,r,s]: the same bits at every run.
+// out[i,l,r,s] = sum over splits of partial[split,i,l,r,s], in an order that is the same at every
+// run: each of some groups of threads adds up every so many splits, and one of them their sums.
 //
 // Floor: splits * a*b*c*d * 4 bytes over the bandwidth of L2, where portable/portable.cuh or
 // hopper/hopper.cuh has left them.
 //
 // The generated source defines before it includes this file:
 //   OutputT            storage of out
+//   BIAS               whether the last run of each row is of another result: bias[i,r,l] is the
+//                      sum of all its places
 //   PARAMETER_BYTES    what lowering makes of Parameters
 #pragma once
 
@@ -18,31 +21,58 @@ struct Parameters {
     // written at each launch
     const float* partial;  // (split, block, lane, row, column), columns padded to a multiple of RUN
     OutputT* out;
+#if BIAS
+    OutputT* bias;
+#endif
     // fixed by the plan
     i64 out_block_stride, out_lane_stride, out_row_stride, out_column_stride;
     i64 split_stride;
     u32 splits, lanes, rows, columns;
     u32 runs, total;       // of RUN columns, in a row and in all
+    u32 groups, unused;    // of threads that share the splits of a run: 1, 2, 4 or 8
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_split_k_sum(const __grid_constant__ Parameters p) {
-    u32 index = blockIdx.x * THREADS + threadIdx.x;
-    if (index >= p.total) return;
+    __shared__ Vector<float, RUN> sums[THREADS];
+    u32 across = THREADS / p.groups, group = threadIdx.x / across;
+    u32 index = blockIdx.x * across + threadIdx.x % across;
+    bool exists = index < p.total;
     // Neighbouring threads take neighbouring l, as they lie in a weight: written apart, each number
     // of a weight with d = 16 would be a sector of 32 bytes.
     u32 lane = index % p.lanes, run = index / p.lanes % p.runs, line = index / p.lanes / p.runs;
     u32 row = line % p.rows, block = line / p.rows, column = run * RUN;
-    i64 place = (i64(block * p.lanes + lane) * p.rows + row) * p.runs + run;
-    const float* from = p.partial + place * RUN;
     Vector<float, RUN> sum = {};
+    if (exists) {
+        i64 place = (i64(block * p.lanes + lane) * p.rows + row) * p.runs + run;
+        const float* from = p.partial + place * RUN + group * p.split_stride;
+        i64 step = p.groups * p.split_stride;
 #pragma unroll 8
-    for (u32 split = 0; split < p.splits; ++split, from += p.split_stride) {
-        auto part = load_vector<float, RUN>(from);
+        for (u32 split = group; split < p.splits; split += p.groups, from += step) {
+            auto part = load_vector<float, RUN>(from);
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) sum.element[e] += part.element[e];
+            for (int e = 0; e < RUN; ++e) sum.element[e] += part.element[e];
+        }
     }
+    if (p.groups > 1) {
+        sums[threadIdx.x] = sum;
+        __syncthreads();
+        if (group > 0) return;
+        for (u32 other = 1; other < p.groups; ++other) {
+#pragma unroll
+            for (int e = 0; e < RUN; ++e)
+                sum.element[e] += sums[other * across + threadIdx.x].element[e];
+        }
+    }
+    if (!exists) return;
+#if BIAS
+    if (run == p.runs - 1) {
+        const auto& x = sum.element;
+        p.bias[i64(line) * p.lanes + lane] = convert<OutputT>((x[0] + x[1]) + (x[2] + x[3]));
+        return;
+    }
+#endif
     OutputT* to = p.out + block * p.out_block_stride + lane * p.out_lane_stride +
                   row * p.out_row_stride + column * p.out_column_stride;
 #pragma unroll

@@ -5,6 +5,7 @@ Steps follow each other on one stream and share one scratch tensor, the workspac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kernlib.jit.spec import KernelSpec
@@ -28,6 +29,14 @@ class Step(NamedTuple):
     scalars: int = 0
     maps: tuple[TensorMap, ...] = ()
     overlaps: bool = False
+
+    def placed(self, places: Mapping[str, tuple[str, int]]) -> Step:
+        """The launch whose tensors of these names are others, from some byte of them on."""
+        pointers = []
+        for name, at in self.pointers:
+            tensor, first = places.get(name, (name, 0))
+            pointers.append((tensor, first + at))
+        return self._replace(pointers=tuple(pointers))
 
 
 class Lowered(NamedTuple):

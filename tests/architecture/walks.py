@@ -171,7 +171,8 @@ def chain_product(operators, x, weights, bias):
 
 
 def chain_gradients(operators, x, weights, bias):
-    return operators.chain_gradients(x, [x, x], weights, [True] * 3, False, None, False)
+    needs = [True, True, True, False]
+    return operators.chain_gradients(x, [x, x], weights, needs, False, None, False)
 
 
 def kron_product(operators, x, factors, text):

@@ -46,30 +46,15 @@
 #include "common/hopper.cuh"
 #include "common/parameters.cuh"
 #include "common/store_chunk.cuh"
+#include "kronecker_sparse/fused_chain/tiles.cuh"
 
-constexpr int ROW_BYTES = 128;                 // swizzled rows of x, of the first weight and of h
-constexpr int ROW = ROW_BYTES / 2;             // elements of one
-constexpr int STEP = 16;                       // k of one wgmma
-constexpr int WARPGROUPS = PAIRS * GROUPS, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int SPAN = WIDE ? WARPGROUPS * LANES : LANES;  // l of a unit
-constexpr int TILE_ROWS = WIDE ? 64 : 64 * PAIRS;
-constexpr int FIRST_ROWS = WIDE ? 2 * FIRST_COLUMNS : FIRST_COLUMNS;  // of a block's first weight
 constexpr int SECOND_COLUMNS = WIDE ? COLUMNS : GROUPS * COLUMNS;     // of a unit's tile
-
-// A stage of the first product has x and, behind it, the first weight. Three pairs leave less room
-// beside h: theirs are two of the ring, of which the second has the rows of the third pair.
-constexpr int FIRST_STAGES = PAIRS == 3 ? 2 : 1;
-constexpr int BOX_ROWS = PAIRS == 3 ? 64 : TILE_ROWS;  // of one copy of x
-constexpr int BOX_BYTES = BOX_ROWS * ROW_BYTES, WEIGHT_BYTES = FIRST_ROWS * ROW_BYTES;
-constexpr int FIRST_BYTES = BOX_BYTES + WEIGHT_BYTES;
 constexpr int SECOND_LANE_BYTES = SECOND_COLUMNS * SECOND_DEPTH * 2;
 constexpr int SECOND_BYTES = SPAN * SECOND_LANE_BYTES;  // of one of the second
 constexpr int MOST_BYTES = FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND_BYTES;
 constexpr int STAGE_BYTES = PAIRS == 3 ? 2 * BOX_BYTES : (MOST_BYTES + 1023) / 1024 * 1024;
 static_assert(MOST_BYTES <= STAGE_BYTES, "a stage has room for either product's");
-constexpr int H_CHUNK_BYTES = TILE_ROWS * ROW_BYTES;
-constexpr int H_LANE_BYTES = H_CHUNKS * H_CHUNK_BYTES;
-constexpr int H_BYTES = SPAN * H_LANE_BYTES;
+
 // Unless DIRECT, y is staged by 8 columns. If WIDE a line has each column's l of one warpgroup
 // behind those of another, so that a thread stores two j at once. The bytes between lines, and
 // between warpgroups, have what is stored or loaded at the same time lie in other banks.
@@ -127,37 +112,7 @@ struct Unit {
     }
 };
 
-struct Ring {
-    int stage = 0, parity;
-    __device__ __forceinline__ explicit Ring(int parity) : parity(parity) {}
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
-__device__ __forceinline__ int ceil_div(int x, int y) { return (x + y - 1) / y; }
-
-__device__ __forceinline__ void load_first(const Parameters& p, const Shared& s, Ring& ring,
-                                           const Unit& unit, int block, int chunk) {
-    int row = unit.row;
-    if (FIRST_STAGES == 2) {
-        barrier_wait(&s.empty[ring.stage], ring.parity);
-        unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
-        u64* full = &s.full[ring.stage];
-        barrier_expect(full, 2 * BOX_BYTES);
-        load_box(to, p.x, full, chunk * ROW, block, row, 0);
-        load_box(to + BOX_BYTES, p.x, full, chunk * ROW, block, row + BOX_ROWS, 0);
-        row += 2 * BOX_ROWS;
-        ring.next();
-    }
-    barrier_wait(&s.empty[ring.stage], ring.parity);
-    unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
-    u64* full = &s.full[ring.stage];
-    barrier_expect(full, FIRST_BYTES);
-    load_box(to, p.x, full, chunk * ROW, block, row, 0);
-    load_box(to + BOX_BYTES, p.first, full, chunk * ROW, 0, unit.lane, block);
-    ring.next();
-}
+#include "kronecker_sparse/fused_chain/first_product.cuh"
 
 __device__ __forceinline__ void load_second(const Parameters& p, const Shared& s, Ring& ring,
                                             const Unit& unit, int tile, int stage, int stages) {
@@ -188,7 +143,7 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     }
 }
 
-#include "kronecker_sparse/fused_chain/multiply.cuh"
+#include "kronecker_sparse/fused_chain/second_product.cuh"
 #include "kronecker_sparse/fused_chain/store.cuh"
 
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
@@ -204,7 +159,7 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
 #pragma unroll 1
         for (int tile = unit.first_tile; tile < unit.last_tile; ++tile) {
             float sums[LANES][COLUMNS / 2];
-            int column = tile * SECOND_COLUMNS + consumer.first_column;
+            int column = tile * SECOND_COLUMNS + first_column(consumer);
             vectors.load(p, unit, column, consumer);
             second_product(sums, p, s, ring, consumer);
             vectors.stage(consumer);

@@ -7,7 +7,8 @@
 // 16 bytes of a tile of x are LANES neighbouring l of 8 / LANES (fp32: 4 / LANES) neighbouring k: a
 // thread's loads become the registers of LANES independent wgmmas, in half types after one byte
 // permute each. The order of k inside a wgmma is free, so thread t of a quad takes chunks 2t and
-// 2t + 1 of a row, which the swizzle spreads over all banks; w is packed in that order.
+// 2t + 1 of a row, which the swizzle spreads over all banks; w is packed in that order. Of three l
+// it takes 24 bytes, all l of four k.
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
@@ -27,8 +28,9 @@ constexpr int SIZE = sizeof(InputT);
 constexpr int ROW_BYTES = 128;
 constexpr int CHUNK = 16 / SIZE;                      // elements of 16 bytes
 constexpr int SPAN = LANES * HALVES;                  // l of a tile
-constexpr int ROW_DEPTH = ROW_BYTES / SIZE / SPAN;    // k of one row of x in shared memory
-constexpr int ROW_BLOCKS = TILE_DEPTH / ROW_DEPTH;    // such rows of a stage, for each n
+constexpr int ROW = ROW_BYTES / SIZE;                 // elements of one row of x in shared memory
+constexpr int ROW_DEPTH = ROW / SPAN;                 // whole k of one
+constexpr int ROW_BLOCKS = TILE_DEPTH * SPAN / ROW;   // such rows of a stage, for each n
 constexpr int TILE_ROWS = HALVES == 2 ? 64 : 128;
 constexpr int PRODUCERS = 128, THREADS = 384;
 constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a thread for one l
@@ -44,10 +46,12 @@ constexpr int X_BYTES = ROW_BLOCKS * X_BLOCK_BYTES;
 constexpr int W_LANE_BYTES = TILE_COLUMNS * TILE_DEPTH * SIZE;
 constexpr int W_BYTES = COPIES * SPAN * W_LANE_BYTES;  // of a stage, packed by hopper/pack.cuh
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int OUT_COLUMNS = ROW_DEPTH < 8 ? 8 : ROW_DEPTH;  // j that are staged and stored together
+// j that are staged and stored together: eight at least, in whole rows.
+constexpr int OUT_COLUMNS = SPAN == 3 ? ROW : ROW_DEPTH < 8 ? 8 : ROW_DEPTH;
+constexpr int OUT_BLOCKS = OUT_COLUMNS * SPAN / ROW;
 constexpr int OUT_ROWS = 64;                                // n likewise
 constexpr int OUT_BLOCK_BYTES = OUT_ROWS * ROW_BYTES;
-constexpr int OUT_BYTES = OUT_COLUMNS / ROW_DEPTH * OUT_BLOCK_BYTES;
+constexpr int OUT_BYTES = OUT_BLOCKS * OUT_BLOCK_BYTES;
 constexpr int OUT_SLOTS = TILE_COLUMNS / OUT_COLUMNS < 4 ? TILE_COLUMNS / OUT_COLUMNS : 4;
 
 // Laid out by kernlib/families/kronecker_sparse/lowering/interleaved.py.
@@ -114,8 +118,8 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
     barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll
     for (int block = 0; block < ROW_BLOCKS; ++block) {
-        int k = stage * TILE_DEPTH + block * ROW_DEPTH;
-        load_box(to + block * X_BLOCK_BYTES, p.x, barrier, k * SPAN, tile.block,
+        int first = stage * TILE_DEPTH * SPAN + block * ROW;
+        load_box(to + block * X_BLOCK_BYTES, p.x, barrier, first, tile.block,
                  tile.row * TILE_ROWS, 0);
     }
     load_weights(to + X_BYTES, p, barrier, tile, stage, stages);

@@ -30,12 +30,36 @@ __device__ __forceinline__ void zip(u32 (&a)[LANES][4], int part, const Chunk& x
     }
 }
 
+// Words `word` and `word` + 1 of those of a row that a thread of a quad takes of three l.
+__device__ __forceinline__ Vector<u32, 2> load_words(u32 stage, int row, int word) {
+    u32 address = stage + word / 32 * X_BLOCK_BYTES + row * ROW_BYTES +
+                  ((word % 32 / 4 ^ (row & SWIZZLE)) << 4) + word % 4 * 4;
+    Vector<u32, 2> x;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(x.element[0]), "=r"(x.element[1]) : "r"(address));
+    return x;
+}
+
 __device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, int step, int row,
                                                int t, int half) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
         int r = row + 8 * side;
-        if constexpr (LANES == 8) {
+        if constexpr (LANES == 3) {
+            u32 word[6];  // (k, l) in their order
+#pragma unroll
+            for (int i = 0; i < 6; i += 2) {
+                auto two = load_words(stage, r, 24 * step + 6 * t + i);
+                word[i] = two.element[0], word[i + 1] = two.element[1];
+            }
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                const u32* of = word + 3 * pair;
+                a[0][2 * pair + side] = __byte_perm(of[0], of[1], 0x7610);
+                a[1][2 * pair + side] = __byte_perm(of[0], of[2], 0x5432);
+                a[2][2 * pair + side] = __byte_perm(of[1], of[2], 0x7610);
+            }
+        } else if constexpr (LANES == 8) {
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
                 int block = HALVES == 2 ? 4 * step + 2 * pair : 2 * step + pair;

@@ -11,6 +11,10 @@ __device__ __forceinline__ void store_words(u32 address, const u32* word, int wo
                      :: "r"(address), "r"(word[0]), "r"(word[1]) : "memory");
 }
 
+__device__ __forceinline__ void store_word(u32 address, u32 word) {
+    asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(word) : "memory");
+}
+
 // Address of byte `byte` of the row of j and l in line `row` of staged columns.
 __device__ __forceinline__ u32 out_address(u32 out, int row, int byte) {
     int chunk = byte % ROW_BYTES / 16;
@@ -18,6 +22,22 @@ __device__ __forceinline__ u32 out_address(u32 out, int row, int byte) {
            ((chunk ^ (row & SWIZZLE)) << 4) + byte % 16;
 }
 
+#if LANES == 3
+// Columns first .. first + OUT_COLUMNS: the six numbers of two of them lie side by side.
+__device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], int first, u32 out,
+                                              int row, int t, int half) {
+#pragma unroll
+    for (int i = first / 2; i < (first + OUT_COLUMNS) / 2; i += 2) {
+        u32 word[3] = {pack<OutputT>(sums[0][i], sums[1][i]),
+                       pack<OutputT>(sums[2][i], sums[0][i + 1]),
+                       pack<OutputT>(sums[1][i + 1], sums[2][i + 1])};
+        int line = row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t - first;
+#pragma unroll
+        for (int m = 0; m < 3; ++m)
+            store_word(out_address(out, line, column * SPAN * SIZE + m * 4), word[m]);
+    }
+}
+#else
 // Columns first .. first + OUT_COLUMNS: all LANES of one (n, j) are LANES * SIZE bytes of a row.
 __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], int first, u32 out,
                                               int row, int t, int half) {
@@ -47,6 +67,7 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
         }
     }
 }
+#endif
 
 // Of column j and the tile's l; where y has none, and nothing is stored, some other. Lowering sees
 // to it that 32 bits do: 64 take more registers than there are.
@@ -61,9 +82,8 @@ __device__ __forceinline__ int feature_of(const Parameters& p, const Tile& tile,
 __device__ __forceinline__ void finish_staged(u32 out, int column, const Parameters& p,
                                               const Tile& tile, int thread, int threads) {
     Rest rest(Read<Parameters, HEAD_SCALARS, HEAD_VECTORS>{p});
-    constexpr int BLOCKS = OUT_COLUMNS / ROW_DEPTH;
 #pragma unroll 1
-    for (int index = thread; index < BLOCKS * OUT_ROWS * 8; index += threads) {
+    for (int index = thread; index < OUT_BLOCKS * OUT_ROWS * 8; index += threads) {
         int chunk = index % 8, row = index / 8 % OUT_ROWS, block = index / 8 / OUT_ROWS;
         int byte = block * ROW_BYTES + chunk * 16;
         finish_chunk(out_address(out, row, byte), rest, [&](int e) {
@@ -129,9 +149,9 @@ __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Fin
         sync_threads(barrier, THREADS_TOGETHER);
         if (leader) {
 #pragma unroll
-            for (int block = 0; block < OUT_COLUMNS / ROW_DEPTH; ++block)
+            for (int block = 0; block < OUT_BLOCKS; ++block)
                 store_box(p.y, out + block * OUT_BLOCK_BYTES,
-                          (first + column + block * ROW_DEPTH) * SPAN, tile.block,
+                          (first + column) * SPAN + block * ROW, tile.block,
                           tile.row * TILE_ROWS + (HALVES == 2 ? 0 : warpgroup * 64), 0);
             commit_stores();
         }

@@ -12,9 +12,12 @@ from torch._guards import TracingContext
 from torch.compiler import is_exporting
 
 from kernlib.descriptors.base import with_symbols
+from kernlib.descriptors.epilogues import Bias
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_sparse import operation
+from kernlib.families.kronecker_sparse.chain import gradient
 from kernlib.families.kronecker_sparse.chain import operation as chain
+from kernlib.families.kronecker_sparse.chain.gradient import keeps_h
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.families.kronecker_sparse.operation import PRODUCT, calls
 from kernlib.runtime import products
@@ -26,7 +29,6 @@ from kernlib.runtime.arguments import (
     refuse_recorded_out,
     written,
 )
-from kernlib.runtime.autograd import bias_gradient
 from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.operators import is_one_step, register, takes_lists
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed
@@ -100,8 +102,9 @@ def _backward(saved, grad) -> dict:
     needs = saved.needs.x, saved.needs.weight, saved.needs.bias
     options, ways = _options(saved), (product, weight_gradient)
     if all(needs[:2]) and is_one_step(grad):
-        to_x, to_weight = chain_gradients(grad, [saved.x], [saved.weight], needs[:2], *options)
-        to_bias = bias_gradient(grad, _axis(grad, saved)) if needs[2] else None
+        needs = [True, True, bool(needs[2])]
+        grads = chain_gradients(grad, [saved.x], [saved.weight], needs, *options)
+        to_x, to_weight, to_bias = (*grads, None)[:3]
     else:
         tensors = saved.x, saved.weight, saved.shapes.weight
         grads = operation.product_gradients(grad, *tensors, needs, options, *ways)
@@ -115,10 +118,6 @@ def _weight_gradient_backward(saved, to_weight) -> dict:
         to_weight, saved.grad, saved.x, needs, options, product
     )
     return dict(zip(("grad", "x"), grads, strict=True))
-
-
-def _axis(grad: torch.Tensor, saved) -> int:
-    return -grad.dim() if saved.batch_last else -1
 
 
 def _options(saved) -> tuple:
@@ -166,11 +165,23 @@ def _whole_chain_by_torch(x, weights, text: str, parameters: dict, debug: bool) 
 
 
 def _compute_chain(x, weights, bias, *options) -> list[torch.Tensor]:
-    return chain.results_by_plans(x, weights, bias, options)
+    if x.dtype is torch.float32 or keeps_h(x, len(weights), options[0]):
+        return chain.results_by_plans(x, weights, bias, options)
+    patterns = tuple(tuple(weight.shape) for weight in weights)
+    linear = _linear_chain(patterns, bias is not None)
+    return [chain.run(linear, x, *weights, **({} if bias is None else {"bias": bias}))]
+
+
+@lru_cache(maxsize=1024)
+def _linear_chain(patterns: tuple, bias: bool) -> KroneckerSparseChain:
+    """The product, batch first, with or without a bias."""
+    *before, last = (KroneckerSparse(*pattern) for pattern in patterns)
+    return KroneckerSparseChain((*before, last.replace(epilogue=(Bias(),) if bias else ())))
 
 
 def _fake_chain(x, weights, bias, *options) -> list[torch.Tensor]:
-    return chain.results(x, weights, bias, options, _fake_product)
+    results = chain.results(x, weights, bias, options, _fake_product)
+    return results if keeps_h(x, len(weights), options[0]) else results[-1:]
 
 
 def _chain_backward(saved, grads: list) -> dict:
@@ -178,7 +189,7 @@ def _chain_backward(saved, grads: list) -> dict:
     hidden, weights, options = [saved.x, *saved.outputs], saved.weights, _options(saved)
     if grad is None:
         grad = torch.zeros_like(_fake_product(hidden[-1], weights[-1], None, *options))
-    needs = saved.needs.x, *saved.needs.weights
+    needs = saved.needs.x, *saved.needs.weights, bool(saved.needs.bias)
     # A weight that needs no gradient does not need its h either.
     one_step = all(saved.needs.weights) and is_one_step(grad)
     if one_step and all(each is None for each in inner):
@@ -186,26 +197,28 @@ def _chain_backward(saved, grads: list) -> dict:
         grads = [next(some) if need else None for need in needs]
     else:
         request = grad, hidden, weights, needs, options, product, weight_gradient
-        grads = chain.gradients(*request, inner)
-    to_bias = bias_gradient(grad, _axis(grad, saved)) if saved.needs.bias else None
-    return {"x": grads[0], "weights": grads[1:], "bias": to_bias}
+        grads = gradient.gradients(*request, inner)
+    to_x, *to_weights, to_bias = grads
+    return {"x": to_x, "weights": to_weights, "bias": to_bias}
 
 
 def _compute_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
     if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
         grad = grad.contiguous()
-    grads = chain.gradients_by_plans(grad, hidden, weights, tuple(needs), options)
+    grads = gradient.by_plans(grad, hidden, weights, tuple(needs), options)
     return [t.contiguous() for t in grads if t is not None]
 
 
 def _fake_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
-    likes = zip((hidden[0], *weights), needs, strict=True)
-    return [t.new_empty(t.shape) for t, need in likes if need]
+    features = grad.shape[:1] if options[0] else grad.shape[-1:]
+    shapes = hidden[0].shape, *(weight.shape for weight in weights), features
+    pairs = zip(shapes, needs, strict=True)
+    return [grad.new_empty(shape) for shape, need in pairs if need]
 
 
 def _recorded_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
     request = grad, hidden, weights, tuple(needs), options, product, weight_gradient
-    return [t for t in chain.gradients(*request) if t is not None]
+    return [t for t in gradient.gradients(*request) if t is not None]
 
 
 _OPTIONS = "bool batch_last", "str? precision", "bool debug"

@@ -145,15 +145,15 @@ def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, paramete
             lower(descriptor.epilogue, problem, device)
         if lowered is None:
             return _torch_plan(call, request, problem)
-    place = _place if copy is None else partial(_placed_copies, (copy, None))
-    return make_plan(operands, call, request, place, ("left", "right"), lowered, apart)
+    placing = place if copy is None else partial(placed_copies, (copy, None))
+    return make_plan(operands, call, request, placing, ("left", "right"), lowered, apart)
 
 
 def _torch_plan(call: Call, request: tuple, problem: choose.Problem) -> ProductPlan:
     """The plan of a call that torch computes."""
     result = allocator(call.out_shape, call.dtype, call.device)
     compute = partial(by_product, result, _matrices(problem))
-    return make_plan(request[1], call, request, _place, (), None, False, compute)
+    return make_plan(request[1], call, request, place, (), None, False, compute)
 
 
 def _matrices(problem: choose.Problem) -> tuple[tuple, tuple, tuple]:
@@ -189,12 +189,13 @@ def by_product(
     return y
 
 
-def _place(operands: tuple) -> tuple[list[int], None]:
+def place(operands: tuple) -> tuple[list[int], None]:
+    """Addresses of both operands."""
     left, right = operands
     return [left.data_ptr(), right.data_ptr()], None
 
 
-def _placed_copies(shapes: tuple, operands: tuple) -> tuple[list[int], list]:
+def placed_copies(shapes: tuple, operands: tuple) -> tuple[list[int], list]:
     """Addresses where an operand is copied to a shape, if one is given, and the operands."""
     read = [
         t if shape is None else t.reshape(shape) for t, shape in zip(operands, shapes, strict=True)
@@ -221,14 +222,14 @@ def gradient_plan(
     device = x.get_device()
     arch_of(device)
     problem, copies = gradient_problem(grad, x, pattern, batch_last, precision)
-    place = _place if copies == [None, None] else partial(_placed_copies, copies)
+    placing = place if copies == [None, None] else partial(placed_copies, copies)
     if not problem.depth:  # an empty sum
         zeros = partial(torch.zeros, pattern, dtype=x.dtype, device=x.device)
-        return GradientPlan(device, place, zeros, lambda addresses: None)
+        return GradientPlan(device, placing, zeros, lambda addresses: None)
     lowered = lower((), problem, device)
     steps, inner = load_steps(lowered.steps, ("left", "right", "out"), device)
     launch = launcher(steps, inner, x.device, lowered.workspace)
-    return GradientPlan(device, place, allocator(pattern, x.dtype, x.device), launch)
+    return GradientPlan(device, placing, allocator(pattern, x.dtype, x.device), launch)
 
 
 def gradient_problem(

@@ -275,7 +275,7 @@ def parts(batch_last: bool, batch: tuple) -> dict[str, Check]:
         "chain gradients": Check(
             "kronecker_sparse_chain_gradients",
             (values(6, *batch) if batch_last else values(*batch, 6), [x, grad], [W, SECOND],
-             [True, False, True], batch_last, "tf32", False), THREE,
+             [True, False, True, True], batch_last, "tf32", False), THREE,
         ),
     }  # fmt: skip
 

@@ -59,15 +59,26 @@ def takes(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> boo
     of the GPUs, and those on which it does are told of its kernels. False for what is wrong with
     the tensors too, which the factors' calls say. Raises UnsupportedError for devices without a
     backend."""
+    call = _sound(chain, operands, parameters)
+    return call is not None and None not in _lowered(chain, call, operands)
+
+
+def is_sound(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
+    """Whether nothing is wrong with a call of the kind that :func:`may_take` says, and kernels
+    compute it, be it in one launch or one for each factor. Raises UnsupportedError for devices
+    without a backend."""
+    return _sound(chain, operands, parameters) is not None
+
+
+def _sound(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> Call | None:
     if not may_take(chain, operands):
-        return False
+        return None
     try:
         call = _check(chain, operands, None, parameters)
     except (TypeError, ValueError):
-        return False
-    if not call.batch or operation.way(call, chain, operands, None, parameters) != KERNELS:
-        return False
-    return None not in _lowered(chain, call, operands)
+        return None
+    is_ours = call.batch and operation.way(call, chain, operands, None, parameters) == KERNELS
+    return call if is_ours else None
 
 
 def is_fused(patterns: tuple[Pattern, ...], rows: int) -> bool:

@@ -2,15 +2,13 @@
 
 A chain is a call for each factor or, where :mod:`fused` takes it, one for both. What these launch
 is decided at the first call of a signature and kept as a :class:`Route`, by which a gradient is one
-step of autograd, however many factors there are: that of W_i is the one of a factor, of ``h_{i-1}``
-and the gradient of ``h_i``.
+step of autograd, however many factors there are (:mod:`gradient`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from itertools import accumulate
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
 from kernlib.families.kronecker_sparse import operation
-from kernlib.families.kronecker_sparse.chain import fused
+from kernlib.families.kronecker_sparse.chain import fused, gradient
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.families.kronecker_sparse.operation import (
     calls,
@@ -44,9 +42,11 @@ class Route(NamedTuple):
     """What a chain of one signature launches."""
 
     factors: tuple[KroneckerSparse, ...]  # if a gradient is recorded, without the last epilogues
-    plans: tuple[ProductPlan, ...]  # of the factors; or one of all of them
+    plans: tuple[ProductPlan, ...]  # of the factors; or one of all of them; none at a first call
     parts: Parts | None  # of the last factor if a gradient is recorded
     options: tuple | None  # of all products then, as :func:`options_of` returns them
+    keeps_h: bool = True  # for the gradient
+    chain: KroneckerSparseChain | None = None  # of ``factors``, if a recorded one is one kernel
 
 
 _routes = PlanCache()
@@ -69,12 +69,11 @@ def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch
                 return _by_route(route, operands, parameters)
     check_kinds(chain, operands)
     check_names(chain, parameters)
-    if key is not None and not is_recorded and fused.may_take(chain, operands):
-        if rehearsal.recorders and operands[0].device.type == "cuda":
-            # Other GPUs have as many kernels as the chain is for them.
-            request = chain, operands, None, parameters
-            rehearsal.note_call(_on_meta, request, operands[0].get_device())
-        if fused.takes(chain, operands, parameters):
+    if key is not None and fused.may_take(chain, operands):
+        if is_recorded and options_of(chain) is not None:
+            if fused.is_sound(chain, operands, parameters):
+                return _first_recorded(key, chain, operands, parameters)
+        elif not is_recorded and _takes(chain, operands, parameters):
             return _fused(key, chain, operands, parameters)
     x, *weights = operands
     if out is not None:  # whose own factor sees neither x nor what belongs to the others
@@ -101,6 +100,15 @@ def _on_meta(chain, operands: tuple, out, parameters: dict) -> torch.Tensor:
 fused_calls = products.bind(fused.PRODUCT, _on_meta)
 
 
+def _takes(chain, operands: tuple, parameters: dict) -> bool:
+    """Whether one kernel computes a call. Who records calls is told of it in either case: other
+    GPUs have as many kernels as the chain is for them."""
+    if rehearsal.recorders and operands[0].device.type == "cuda":
+        request = chain, operands, None, parameters
+        rehearsal.note_call(_on_meta, request, operands[0].get_device())
+    return fused.takes(chain, operands, parameters)
+
+
 def _fused(key: tuple, chain, operands: tuple, parameters: dict) -> torch.Tensor:
     """The first call of its signature that one kernel computes."""
     y = early.first(fused_calls.execute, chain, operands, None, parameters)
@@ -108,6 +116,42 @@ def _fused(key: tuple, chain, operands: tuple, parameters: dict) -> torch.Tensor
     if plan is not None:
         _routes.keep(key, Route(chain.factors[-1:], (plan,), None, None))
     return y
+
+
+@lru_cache(maxsize=1024)
+def parts(chain: KroneckerSparseChain) -> Parts:
+    """What a call with a gradient consists of: the product is a chain."""
+    *before, last = chain.factors
+    of_last = operation.parts(last)
+    return of_last._replace(product=KroneckerSparseChain((*before, of_last.product)))
+
+
+def _first_recorded(key: tuple, chain, operands: tuple, parameters: dict) -> torch.Tensor:
+    """The first call of its signature of a chain that keeps no h."""
+    of_chain = parts(chain)
+    linear, values = of_chain.product, of_chain.operands(parameters)
+    is_fused = _takes(linear, operands, values)
+    of_factors = linear.factors, (), of_chain, options_of(chain)
+    route = Route(*of_factors, False, linear if is_fused else None)
+    y = early.first(_by_route, route, operands, parameters)
+    rest = [parameters[name] for name in of_chain.names]
+    if all(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in rest):
+        plans = _plans(route, operands, values)
+        if None not in plans:
+            _routes.keep(key, route._replace(plans=plans))
+    return y
+
+
+def _plans(route: Route, operands: tuple, values: dict) -> tuple[ProductPlan | None, ...]:
+    """Those of a recorded call that was made."""
+    if route.chain is not None:
+        return (fused_calls.find(route.chain, operands, None, values),)
+    plans, (h, *weights) = [], operands
+    for factor, weight in zip(route.factors, weights, strict=True):
+        those = {name: values[name] for name in factor.parameters}
+        plans.append(calls.find(factor, (h, weight), None, those))
+        h = h.new_empty((*h.shape[:-1], factor.out_features))
+    return tuple(plans)
 
 
 RUNS = {KroneckerSparseChain: run}
@@ -194,8 +238,11 @@ def planned(chain: KroneckerSparseChain, tensors: tuple, arguments: dict) -> lis
         check_names(chain, parameters)
         cast, values = autocast(tensors, parameters)
         is_recorded = torch.is_grad_enabled() and requires_gradient(values.values(), *cast)
-        if not is_recorded and fused.takes(chain, cast, values):
-            return [planned_product(fused.PRODUCT, fused_calls, None, chain, cast, values)]
+        linear, own = chain, values
+        if is_recorded and fused.may_take(chain, cast):
+            linear, own = parts(chain).product, parts(chain).operands(values)
+        if fused.takes(linear, cast, own):
+            return [planned_product(fused.PRODUCT, fused_calls, parts, chain, cast, values)]
     return operation.planned(chain, tensors, arguments)
 
 
@@ -203,7 +250,9 @@ def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[Kern
     """Every kernel that lowering can choose for a chain, its gradient included, and inputs of
     ``dtypes``. Raises KeyError for dtypes that kernels do not have."""
     specs = dict.fromkeys(operation.variants(chain, arch, dtypes))
-    return list(specs | dict.fromkeys(fused.variants(chain, arch, dtypes)))
+    for each in (chain, parts(chain).product):
+        specs |= dict.fromkeys(fused.variants(each, arch, dtypes))
+    return list(specs)
 
 
 # Recorded calls.
@@ -214,6 +263,9 @@ class _Chain(torch.autograd.Function):
     def forward(ctx, route, x, bias, *weights):
         _, by_x, _, *by_weights = ctx.needs_input_grad
         ctx.route, hidden, h = route, [], x
+        if not route.keeps_h:
+            ctx.save_for_backward(x if any(by_weights) else None, *weights)
+            return _product(route, x, bias, weights)
         for index, (plan, factor) in enumerate(zip(route.plans, route.factors, strict=True)):
             hidden.append(h if by_weights[index] else None)
             values = {"bias": bias} if factor.epilogue else {}
@@ -229,17 +281,30 @@ class _Chain(torch.autograd.Function):
         _, by_x, by_bias, *by_weights = ctx.needs_input_grad
         if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
             grad = grad.contiguous()
-        to_bias = bias_gradient(grad, -grad.dim() if route.options[0] else -1) if by_bias else None
-        count, needs = len(route.factors), (by_x, *by_weights)
+        count, needs = len(saved) - len(by_weights), (by_x, *by_weights, by_bias)
         request = grad, saved[:count], saved[count:], needs, route.options
         if is_watched(grad):
-            grads = gradients(*request, *operation.ways(grad))
+            grads = gradient.gradients(*request, *operation.ways(grad))
         elif torch.is_grad_enabled():
             grads = _recorded(route, *request[:-1])
         else:
-            grads = gradients_by_plans(*request, route)
-        to_x, *to_weights = grads
+            grads = gradient.by_plans(*request, route)
+        to_x, *to_weights, to_bias = grads
         return None, to_x, to_bias, *to_weights
+
+
+def _product(route: Route, x, bias, weights: tuple) -> torch.Tensor:
+    """The result of a chain that keeps no h, by its plans unless it is the first call."""
+    h, values = x, {} if bias is None else {"bias": bias}
+    if route.chain is not None:
+        if not route.plans:
+            return fused_calls.execute(route.chain, (x, *weights), None, values)
+        (plan,), last = route.plans, route.factors[-1]
+        return calls.launch(plan, last, (x, *weights), None, values)
+    for index, (factor, weight) in enumerate(zip(route.factors, weights, strict=True)):
+        request = factor, (h, weight), None, values if factor.epilogue else {}
+        h = calls.launch(route.plans[index], *request) if route.plans else calls.execute(*request)
+    return h
 
 
 def results(x, weights, bias, options: tuple, product: Callable, *_) -> list[torch.Tensor]:
@@ -257,43 +322,13 @@ def results_by_plans(x, weights, bias, options: tuple) -> list[torch.Tensor]:
     return operation.by_plans(None, key, partial(results, x, weights, bias, options))
 
 
-def gradients(
-    grad, hidden, weights, needs: tuple, options: tuple, product, weight_gradient, inner=None
-) -> list:
-    """Those by x and the weights, None where there is no need, from that of h_n and, in ``inner``,
-    those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` are x and these h, None where there is
-    no need of the weight's gradient."""
-    grads: list = [None] * len(needs)
-    leads_on = [*accumulate(needs, max)]  # whether there is need of something before a factor
-    for index in reversed(range(len(weights))):
-        weight = weights[index]
-        if needs[index + 1]:
-            grads[index + 1] = weight_gradient(grad, hidden[index], weight.shape, *options)
-        if not leads_on[index]:
-            break
-        grad = product(grad, weight.transpose(1, 2), None, *options)
-        if inner and index and inner[index - 1] is not None:
-            grad = grad + inner[index - 1]
-    if needs[0]:
-        grads[0] = grad
-    return grads
-
-
-def gradients_by_plans(
-    grad, hidden, weights, needs: tuple, options: tuple, forward: object = None
-) -> list:
-    """:func:`gradients` by the kernels alone, for the route of the forward pass if it has one."""
-    tensors = [None if t is None else signature(t) for t in (grad, *hidden, *weights)]
-    key = id(forward), settings_of(grad), options, needs, *tensors
-    compute = partial(gradients, grad, hidden, weights, needs, options)
-    return operation.by_plans(forward, key, compute)
-
-
 def _recorded(route: Route, grad, hidden, weights, needs: tuple) -> list:
     """The gradients, recorded: of the chain computed again, from the first h that was saved."""
     first = next((index for index, h in enumerate(hidden) if h is not None), None)
     if first is None:  # by x alone
-        return gradients(grad, hidden, weights, needs, route.options, *operation.ways(grad))
+        ways = operation.ways(grad)
+        return gradient.gradients(grad, hidden, weights, needs, route.options, *ways)
+    *needs, by_bias = needs
     by_x, *by_weights = needs
     with torch.enable_grad():  # by aliases, as two of the arguments may be one tensor
         h = hidden[first].view_as(hidden[first]) if by_x else hidden[first].detach()
@@ -305,4 +340,5 @@ def _recorded(route: Route, grad, hidden, weights, needs: tuple) -> list:
             h = operation.recorded_product(h, weight, None, *route.options)
         inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(h, inputs, grad, create_graph=True))
-    return [next(grads) if need else None for need in needs]
+    to_bias = bias_gradient(grad, -grad.dim() if route.options[0] else -1) if by_bias else None
+    return [*(next(grads) if need else None for need in needs), to_bias]

@@ -21,6 +21,7 @@ from kernlib.families.kronecker_sparse.lowering import (
     by_torch,
     hopper,
     interleaved,
+    interleaved_gradient,
     portable,
     times,
     transpose,
@@ -54,7 +55,15 @@ __all__ = [
 
 # By preference: untuned, a problem goes to the first kind that has a candidate for it, but to
 # `portable` if it is small, and batch first with d > 1 to the one that `times` says is fastest.
-_MODULES = (transpose, weight_gradient, interleaved, via_batch_last, hopper, portable)
+_MODULES = (
+    interleaved_gradient,
+    transpose,
+    weight_gradient,
+    interleaved,
+    via_batch_last,
+    hopper,
+    portable,
+)
 KINDS: dict[str, ModuleType] = {kind.KIND: kind for kind in _MODULES}
 
 
@@ -136,7 +145,7 @@ def variants(
 
     ``precision`` decides for float32; None stands for both.
     """
-    _, b, c, _ = pattern
+    _, *sizes = pattern
     wanted = ("fp32", "tf32") if precision is None else ("fp32" if precision == "fp32" else "tf32",)
     kinds = [
         (dtype, each) for dtype in dtypes for each in (wanted if dtype == "float32" else ("fp32",))
@@ -144,7 +153,9 @@ def variants(
     leading = epilogue[: next((i for i, e in enumerate(epilogue) if not e.vectors), len(epilogue))]
     epilogues = list(dict.fromkeys([epilogue, leading, leading[:1], ()]))
     found = [
-        spec for kind in KINDS.values() for spec in kind.variants(epilogues, (b, c), arch, kinds)
+        spec
+        for kind in KINDS.values()
+        for spec in kind.variants(epilogues, tuple(sizes), arch, kinds)
     ]
     return list(dict.fromkeys(found))
 

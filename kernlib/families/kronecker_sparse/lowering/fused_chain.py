@@ -90,12 +90,11 @@ def variants_of(
     epilogue: tuple[Epilogue, ...], dtype: str, first: Pattern, second: Pattern
 ) -> list[Variant]:
     """How the kernel can take two factors, by preference; none for those that it does not take."""
-    a, b, c, d = first
-    blocks, columns, depth, lanes = second
-    if dtype == "float32" or d != 1 or a % blocks or b % 8 or c % 8 or depth % STEP:
+    b = first[1]
+    _, columns, depth, lanes = second
+    quotient = quotient_of(dtype, first, second)
+    if quotient is None:
         return []
-    quotient = b // lanes if b % lanes == 0 else 0
-    quotient *= quotient % 8 == 0 or quotient in QUOTIENTS
     wide = lanes > 8
     if (wide and (lanes % 16 or not quotient)) or columns * lanes % 8 or columns % 2:
         return []
@@ -126,6 +125,16 @@ def variants_of(
     return variants
 
 
+def quotient_of(dtype: str, first: Pattern, second: Pattern) -> int | None:
+    """Of a :class:`Variant`; None for factors whose first product no kernel takes."""
+    a, b, c, d = first
+    blocks, _, depth, lanes = second
+    if dtype == "float32" or d != 1 or a % blocks or b % 8 or c % 8 or depth % STEP:
+        return None
+    quotient = b // lanes if b % lanes == 0 else 0
+    return quotient if quotient % 8 == 0 or quotient in QUOTIENTS else 0
+
+
 def _columns(count: int, most: int, groups: int) -> int:
     """The widest tile of a warpgroup among those that pad the columns of ``groups`` least."""
     widths = range(most // 8 * 8, 7, -8)
@@ -142,19 +151,15 @@ def takes(
     variants = variants_of(epilogue, first.dtype, *patterns)
     if not variants:
         return []
-    x, weight = _extents(first, variants[0])
-    left, right, out = first.left, first.right, second.out
+    out = second.out
     features = second.blocks * second.columns * second.lanes
     is_flat = out.column == second.lanes or second.columns == 1
     is_flat = is_flat and (out.lane == 1 or second.lanes == 1)
     is_flat = is_flat and (out.block == second.columns * second.lanes or second.blocks == 1)
     is_aligned = out.row % 8 == 0 and out.alignment % 16 == 0
-    is_dense = left.depth == 1 and right.depth == 1
-    is_read = tma.addressable(first.dtype, left.alignment, x)
-    is_read = is_read and tma.addressable(first.dtype, right.alignment, weight)
     units = ceil_div(first.rows, 64) * second.lanes * second.blocks * MOST_SPLITS
     is_counted = units <= hopper_common.MAX_TILES and features < 2**31
-    return variants if is_flat and is_aligned and is_dense and is_read and is_counted else []
+    return variants if is_flat and is_aligned and is_read(first, variants[0]) and is_counted else []
 
 
 def lower(
@@ -185,7 +190,7 @@ def lower(
         fixed,
         (*pointers, *text.vector_pointers(epilogue)),
         text.scalar_count(epilogue),
-        _maps(first, variant),
+        maps(first, variant),
         overlaps=True,
     )
     packing = pack.step(second, packed)
@@ -235,6 +240,17 @@ def _fastest(
     return min(pairs, key=cost)
 
 
+def is_read(first: Problem, variant: Variant) -> bool:
+    """Whether the copy engine reads x and the first weight as they lie."""
+    left, right = first.left, first.right
+    x, weight = _extents(first, variant)
+    return (
+        left.depth == right.depth == 1
+        and tma.addressable(first.dtype, left.alignment, x)
+        and tma.addressable(first.dtype, right.alignment, weight)
+    )
+
+
 def _extents(first: Problem, variant: Variant) -> tuple[tma.Extent, tma.Extent]:
     """Of x and of the first weight, whose rows of each l are neighbours."""
     left, right, quotient = first.left, first.right, variant.quotient
@@ -244,7 +260,8 @@ def _extents(first: Problem, variant: Variant) -> tuple[tma.Extent, tma.Extent]:
     return x, tma.Extent(sizes, (right.line * lanes, right.line, right.block))
 
 
-def _maps(first: Problem, variant: Variant) -> tuple[TensorMap, ...]:
+def maps(first: Problem, variant: Variant) -> tuple[TensorMap, ...]:
+    """Of x and of the first weight."""
     x, weight = _extents(first, variant)
     row = hopper_common.row(variant.dtype)
     box = (variant.quotient, variant.span) if variant.quotient else (variant.first_rows, 1)

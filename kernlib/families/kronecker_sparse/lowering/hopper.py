@@ -101,16 +101,17 @@ def lower(
 
 
 def variants(
-    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and their
-    gradients, and ``kinds`` of numbers: (dtype, precision)."""
+    """Every spec that :func:`lower` can choose for products of b x c blocks (b, c and d are
+    ``sizes``) and their gradients, and ``kinds`` of numbers: (dtype, precision)."""
     if arch != hopper_common.ARCH:
         return []
+    b, c, _ = sizes
     products = [
         Variant(dtype, precision, batch_last, columns, resident, packed)
         for dtype, precision in kinds
-        for width, depth in dict.fromkeys((sizes, sizes[::-1]))
+        for width, depth in dict.fromkeys(((b, c), (c, b)))
         for columns in _columns(dtype, precision, width)
         for resident in {_resident(dtype, precision, columns, depth), *([0] * (width > columns))}
         for batch_last in (False, True)
@@ -120,11 +121,11 @@ def variants(
     gradients = [
         Variant(dtype, precision, batch_last, columns, resident, packed)
         for dtype, precision in kinds
-        for columns in _columns(dtype, precision, sizes[1])
+        for columns in _columns(dtype, precision, c)
         for resident in {
             _resident(dtype, precision, columns, n * hopper_common.row(dtype)) for n in BLOCKS
         }
-        for batch_last in ((False, True) if sizes[1] == 1 else (False,))
+        for batch_last in ((False, True) if c == 1 else (False,))
         for packed in _packed(dtype)
     ]
     found = [spec(epilogue, variant) for variant in products for epilogue in epilogues]

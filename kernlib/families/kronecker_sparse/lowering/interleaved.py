@@ -71,7 +71,8 @@ SHAPES = {
         Shape(8, 2, True): Tiling((32, 24), 16),
         Shape(8, 1, True): Tiling((32, 24), 16),
         Shape(4, 1, True): Tiling((64, 48), 16),
-        Shape(2, 1, True): Tiling((128, 64), 32),
+        Shape(3, 1, True): Tiling((64,), 64),
+        Shape(2, 1, True): Tiling((192, 128, 96, 64), 32),
         Shape(8, 2, False): Tiling((32, 24), 16),
     },
     (1, 4): {
@@ -136,17 +137,17 @@ def lower(
 
 
 def variants(
-    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, and their
-    gradients, and ``kinds`` of numbers: (dtype, precision)."""
+    """Every spec that :func:`lower` can choose for products of b x c blocks (b, c and d are
+    ``sizes``) and their gradients, and ``kinds`` of numbers: (dtype, precision)."""
     if arch != hopper_common.ARCH:
         return []
     made = [
         Variant(dtype, precision, shape, columns)
         for dtype, precision in kinds
         for shape in shapes(dtype, precision)
-        for width in sizes
+        for width in sizes[:2]
         for columns in _columns(dtype, precision, shape, width)
     ]
     found = [spec(epilogue, variant) for variant in made for epilogue in epilogues]
@@ -211,7 +212,7 @@ def depth_order(dtype: str, shape: Shape) -> tuple[int, ...]:
         return tuple(4 * (2 * e + f) + t for e in pair for t in quad for f in pair)
     if shape.lanes == 8:
         return tuple(range(16))
-    if shape.lanes == 4:
+    if shape.lanes in (3, 4):
         return tuple(4 * t + 2 * e + f for e in pair for t in quad for f in pair)
     return tuple(
         8 * t + 4 * step + 2 * e + f for step in pair for e in pair for t in quad for f in pair
@@ -257,7 +258,7 @@ def _source(epilogue: tuple[Epilogue, ...], variant: Variant, stages: int) -> st
     # 128 accumulators of TF32 leave no registers for epilogues: half types are packed first.
     full = dtype == "float32" and columns * shape.lanes == 256
     return f"""{hopper_common.preamble(dtype, epilogue, staged=full)}
-constexpr int LANES = {shape.lanes};
+#define LANES {shape.lanes}
 constexpr int HALVES = {shape.halves};
 constexpr int TILE_COLUMNS = {columns};
 constexpr int TILE_DEPTH = {shapes(dtype, precision)[shape].depth};

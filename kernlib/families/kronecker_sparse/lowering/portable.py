@@ -36,12 +36,15 @@ LINE_BYTES = 64  # of depth of a line, in a stage
 PLACE_BYTES = 128  # of static shared memory: what a block computes
 PART = 1024  # terms of one chain of 3xTF32 sums
 REDUCE_RUN = 4  # columns of a thread that adds up splits
+MOST_GROUPS = 8  # of threads that share the splits of a run
+SPLITS_EACH = 4  # that a thread adds up at least, where several share those of a run
 MIN_SPLIT = 512  # terms; shorter splits wait more than they sum
 WAVES = 4  # of blocks that splitting may make at most
 MAX_SLABS = 65535  # of a grid's second axis
 ACCESSES = ("depth", "line", "gather")
 FIXED = "<17q10I"  # struct Fixed
-PACK_PARAMETERS = SUM_PARAMETERS = Parameters(2, "<5q6I")
+PACK_PARAMETERS = Parameters(2, "<5q6I")
+SUM_PARAMETERS = {False: Parameters(2, "<5q8I"), True: Parameters(3, "<5q8I")}  # with a bias
 PACK_ROWS = 1024  # from which on a packed right operand is worth a launch
 
 
@@ -118,15 +121,23 @@ def lower(
     return Lowered((_pack(given, problem.right), main), 16 * _chunks(problem))
 
 
+def lower_untuned(
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+) -> Lowered:
+    """The launches of a call with the tile that is taken untuned."""
+    choice = default(problem, candidates(problem, arch), multiprocessors)
+    return lower(epilogue, problem, arch, multiprocessors, choice)
+
+
 def variants(
-    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for products of b x c blocks, ``sizes``, forward and
-    backward, and ``kinds`` of numbers: (dtype, precision)."""
+    """Every spec that :func:`lower` can choose for products of b x c blocks (b, c and d are
+    ``sizes``), forward and backward, and ``kinds`` of numbers: (dtype, precision)."""
     found = []
     for dtype, precision in kinds:
         for sides in product(ACCESSES, ACCESSES):
-            for tile in _tiles(dtype, precision, arch, PART, max(sizes), sides):
+            for tile in _tiles(dtype, precision, arch, PART, max(sizes[:2]), sides):
                 variant = Variant(dtype, precision, tile, *sides, False)
                 found += [spec(epilogue, variant, arch) for epilogue in epilogues]
                 found.append(spec((), variant._replace(partial=dtype != "float32"), arch))
@@ -303,19 +314,22 @@ constexpr int PARAMETER_BYTES = {PACK_PARAMETERS.size};
     return named(made, dtype)
 
 
-def reduce_spec(dtype: str) -> KernelSpec:
-    """The KernelSpec that adds up splits into an output of ``dtype``."""
+def reduce_spec(dtype: str, bias: bool = False) -> KernelSpec:
+    """The KernelSpec that adds up splits into an output of ``dtype``, and a bias's gradient if they
+    have it."""
     source = f"""#include "common/types.cuh"
 
 using OutputT = {DTYPES[dtype].cuda};
 
-constexpr int PARAMETER_BYTES = {SUM_PARAMETERS.size};
+constexpr int PARAMETER_BYTES = {SUM_PARAMETERS[bias].size};
+#define BIAS {int(bias)}
 
 #include "kronecker_sparse/split_k_sum.cuh"
 """
-    entry, words = "kronecker_sparse_split_k_sum", f"kronecker_sparse sum of splits {dtype}"
+    words = f"kronecker_sparse sum of splits {dtype}" + " bias" * bias
+    entry = "kronecker_sparse_split_k_sum"
     made = KernelSpec("kronecker_sparse", source, entry, THREADS, description=words)
-    return named(made, dtype)
+    return named(made, dtype, *["bias"] * bias)
 
 
 def _launch(
@@ -376,22 +390,29 @@ def _pack(problem: Problem, made: Layout) -> Step:
     return Step(pack_spec(problem.dtype), (ceil_div(total, THREADS), 1), fixed, pointers)
 
 
-def partial_layout(problem: Problem) -> tuple[OutLayout, int]:
-    """Where one split's sums go, rows padded to whole runs, and the elements of one split."""
-    pitch = round_up(problem.columns, REDUCE_RUN)
+def partial_layout(problem: Problem, bias: bool = False) -> tuple[OutLayout, int]:
+    """Where one split's sums go, rows padded to whole runs, and the elements of one split. Rows
+    with a sum for a bias end in a run of it."""
+    pitch = round_up(problem.columns, REDUCE_RUN) + REDUCE_RUN * bias
     lane = problem.rows * pitch
     block = problem.lanes * lane
     return OutLayout(block, lane, pitch, 1), problem.blocks * block
 
 
-def reduce_step(problem: Problem, partial: OutLayout, one: int, count: int) -> Step:
+def reduce_step(
+    problem: Problem, partial: OutLayout, one: int, count: int, bias: bool = False
+) -> Step:
+    """The launch that adds up ``count`` splits of ``one`` element each, as :func:`partial_layout`
+    says."""
     total = one // REDUCE_RUN
-    if total > MAX_BLOCKS:
+    if total > MAX_BLOCKS // MOST_GROUPS:
         raise UnsupportedError(
-            f"a result of {one} elements is more than the sum of splits holds ({MAX_BLOCKS} runs "
-            f"of {REDUCE_RUN}); call it on slices"
+            f"a result of {one} elements is more than the sum of splits holds "
+            f"({MAX_BLOCKS // MOST_GROUPS} runs of {REDUCE_RUN}); call it on slices"
         )
+    groups = next((some for some in (MOST_GROUPS, 4, 2) if count >= SPLITS_EACH * some), 1)
     sizes = (count, problem.lanes, problem.rows, problem.columns, partial.row // REDUCE_RUN, total)
-    fixed = SUM_PARAMETERS.pack(*problem.out[:4], one, *sizes)
-    grid = (ceil_div(total, THREADS), 1)
-    return Step(reduce_spec(problem.dtype), grid, fixed, (("workspace", 0), ("out", 0)))
+    fixed = SUM_PARAMETERS[bias].pack(*problem.out[:4], one, *sizes, groups, 0)
+    grid = (ceil_div(total * groups, THREADS), 1)
+    pointers = (("workspace", 0), ("out", 0), *[("bias", 0)] * bias)
+    return Step(reduce_spec(problem.dtype, bias), grid, fixed, pointers)

@@ -19,7 +19,7 @@ from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
-from kernlib.lowering.steps import Lowered, Step
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 KIND = "turned"
 THREADS = 256
@@ -57,17 +57,18 @@ def lower(
         size(problem.dtype, problem.blocks * count * problem.lanes, problem.depth)
         for count in (problem.rows, problem.columns)
     )
-    places = {"left": 0, "right": left, "workspace": left + right}
+    starts = {"left": 0, "right": left, "workspace": left + right}
+    places = {name: (WORKSPACE, start) for name, start in starts.items()}
     turns = [
         _step(problem, "left", problem.left, problem.rows, 0),
         _step(problem, "right", problem.right, problem.columns, left),
     ]
-    steps = [moved(step, places) for step in inner.steps]
+    steps = [step.placed(places) for step in inner.steps]
     return Lowered((*turns, *steps), left + right + inner.workspace)
 
 
 def variants(
-    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose besides those of the kinds that sum."""
     return [spec(dtype) for dtype in dict.fromkeys(dtype for dtype, _ in kinds)]
@@ -124,15 +125,6 @@ def transposed_problem(problem: Problem) -> Problem:
         return Layout(count * d * apart, apart, d * apart, 1, 16, True)
 
     return problem._replace(left=side(problem.rows), right=side(problem.columns))
-
-
-def moved(step: Step, places: dict[str, int]) -> Step:
-    """A launch whose operands of these names, and own workspace, lie there in the workspace."""
-    pointers = tuple(
-        ("workspace", at + places[name]) if name in places else (name, at)
-        for name, at in step.pointers
-    )
-    return step._replace(pointers=pointers)
 
 
 def _step(problem: Problem, name: str, side: Layout, count: int, place: int) -> Step:

@@ -80,22 +80,23 @@ def lower(
     product, and its result transposed back."""
     rows = slice_rows(problem)
     x, y = (transpose.size(problem.dtype, count, rows) for count in feature_counts(problem))
-    places = {"left": 0, "out": x, "workspace": x + y}
+    starts = {"left": 0, "out": x, "workspace": x + y}
+    places = {name: ("workspace", start) for name, start in starts.items()}
     steps: list[Step] = []
     for first, count in slices_of(problem, rows):
         part = part_of(problem, count)
         inner = hopper.lower(epilogue, part, arch, multiprocessors, choice)
         packing = () if steps else inner.steps[:-1]  # the same for every slice
-        before, after = _turns(problem, first, count, places)
+        before, after = _turns(problem, first, count, starts)
         # Right before the product x is written, at whose first byte it would have to wait.
         product = inner.steps[-1]._replace(overlaps=False)
-        own = [transpose.moved(step, places) for step in (*packing, product)]
+        own = [step.placed(places) for step in (*packing, product)]
         steps += [*own[:-1], before, own[-1], after]
     return Lowered(tuple(steps), x + y + inner.workspace)
 
 
 def variants(
-    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose besides those of the kind `hopper`."""
     if arch != hopper_common.ARCH:
@@ -186,13 +187,13 @@ def part_of(problem: Problem, rows: int) -> Problem:
     return problem._replace(rows=pitch, left=left, out=out)
 
 
-def _turns(problem: Problem, first: int, count: int, places: dict[str, int]) -> tuple[Step, Step]:
+def _turns(problem: Problem, first: int, count: int, starts: dict[str, int]) -> tuple[Step, Step]:
     """The launches that transpose a slice of x into the workspace, and its result out of it."""
     dtype, left, out = problem.dtype, problem.left, problem.out
     itemsize, pitch = DTYPES[dtype].bytes, transpose.pitch(dtype, count)
     depths, features = feature_counts(problem)
-    x = ("left", first * left.line * itemsize), ("workspace", places["left"])
-    y = ("workspace", places["out"]), ("out", first * out.row * itemsize)
+    x = ("left", first * left.line * itemsize), ("workspace", starts["left"])
+    y = ("workspace", starts["out"]), ("out", first * out.row * itemsize)
     before = transpose.step(dtype, (count, depths), (left.line, pitch), left.alignment, x)
     strides, whole = (pitch, out.row), is_whole(problem)
     after = transpose.step(dtype, (features, count), strides, 16, y, whole)

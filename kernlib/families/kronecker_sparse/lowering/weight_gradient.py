@@ -64,14 +64,13 @@ def lower(
 ) -> Lowered:
     """The launches of a call. An epilogue needs whole sums: those go to the portable kernel."""
     if epilogue:
-        known = portable.candidates(problem, arch)
-        own = portable.default(problem, known, multiprocessors)
-        return portable.lower(epilogue, problem, arch, multiprocessors, own)
+        return portable.lower_untuned(epilogue, problem, arch, multiprocessors)
     columns = int(choice["columns"])
     variant = Variant(problem.dtype, bool(_lines(problem)), columns)
     row_tiles, column_tiles = ceil_div(problem.rows, TILE_ROWS), ceil_div(problem.columns, columns)
-    part = _part(problem, columns, multiprocessors)
-    parts = ceil_div(ceil_div(problem.depth, TILE_DEPTH), part)
+    blocks = ceil_div(problem.depth, TILE_DEPTH)
+    part = part_of(blocks, portable.tile_count(problem, TILE_ROWS, columns), multiprocessors)
+    parts = ceil_div(blocks, part)
     partial, one = portable.partial_layout(problem)
     tiles = portable.tile_count(problem, TILE_ROWS, columns) * parts
     fixed = PARAMETERS.pack(
@@ -89,11 +88,11 @@ def lower(
 
 
 def variants(
-    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int], arch: str, kinds: list
+    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int, int], arch: str, kinds: list
 ) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for the gradients of weights of b x c blocks,
-    ``sizes``, for products of few rows and their gradients by x, and ``kinds`` of numbers: (dtype,
-    precision)."""
+    """Every spec that :func:`lower` can choose for the gradients of weights of b x c blocks (b, c
+    and d are ``sizes``), for products of few rows and their gradients by x, and ``kinds`` of
+    numbers: (dtype, precision)."""
     if arch != hopper_common.ARCH:
         return []
     halves = [dtype for dtype, _ in kinds if dtype != "float32"]
@@ -101,7 +100,7 @@ def variants(
         spec(Variant(dtype, lines, columns_of(count, lines)))
         for dtype in halves
         for lines in (False, True)
-        for count in sizes
+        for count in sizes[:2]
     ]
     return list(dict.fromkeys(found + [portable.reduce_spec(dtype) for dtype in halves]))
 
@@ -114,10 +113,9 @@ def columns_of(count: int, lines: bool) -> int:
     return min(known[1:], key=lambda columns: (round_up(count, columns), -columns))
 
 
-def _part(problem: Problem, columns: int, multiprocessors: int) -> int:
-    """Blocks of depth of a part: as many parts as fill a device's waves best."""
-    blocks = ceil_div(problem.depth, TILE_DEPTH)
-    tiles = portable.tile_count(problem, TILE_ROWS, columns)
+def part_of(blocks: int, tiles: int, multiprocessors: int) -> int:
+    """Blocks of depth of a part, of all blocks and for so many tiles: as many parts as fill a
+    device's waves best."""
     best, filled = blocks, 0.0
     for parts in range(1, max(1, WAVES * multiprocessors // tiles) + 1):
         part = ceil_div(blocks, parts)

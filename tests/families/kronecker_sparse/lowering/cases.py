@@ -15,6 +15,7 @@ from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
 from kernlib.lowering.steps import NUMBER
 from tests.support import cuda_text
+from tests.support.emulation import maps
 from tests.support.emulation.emulator import Emulator
 from tests.support.kernels import stem
 
@@ -74,6 +75,8 @@ def text_of(source: str) -> cuda_text.Text:
 ADDRESSES = {"left": 1 << 40, "right": 2 << 40, "out": 3 << 40, "workspace": 4 << 40} | {
     f"vector{k}": (5 + k) << 40 for k in range(8)
 }
+ADDRESSES["bias"] = 13 << 40
+POISON, EDGE = 255, 256  # of memory that is to be written; bytes before and behind it
 
 
 def block_of(step: lowering.Step, addresses: dict[str, int]) -> bytes:
@@ -99,6 +102,27 @@ def launch(emulator: Emulator, step: lowering.Step, memory: dict[str, torch.Tens
     addresses = {name: t.data_ptr() for name, t in memory.items()}
     block = ctypes.create_string_buffer(block_of(step, addresses))
     emulator.launch(step.spec, step.grid, ctypes.addressof(block))
+
+
+def launch_all(
+    emulator: Emulator, call: lowering.Lowered, memory: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The launches of a call on the host, of tensors by the names of pointers. Answers the
+    workspace, which began as poison; nothing beside it may be written."""
+    room = torch.full((call.workspace + 3 * EDGE,), POISON, dtype=torch.uint8)
+    first = -room.data_ptr() % EDGE + EDGE
+    before, workspace, behind = room.tensor_split((first, first + call.workspace))
+    places = {name: t.data_ptr() for name, t in memory.items()}
+    places["workspace"] = room.data_ptr() + first
+    for step in call.steps:
+        maps.launch(emulator, step, [places[name] + at for name, at in step.pointers])
+    assert (before == POISON).all() and (behind == POISON).all()
+    return workspace
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """By the norms of both."""
+    return float((result.double() - exact).norm() / exact.norm())
 
 
 def entries(found) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import kernlib as kl
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering import portable
+from kernlib.families.kronecker_sparse.lowering import deinterleave, portable
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, lower
 from kernlib.jit import sources, targets
 from tests.families.kronecker_sparse.lowering.cases import (
@@ -325,6 +325,8 @@ def test_constants_agree_with_the_source():
         ("split_k_sum.cuh", "THREADS", portable.THREADS),
         ("split_k_sum.cuh", "RUN", portable.REDUCE_RUN),
         ("portable/portable.cuh", "PART", portable.PART),
+        ("deinterleave.cuh", "THREADS", deinterleave.THREADS),
+        ("deinterleave.cuh", "CHUNK", deinterleave.CHUNK),
     ):
         assert re.search(rf"constexpr int {name} = (\d+);", read[file])[1] == str(value)
     kinds = re.search(r"enum class Access \{ (.*) \};", read["portable/operand.cuh"])[1]

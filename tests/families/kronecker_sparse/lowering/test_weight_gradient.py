@@ -37,8 +37,12 @@ TAKEN = {  # by name: a problem, its kind, the kernels of its launches
     "batch first": (weight_gradient(), "gradient", ["hopper", "split_k_sum"]),
     "batch last": (last(), "gradient", ["hopper", "split_k_sum"]),
     "batch last, d > 1": (last(2, 96, 48, 3), "gradient", ["hopper", "split_k_sum"]),
-    "batch first, d > 1": (
-        weight_gradient(2, 96, 48, 3), "turned",
+    "batch first, d = 3": (
+        weight_gradient(2, 96, 48, 3), "interleaved gradient",
+        ["deinterleave", "interleaved_gradient", "split_k_sum"],
+    ),
+    "batch first, d = 9": (
+        weight_gradient(2, 96, 48, 9), "turned",
         ["transpose", "transpose", "hopper", "split_k_sum"],
     ),
     "float32": (weight_gradient(dtype="float32"), "portable", ["portable", "split_k_sum"]),
@@ -48,7 +52,7 @@ TAKEN = {  # by name: a problem, its kind, the kernels of its launches
     ),
     "an odd batch, last": (last(batch=25089), "portable", ["portable", "split_k_sum"]),
     "an odd batch, turned": (
-        weight_gradient(2, 96, 48, 3, batch=25089), "turned",
+        weight_gradient(2, 96, 48, 16, batch=25089), "turned",
         ["transpose", "transpose", "hopper", "split_k_sum"],
     ),
     "rows of 97": (weight_gradient(1, 97, 48), "portable", ["portable", "split_k_sum"]),
@@ -80,7 +84,7 @@ def test_deep_sums_with_one_side_contiguous_go_to_hopper(name):
 
 @pytest.mark.parametrize("given", SHALLOW)
 def test_shallow_sums_are_products_like_others(given):
-    assert kind_of(given) not in ("gradient", "turned")
+    assert kind_of(given) not in ("interleaved gradient", "gradient", "turned")
 
 
 @pytest.mark.parametrize("arch", [arch for arch in targets.SHARED_BYTES if arch != ARCH])
@@ -209,7 +213,7 @@ def test_stages_fit_the_shared_memory():
     made = [
         spec
         for width in range(8, 700, 8)
-        for spec in gradient.variants([()], (width, width), ARCH, [("float16", "fp32")])
+        for spec in gradient.variants([()], (width, width, 1), ARCH, [("float16", "fp32")])
         if stem(spec).endswith("hopper")
     ]
     assert len(set(made)) == len(gradient.COLUMNS) + len(gradient.WHOLE_COLUMNS)
@@ -221,7 +225,10 @@ def test_stages_fit_the_shared_memory():
         assert text["STAGES"] >= 2 and text["STAGE_BYTES"] % 1024 == 0
 
 
-@pytest.mark.parametrize("given", [problem(rows=64, depth=4096), weight_gradient(2, 96, 48, 3)])
+@pytest.mark.parametrize(
+    "given",
+    [problem(rows=64, depth=4096), weight_gradient(2, 96, 48, 3), weight_gradient(2, 96, 48, 16)],
+)
 def test_an_epilogue_needs_the_whole_sum(given):
     found = lower(EPILOGUE, given, ARCH, PROCESSORS)
     assert entries(found)[-1] == "portable"
@@ -231,12 +238,31 @@ def test_an_epilogue_needs_the_whole_sum(given):
 # Turned operands.
 
 
+def turned(problem, arch=ARCH, multiprocessors=PROCESSORS):
+    """What lowering makes of a problem by way of batch last."""
+    choices = lowering.candidates(problem, arch)
+    choice = next(each for each in choices if each["kind"] == turn.KIND)
+    return lower((), problem, arch, multiprocessors, choice)
+
+
+def test_a_launch_is_placed_in_other_tensors():
+    """What it names and nobody places stays, and so does all that is no pointer."""
+    step = lower((), weight_gradient(), ARCH, PROCESSORS).steps[0]
+    assert step.pointers == (("left", 0), ("right", 0), ("workspace", 0))
+    assert step.placed({}) == step
+    once = step.placed({"left": ("workspace", 512), "workspace": ("workspace", 4096)})
+    assert once.pointers == (("workspace", 512), ("right", 0), ("workspace", 4096))
+    assert once._replace(pointers=step.pointers) == step
+    twice = once.placed({"right": ("x", 64), "workspace": ("room", 256), "out": ("y", 0)})
+    assert twice.pointers == (("room", 768), ("x", 64), ("room", 4352))
+
+
 @pytest.mark.parametrize("arch", [ARCH, "sm_80"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [25088, 25089])
 def test_turned_operands_lie_one_behind_the_other(arch, dtype, batch):
     given = weight_gradient(2, 96, 48, 3, batch=batch, dtype=dtype)
-    found = lower((), given, arch, PROCESSORS)
+    found = turned(given, arch)
     left, right, *inner = found.steps
     itemsize, chunk = ITEMSIZE[dtype], 16 // ITEMSIZE[dtype]
     pitch = -(-batch // chunk) * chunk
@@ -285,7 +311,7 @@ VECTORS = [  # dtype, stride of rows, alignment, whether rows take 16-byte loads
 def test_wide_loads_are_chosen_only_where_every_one_is_aligned(dtype, stride, alignment, vectors):
     given = weight_gradient(2, 96, 48, 3, dtype=dtype)
     left = given.left._replace(depth=stride, alignment=alignment)
-    p = parameters(lower((), given._replace(left=left), ARCH, PROCESSORS).steps[0])
+    p = parameters(turned(given._replace(left=left)).steps[0])
     assert p.vectors == vectors
 
 

@@ -1,12 +1,33 @@
-// Both products of a unit: x by the first weight into shared memory, and that by the second one.
+// The first product of a unit: x by the first weight into shared memory.
 #pragma once
+
+__device__ __forceinline__ void load_first(const Parameters& p, const Shared& s, Ring& ring,
+                                           const Unit& unit, int block, int chunk) {
+    int row = unit.row;
+    if (FIRST_STAGES == 2) {
+        barrier_wait(&s.empty[ring.stage], ring.parity);
+        unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
+        u64* full = &s.full[ring.stage];
+        barrier_expect(full, 2 * BOX_BYTES);
+        load_box(to, p.x, full, chunk * ROW, block, row, 0);
+        load_box(to + BOX_BYTES, p.x, full, chunk * ROW, block, row + BOX_ROWS, 0);
+        row += 2 * BOX_ROWS;
+        ring.next();
+    }
+    barrier_wait(&s.empty[ring.stage], ring.parity);
+    unsigned char* to = s.stages + ring.stage * STAGE_BYTES;
+    u64* full = &s.full[ring.stage];
+    barrier_expect(full, FIRST_BYTES);
+    load_box(to, p.x, full, chunk * ROW, block, row, 0);
+    load_box(to + BOX_BYTES, p.first, full, chunk * ROW, 0, unit.lane, block);
+    ring.next();
+}
 
 // What a thread of a warpgroup that multiplies is.
 struct Consumer {
     int warpgroup, pair;
     int first_row;                       // of the pair's 64, in a tile
     int pair_lane, first_lane;           // first l of the pair and of the warpgroup, in a unit
-    int first_column;                    // of the warpgroup, in a tile
     int row, two;                        // accumulators: rows `row` and `row` + 8; 2 columns of 8
     __device__ __forceinline__ Consumer() {
         warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // in a uniform register
@@ -14,7 +35,6 @@ struct Consumer {
         first_row = WIDE ? 0 : pair * 64;
         pair_lane = WIDE ? pair * GROUPS * LANES : 0;
         first_lane = WIDE ? warpgroup * LANES : 0;
-        first_column = WIDE ? 0 : warpgroup % GROUPS * COLUMNS;
         row = first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         two = threadIdx.x % 4 * 2;
     }
@@ -233,39 +253,4 @@ __device__ __forceinline__ void first_product(const Parameters& p, const Shared&
         pending.finish(s);
         store_blocks(sums, s, block, p.blocks, consumer);
     }
-}
-
-__device__ __forceinline__ void second_product(float (&sums)[LANES][COLUMNS / 2],
-                                               const Parameters& p, const Shared& s, Ring& ring,
-                                               const Consumer& consumer) {
-    int stages = ceil_div(p.second_depth, SECOND_DEPTH);
-    u32 h = shared_address(s.h) + consumer.first_lane * H_LANE_BYTES +
-            consumer.first_row * ROW_BYTES;
-    Pending<1> pending;
-#pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) {
-        int k = stage * SECOND_DEPTH;
-        barrier_wait(&s.full[ring.stage], ring.parity);
-        u32 weight = shared_address(s.stages + ring.stage * STAGE_BYTES) +
-                     consumer.first_lane * SECOND_LANE_BYTES + consumer.first_column * 16;
-        u64 left = matrix_descriptor(h + k / ROW * H_CHUNK_BYTES + k % ROW * 2, 8 * ROW_BYTES,
-                                     8 * ROW_BYTES);
-        u64 right = core_matrices_descriptor(weight, SECOND_COLUMNS * 16, 128);
-        int steps = min((p.second_depth - k) / STEP, SECOND_DEPTH / STEP);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < SECOND_DEPTH / STEP; ++step) {
-            if (step < steps) {
-#pragma unroll
-                for (int l = 0; l < LANES; ++l)
-                    multiply(sums[l], left + (l * H_LANE_BYTES >> 4) + step * 2,
-                             right + (l * SECOND_LANE_BYTES >> 4) + step * 2 * SECOND_COLUMNS,
-                             stage + step > 0);
-            }
-        }
-        wgmma_commit();
-        pending.replace(s, ring.stage);
-        ring.next();
-    }
-    pending.finish(s);
 }

@@ -1,0 +1,185 @@
+// Gradients of weights with d > 1 on Hopper, half types, batch first, which read one operand as it
+// lies:
+//   partial[split; i,l,j,k] = sum_n left[n; i,j,l] * right[n; i,l,k]
+// over the n of a split. The l of left lie side by side; right has each l by itself
+// (deinterleave.cuh).
+// Floors: batch * a*d*(b+c) * itemsize bytes over 4.3 TB/s on an H200, and as often as there are
+// tiles of j, right from L2; 2*a*b*c*d*batch operations over 770 TFLOP/s.
+//
+// Persistent CTAs: one producer thread, if BIAS three warps that sum left over n, and two
+// warpgroups of 64 j each, with all l. wgmma has left for its rows, in registers: a thread reads
+// neighbouring l of rows n and n + 1 at once and puts both n of each l into one register. Of right
+// it reads rows of k from shared memory.
+//
+// The generated source defines before it includes this file:
+//   InputT                   storage of both operands
+//   LANES                    d
+//   TILE_COLUMNS             k of a tile: a multiple of 8
+//   STAGES                   of the ring
+//   BIAS                     whether the sums of left over n are results too
+//   multiply(...)            wgmma of TILE_COLUMNS, its left operand in registers
+//   PARAMETER_BYTES          what lowering makes of Parameters
+#pragma once
+
+#include "common/hopper.cuh"
+
+constexpr int ROW_BYTES = 128;                // swizzled rows of both operands
+constexpr int ROW = ROW_BYTES / 2;            // elements of one
+constexpr int STEP = 16;                      // n of one wgmma
+constexpr int TILE_DEPTH = 32;                // n of a stage
+constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int BOX_BYTES = TILE_DEPTH * ROW_BYTES;  // of one copy
+constexpr int LEFT_BOXES = TILE_ROWS * LANES / ROW;
+constexpr int RIGHT_BOXES = (TILE_COLUMNS + ROW - 1) / ROW;  // of each l
+constexpr int LEFT_BYTES = LEFT_BOXES * BOX_BYTES;
+constexpr int RIGHT_BYTES = RIGHT_BOXES * BOX_BYTES;  // of each l
+constexpr int STAGE_BYTES = LEFT_BYTES + LANES * RIGHT_BYTES;
+constexpr int SUMS = TILE_COLUMNS / 2;        // accumulators of a thread, of each l
+
+// Laid out by kernlib/families/kronecker_sparse/lowering/interleaved_gradient.py.
+struct Maps { TensorMap left, right; };
+
+struct Fixed {
+    // (split, i, l, j, k), rows of `pitch` k; if BIAS, the sum of left is that of the last four.
+    float* partial;
+    int row_tiles, column_tiles;
+    int blocks, rows;             // a, b
+    int depth;                    // batch
+    int split_depth;              // stages of a split
+    int pitch;
+    u32 tiles;                    // of all blocks and splits
+};
+
+struct Parameters : Maps, Fixed {};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Shared {
+    unsigned char* stages;
+    u64 *full, *empty;
+};
+
+// A tile's place, and its stages. Those of the same n are neighbours, so that both operands come
+// from device memory but once.
+struct Tile {
+    int column, row, block, split, first, depth;
+    __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
+        column = index % p.column_tiles;
+        index /= p.column_tiles;
+        row = index % p.row_tiles;
+        index /= p.row_tiles;
+        block = index % p.blocks;
+        split = index / p.blocks;
+        first = split * p.split_depth;
+        depth = min(p.split_depth, (p.depth + TILE_DEPTH - 1) / TILE_DEPTH - first);
+    }
+};
+
+struct Ring {
+    int stage = 0, parity;
+    __device__ __forceinline__ explicit Ring(int parity) : parity(parity) {}
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
+                                           const Tile& tile, int n) {
+    barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll
+    for (int box = 0; box < LEFT_BOXES; ++box)
+        load_box(to + box * BOX_BYTES, p.left, barrier, tile.row * TILE_ROWS * LANES + box * ROW,
+                 tile.block, n, 0);
+    to += LEFT_BYTES;
+#pragma unroll
+    for (int box = 0; box < LANES * RIGHT_BOXES; ++box)
+        load_box(to + box * BOX_BYTES, p.right, barrier,
+                 tile.column * TILE_COLUMNS + box % RIGHT_BOXES * ROW, box / RIGHT_BOXES, n,
+                 tile.block);
+}
+
+// What is read may still be under way when this kernel begins.
+__device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
+    Ring ring(1);
+    wait_for_prerequisites();
+    for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
+        Tile tile(p, index);
+        for (int stage = 0; stage < tile.depth; ++stage) {
+            barrier_wait(&s.empty[ring.stage], ring.parity);
+            load_stage(s.stages + ring.stage * STAGE_BYTES, p, &s.full[ring.stage], tile,
+                       (tile.first + stage) * TILE_DEPTH);
+            ring.next();
+        }
+    }
+}
+
+// Row j of l = 0.
+__device__ __forceinline__ float* line_of(const Parameters& p, const Tile& tile, int row) {
+    i64 group = (i64(tile.split) * p.blocks + tile.block) * LANES;
+    return p.partial + (group * p.rows + row) * p.pitch;
+}
+
+#include "kronecker_sparse/interleaved_gradient/bias.cuh"
+#include "kronecker_sparse/interleaved_gradient/multiply.cuh"
+
+// The first of the two rows of which a thread has sums; the other one is eight behind it.
+__device__ __forceinline__ int first_row(const Tile& tile, int warpgroup) {
+    return tile.row * TILE_ROWS + warpgroup * 64 + threadIdx.x % 128 / 32 * 16 +
+           threadIdx.x % 32 / 4;
+}
+
+// The sums as they are, each pair of k side by side.
+__device__ __forceinline__ void store_sums(const float (&sums)[LANES][SUMS], const Parameters& p,
+                                           const Tile& tile, int warpgroup) {
+    int first = tile.column * TILE_COLUMNS + threadIdx.x % 4 * 2;
+    int row = first_row(tile, warpgroup), pitch = p.pitch - (BIAS ? 4 : 0);
+    float* to = line_of(p, tile, row) + first;
+#pragma unroll
+    for (int l = 0; l < LANES; ++l) {
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 2) {
+            int line = i / 2 % 2 * 8, column = i / 4 * 8;
+            if (row + line < p.rows && first + column < pitch) {
+                Vector<float, 2> pair = {sums[l][i], sums[l][i + 1]};
+                store_vector(to + i64(line) * p.pitch + column, pair);
+            }
+        }
+        to += i64(p.rows) * p.pitch;
+    }
+}
+
+__device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
+    int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // in a uniform register
+    Ring ring(0);
+    Fragments fragments(warpgroup);
+    for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
+        Tile tile(p, index);
+        float sums[LANES][SUMS];
+        multiply_tile(sums, s, fragments, tile.depth, ring);
+        store_sums(sums, p, tile, warpgroup);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+kronecker_sparse_interleaved_gradient(const __grid_constant__ Parameters parameters) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ u64 barriers[2 * STAGES];
+    unsigned char* stages = shared + (-shared_address(shared) & 1023);
+    Shared s = {stages, barriers, barriers + STAGES};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1);
+            barrier_init(&s.empty[i], 4 * WARPGROUPS + (BIAS ? BIAS_WARPS : 0));
+        }
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        release_registers<40>();
+        if (threadIdx.x == 0) produce(parameters, s);
+        if (BIAS && threadIdx.x >= 32) sum_left(parameters, s);
+    } else {
+        take_registers<232>();
+        consume(parameters, s);
+    }
+}

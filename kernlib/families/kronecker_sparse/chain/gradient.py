@@ -1,0 +1,220 @@
+"""Gradients of chains of Kronecker-sparse factors: that of W_i is the one of a factor, of
+``h_{i-1}`` and the gradient of ``h_i``.
+
+Of two factors in half precision, batch first, no h is kept: the backward pass computes it again,
+and all its launches are one plan (:mod:`..lowering.chain_gradient`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from kernlib.families.kronecker_sparse import operation, plans
+from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
+from kernlib.families.kronecker_sparse.lowering import chain_gradient
+from kernlib.families.kronecker_sparse.lowering.chain_gradient import NAMES, RESULTS, Needs
+from kernlib.families.kronecker_sparse.lowering.problem import Problem
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime import devices
+from kernlib.runtime.arguments import no_autocast
+from kernlib.runtime.autograd import bias_gradient
+from kernlib.runtime.devices import allocator, arch_of, lower_on
+from kernlib.runtime.operation import Operation, bind
+from kernlib.runtime.products import Call
+from kernlib.runtime.sequence import launcher, load_steps
+from kernlib.runtime.tensors import UNREADABLE, is_lazy, materialised, signature
+
+HALVES = torch.float16, torch.bfloat16
+
+
+def keeps_h(x: torch.Tensor, count: int, batch_last: bool) -> bool:
+    """Whether a recorded chain of so many factors keeps what lies between them for its gradient. It
+    is a matter of no sizes, which may be symbols."""
+    return count != 2 or batch_last or x.dtype not in HALVES or x.device.type == "cpu"
+
+
+# By a product and a gradient of the weight of either way.
+
+
+def gradients(
+    grad, hidden, weights, needs: tuple, options: tuple, product, weight_gradient, inner=None
+) -> list:
+    """Those by x, the weights and a bias, None where there is no need, from that of h_n and, in
+    ``inner``, those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` are x and these h, None
+    where there is no need of the weight's gradient; or x alone, where h is computed again."""
+    *needs, by_bias = needs
+    if len(hidden) < len(weights):
+        (x,), (first, _) = hidden, weights
+        hidden = [x, product(x, first, None, *options) if needs[2] else None]
+    grads: list = [None] * len(needs)
+    to_bias = bias_gradient(grad, -grad.dim() if options[0] else -1) if by_bias else None
+    leads_on = [*accumulate(needs, max)]  # whether there is need of something before a factor
+    for index in reversed(range(len(weights))):
+        weight = weights[index]
+        if needs[index + 1]:
+            grads[index + 1] = weight_gradient(grad, hidden[index], weight.shape, *options)
+        if not leads_on[index]:
+            break
+        grad = product(grad, weight.transpose(1, 2), None, *options)
+        if inner and index and inner[index - 1] is not None:
+            grad = grad + inner[index - 1]
+    if needs[0]:
+        grads[0] = grad
+    return [*grads, to_bias]
+
+
+# By the kernels alone.
+
+
+def by_plans(grad, hidden, weights, needs: tuple, options: tuple, forward: object = None) -> list:
+    """:func:`gradients` by the kernels alone, for the route of the forward pass if it has one."""
+    if len(hidden) < len(weights) and any(needs[1:-1]) and grad.numel():
+        return _calls.execute(grad, *hidden, tuple(weights), needs, options)
+    tensors = [None if t is None else signature(t) for t in (grad, *hidden, *weights)]
+    key = id(forward), operation.settings_of(grad), options, needs, *tensors
+    compute = partial(gradients, grad, hidden, weights, needs, options)
+    return operation.by_plans(forward, key, compute)
+
+
+class _Plan(NamedTuple):
+    """What gradients of one signature need besides their pointers."""
+
+    index: int  # of the device
+    place: Callable  # of grad and x: their addresses, and what to keep until the launch
+    results: tuple[Callable | None, ...]  # make new ones, in the order of RESULTS
+    launch: Callable[..., None]  # of the steps, given addresses: NAMES, RESULTS
+    biased: bool  # whether the bias's gradient is one of them
+
+
+def _key(grad, x, weights: tuple, needs: tuple, options: tuple) -> tuple | None:
+    try:
+        return needs, options, signature(grad), signature(x), *map(signature, weights)
+    except UNREADABLE:
+        return None
+
+
+def _check(grad, x, weights: tuple, needs: tuple, options: tuple) -> Call:
+    return Call(math.prod(grad.shape[:-1]), grad.shape, grad.dtype, grad.device)
+
+
+def _way(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> str:
+    return operation.way(call, (grad, x, *weights))
+
+
+def _reference(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> list:
+    with no_autocast(x):
+        request = grad, [x], weights, needs, options
+        return gradients(*request, operation.product, operation.weight_gradient)
+
+
+def _plan(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> _Plan:
+    device = grad.get_device()
+    arch = arch_of(device)
+    problems, copies = _problems(call, grad, x, *weights)
+    *asked, by_bias = needs
+    biased = []
+
+    def lower_one(problem: Problem) -> Lowered:
+        return plans.lower((), problem, device)
+
+    def lower(multiprocessors: int) -> Lowered:
+        request = problems, Needs(*needs), arch, multiprocessors, lower_one
+        lowered, has_bias = chain_gradient.lower(*request)
+        biased.append(has_bias)
+        return lowered
+
+    lowered = lower_on(lower, device)
+    steps, inner = load_steps(lowered.steps, (*NAMES, *RESULTS), device)
+    shapes = x.shape, *(weight.shape for weight in weights), grad.shape[-1:]
+    results = tuple(
+        allocator(tuple(shape), x.dtype, x.device) if need else None
+        for shape, need in zip(shapes, (*asked, by_bias and biased[0]), strict=True)
+    )
+    place = plans.place if copies == [None, None] else partial(plans.placed_copies, copies)
+    return _Plan(
+        device, place, results, launcher(steps, inner, x.device, lowered.workspace), biased[0]
+    )
+
+
+def _problems(call: Call, grad, x, first, second) -> tuple[chain_gradient.Problems, list]:
+    """What is computed, and for grad and x the shape of the copy that is read in their place, or
+    None."""
+    batch = grad.shape[:-1]
+    h = grad.new_empty((*batch, math.prod(first.shape) // first.shape[2]), device="meta")
+
+    def product(x, weight) -> tuple[Problem, tuple | None]:
+        pattern = KroneckerSparse(*weight.shape)
+        shape = (*batch, pattern.out_features)
+        problem, copy, _ = plans.problem_of(
+            pattern, call._replace(out_shape=shape), x, weight, None
+        )
+        return problem, copy
+
+    def of_weight(grad, x, weight) -> tuple[Problem, list]:
+        return plans.gradient_problem(grad, x, tuple(weight.shape), False, None)
+
+    to_second, (grad_copy, _) = of_weight(grad, h, second)
+    to_first, (_, x_copy) = of_weight(h, x, first)
+    problems = chain_gradient.Problems(
+        hidden=product(x, first)[0],
+        to_second=to_second,
+        to_hidden=product(grad, second.transpose(1, 2))[0],
+        to_first=to_first,
+        to_x=product(h, first.transpose(1, 2))[0],
+    )
+    return problems, [grad_copy, x_copy]
+
+
+def _launch(plan: _Plan, grad, x, weights: tuple, needs: tuple, options: tuple) -> list:
+    if devices.current_device() != plan.index:
+        with torch.cuda.device(plan.index):
+            return _launch(plan, grad, x, weights, needs, options)
+    addresses, copies = plan.place((grad, x))
+    results = [None if make is None else make() for make in plan.results]
+    addresses += [weight.data_ptr() for weight in weights]
+    addresses += [0 if t is None else t.data_ptr() for t in results]
+    plan.launch(addresses)
+    del copies  # the stream orders the reuse of their memory behind the launch
+    if needs[-1] and not plan.biased:
+        results[-1] = bias_gradient(grad, -1)
+    return results
+
+
+def _rehearsed(plan: _Plan, grad, x, weights: tuple, needs: tuple, options: tuple) -> list:
+    results = [None if make is None else make() for make in plan.results]
+    if needs[-1] and not plan.biased:
+        results[-1] = bias_gradient(grad, -1)
+    return results
+
+
+def _tensors(grad, x, weights: tuple, needs: tuple, options: tuple) -> tuple:
+    return grad, x, *weights
+
+
+def _materialised(grad, x, weights: tuple, needs: tuple, options: tuple) -> tuple | None:
+    if not any(map(is_lazy, (grad, x, *weights))):
+        return None
+    return materialised(grad), materialised(x), tuple(map(materialised, weights)), needs, options
+
+
+_calls = bind(
+    Operation(
+        name="kronecker_sparse_chain_gradients",
+        operators="kernlib.families.kronecker_sparse.operators",
+        key=_key,
+        check=_check,
+        way=_way,
+        reference=_reference,
+        plan=_plan,
+        launch=_launch,
+        tensors=_tensors,
+        materialised=_materialised,
+        rehearsed=_rehearsed,
+    )
+)
