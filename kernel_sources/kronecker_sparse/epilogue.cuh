@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/parameters.cuh"
+#include "common/shared_words.cuh"
 
 // 16 bytes of the staged tile through epilogues that would take seconds to compile, unrolled over a
 // thread's accumulators. Half types have been rounded before, as by a product of torch's.
@@ -10,14 +11,10 @@ template <class Rest, class Feature>
 __device__ __forceinline__ void finish_chunk(u32 address, const Rest& rest,
                                              const Feature& feature) {
     constexpr int CHUNK = 16 / sizeof(OutputT);
-    union { u32 word[4]; OutputT element[CHUNK]; } x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
-                 : "r"(address) : "memory");
+    union { Vector<u32, 4> words; OutputT element[CHUNK]; } x;
+    x.words = load_shared_words<4>(address);
 #pragma unroll
     for (int e = 0; e < CHUNK; ++e)
         x.element[e] = convert<OutputT>(rest(convert<AccT>(x.element[e]), feature(e)));
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :: "r"(address), "r"(x.word[0]), "r"(x.word[1]), "r"(x.word[2]), "r"(x.word[3])
-                 : "memory");
+    store_shared_words<4>(address, x.words.element);
 }

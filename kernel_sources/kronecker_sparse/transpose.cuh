@@ -7,6 +7,7 @@
 // The generated source defines before it includes this file:
 //   InputT             storage
 //   HALF_INPUT         whether that is 2 bytes
+//   BIAS               whether sums of 64 rows are wanted too: sums[n / 64, f], of half types
 //   PARAMETER_BYTES    what lowering makes of Parameters
 #pragma once
 
@@ -26,6 +27,9 @@ struct Parameters {
     // written at each launch
     const InputT* in;
     InputT* out;
+#if BIAS
+    float* sums;            // lines of `columns` numbers
+#endif
     // fixed by the plan
     i64 row_stride, pitch;  // of in and of out
     u32 rows, columns;      // n and f
@@ -128,6 +132,30 @@ __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Paramete
 }
 #endif
 
+#if BIAS
+// A thread has lines n and n + 32 of one chunk of a tile, as every eighth thread has.
+__device__ __forceinline__ void add_rows(const Words (&read)[CHUNKS], const Parameters& p, u32 row,
+                                         u32 column) {
+    __shared__ float of_warps[THREADS / 32][TILE];
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int e = 0; e < CHUNK; ++e) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) sum += convert<float>(read[i].value.element[e]);
+        sum += __shfl_xor_sync(~0u, sum, 8);
+        sum += __shfl_xor_sync(~0u, sum, 16);
+        if (lane < ACROSS) of_warps[warp][lane * CHUNK + e] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x >= TILE || column + threadIdx.x >= p.columns) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; ++i) sum += of_warps[i][threadIdx.x];
+    p.sums[i64(row / TILE) * p.columns + column + threadIdx.x] = sum;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_transpose(const __grid_constant__ Parameters p) {
     u32 row = blockIdx.x / p.column_tiles * TILE, column = blockIdx.x % p.column_tiles * TILE;
@@ -146,5 +174,8 @@ kronecker_sparse_transpose(const __grid_constant__ Parameters p) {
                 if (f + e < p.columns) x[i].value.element[e] = from[e];
         }
     }
+#if BIAS
+    add_rows(x, p, row, column);
+#endif
     turn(x, p, row, column);
 }

@@ -11,7 +11,8 @@
 //
 // The generated source defines before it includes this file:
 //   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
-//   BATCH_LAST               whether x is (features, batch), else (batch, features) and d = 1
+//   BATCH_LAST, OUT_LAST     whether x, and y, are (features, batch), else (batch, features) and
+//                            d = 1; the same for both unless in half types
 //   TILE_COLUMNS             output features of a tile: a multiple of 8, of a 128-byte row if there
 //                            are several tiles a group
 //   STAGES, OUT_PARTS        tiles of x under way, parts of tiles of y of a warpgroup
@@ -48,12 +49,12 @@ constexpr int W_BYTES = RIGHT_LINES ? W_PARTS * TILE_DEPTH * ROW_BYTES
                                     : COPIES * TILE_COLUMNS * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + (RESIDENT ? 0 : W_BYTES);
 constexpr int RESIDENT_BYTES = RESIDENT * W_BYTES;
-// A warpgroup stages PART_COLUMNS of y at a time: BATCH_LAST blocks of (PART_COLUMNS, ROW), else of
+// A warpgroup stages PART_COLUMNS of y at a time: OUT_LAST blocks of (PART_COLUMNS, ROW), else of
 // (64, ROW).
 constexpr int PART_COLUMNS = TILE_COLUMNS < ROW ? TILE_COLUMNS : ROW;
 constexpr int PARTS = (TILE_COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
-constexpr int PART_BLOCKS = BATCH_LAST ? 64 / ROW : 1;
-constexpr int PART_BLOCK_BYTES = (BATCH_LAST ? PART_COLUMNS : 64) * ROW_BYTES;
+constexpr int PART_BLOCKS = OUT_LAST ? 64 / ROW : 1;
+constexpr int PART_BLOCK_BYTES = (OUT_LAST ? PART_COLUMNS : 64) * ROW_BYTES;
 constexpr int PART_BYTES = PART_BLOCKS * PART_BLOCK_BYTES;
 
 // Laid out by kernlib/families/kronecker_sparse/lowering/hopper.py; PARTIAL, by
@@ -246,9 +247,9 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 kronecker_sparse_hopper(const __grid_constant__ Parameters parameters) {
-    extern __shared__ unsigned char dynamic[];
+    extern __shared__ __align__(128) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES + 2];
-    unsigned char* base = dynamic + (-shared_address(dynamic) & 1023);
+    unsigned char* base = shared + (-shared_address(shared) & 1023);
     Shared s = {base, base + RESIDENT_BYTES, base + RESIDENT_BYTES + STAGES * STAGE_BYTES,
                 barriers, barriers + STAGES, barriers + 2 * STAGES, barriers + 2 * STAGES + 1};
     if (threadIdx.x == 0) {

@@ -22,9 +22,9 @@ __device__ __forceinline__ void stage_part(const float (&sums)[SUMS], int first,
             part[i] = pack<OutputT>(sums[place], sums[place + 1]);
         }
         int column = 16 * pair + matrix / 2 * 8, row = 16 * warp + matrix % 2 * 8;
-        u32 address = BATCH_LAST ? chunk_address(out, column + line, row / 8)
+        u32 address = OUT_LAST ? chunk_address(out, column + line, row / 8)
                                  : chunk_address(out, row + line, column / 8);
-        store_matrices<BATCH_LAST>(address, part[0], part[1], part[2], part[3]);
+        store_matrices<OUT_LAST>(address, part[0], part[1], part[2], part[3]);
     }
 }
 #else
@@ -34,7 +34,7 @@ __device__ __forceinline__ void stage_part(const float (&sums)[SUMS], int first,
     for (int i = 0; i < PART_COLUMNS / 2; ++i) {
         if (first / 2 + i >= SUMS) break;
         int column = i / 4 * 8 + lane % 4 * 2 + i % 2, line = row + i / 2 % 2 * 8;
-        int along = BATCH_LAST ? line : column, across = BATCH_LAST ? column : line;
+        int along = OUT_LAST ? line : column, across = OUT_LAST ? column : line;
         store_shared(chunk_address(out + along / ROW * PART_BLOCK_BYTES, across, along % ROW / 4) +
                          along % 4 * 4,
                      sums[first / 2 + i]);
@@ -47,13 +47,13 @@ __device__ __forceinline__ void stage_part(const float (&sums)[SUMS], int first,
 __device__ __forceinline__ void finish_staged(u32 out, const Parameters& p, i64 feature,
                                               int first) {
     Rest rest(Read<Parameters, HEAD_SCALARS, HEAD_VECTORS>{p});
-    constexpr int LINES = BATCH_LAST ? PART_COLUMNS : 64, CHUNK = 16 / sizeof(OutputT);
+    constexpr int LINES = OUT_LAST ? PART_COLUMNS : 64, CHUNK = 16 / sizeof(OutputT);
 #pragma unroll 1
     for (int index = threadIdx.x % 128; index < PART_BLOCKS * LINES * 8; index += 128) {
         int chunk = index % 8, line = index / 8 % LINES, block = index / 8 / LINES;
-        int j = first + (BATCH_LAST ? line : chunk * CHUNK);
+        int j = first + (OUT_LAST ? line : chunk * CHUNK);
         finish_chunk(chunk_address(out + block * PART_BLOCK_BYTES, line, chunk), rest, [&](int e) {
-            return feature + i64(min(BATCH_LAST ? j : j + e, p.columns - 1)) * p.lanes;
+            return feature + i64(min(OUT_LAST ? j : j + e, p.columns - 1)) * p.lanes;
         });
     }
 }
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_tile(float (&sums)[SUMS], const Finish& fi
         fence_shared_writes();
         sync_threads(1 + warpgroup, 128);
         if (leader) {
-            if (BATCH_LAST) {
+            if (OUT_LAST) {
 #pragma unroll
                 for (int block = 0; block < PART_BLOCKS; ++block)
                     store_box(p.y, staged + block * PART_BLOCK_BYTES, row + block * ROW, tile.lane,

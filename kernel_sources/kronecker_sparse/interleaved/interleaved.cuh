@@ -22,6 +22,7 @@
 
 #include "common/async_copy.cuh"
 #include "common/hopper.cuh"
+#include "common/shared_words.cuh"
 #include "kronecker_sparse/epilogue.cuh"
 
 constexpr int SIZE = sizeof(InputT);
@@ -191,9 +192,9 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 kronecker_sparse_interleaved(const __grid_constant__ Parameters parameters) {
-    extern __shared__ unsigned char dynamic[];
+    extern __shared__ __align__(128) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES];
-    unsigned char* base = dynamic + (-shared_address(dynamic) & 1023);
+    unsigned char* base = shared + (-shared_address(shared) & 1023);
     Shared s = {base, base + STAGES * STAGE_BYTES, barriers, barriers + STAGES};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {

@@ -1,18 +1,10 @@
 // The sums of an interleaved tile: fragments of x for LANES wgmmas from each 16-byte load.
 #pragma once
 
-struct alignas(16) Chunk { u32 word[4]; };
-
-__device__ __forceinline__ Chunk load_shared_chunk(u32 address) {
-    Chunk x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
-                 : "r"(address));
-    return x;
-}
+using Chunk = Vector<u32, 4>;
 
 __device__ __forceinline__ Chunk load_chunk(u32 stage, int block, int row, int chunk) {
-    return load_shared_chunk(stage + block * X_BLOCK_BYTES + row * ROW_BYTES +
+    return load_shared_words<4>(stage + block * X_BLOCK_BYTES + row * ROW_BYTES +
                              ((chunk ^ (row & SWIZZLE)) << 4));
 }
 
@@ -25,19 +17,15 @@ __device__ __forceinline__ u32 high_halves(u32 x, u32 y) { return __byte_perm(x,
 __device__ __forceinline__ void zip(u32 (&a)[LANES][4], int part, const Chunk& x, const Chunk& y) {
 #pragma unroll
     for (int i = 0; i < LANES / 2; ++i) {
-        a[2 * i][part] = low_halves(x.word[i], y.word[i]);
-        a[2 * i + 1][part] = high_halves(x.word[i], y.word[i]);
+        a[2 * i][part] = low_halves(x.element[i], y.element[i]);
+        a[2 * i + 1][part] = high_halves(x.element[i], y.element[i]);
     }
 }
 
 // Words `word` and `word` + 1 of those of a row that a thread of a quad takes of three l.
 __device__ __forceinline__ Vector<u32, 2> load_words(u32 stage, int row, int word) {
-    u32 address = stage + word / 32 * X_BLOCK_BYTES + row * ROW_BYTES +
-                  ((word % 32 / 4 ^ (row & SWIZZLE)) << 4) + word % 4 * 4;
-    Vector<u32, 2> x;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(x.element[0]), "=r"(x.element[1]) : "r"(address));
-    return x;
+    return load_shared_words<2>(stage + word / 32 * X_BLOCK_BYTES + row * ROW_BYTES +
+                                ((word % 32 / 4 ^ (row & SWIZZLE)) << 4) + word % 4 * 4);
 }
 
 __device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, int step, int row,
@@ -74,16 +62,16 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, in
                 Chunk x = load_chunk(stage, step, r, 2 * t + pair);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    a[2 * i][2 * pair + side] = low_halves(x.word[i], x.word[i + 2]);
-                    a[2 * i + 1][2 * pair + side] = high_halves(x.word[i], x.word[i + 2]);
+                    a[2 * i][2 * pair + side] = low_halves(x.element[i], x.element[i + 2]);
+                    a[2 * i + 1][2 * pair + side] = high_halves(x.element[i], x.element[i + 2]);
                 }
             }
         } else {
             Chunk x = load_chunk(stage, step / 2, r, 2 * t + step % 2);
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
-                a[0][2 * pair + side] = low_halves(x.word[2 * pair], x.word[2 * pair + 1]);
-                a[1][2 * pair + side] = high_halves(x.word[2 * pair], x.word[2 * pair + 1]);
+                a[0][2 * pair + side] = low_halves(x.element[2 * pair], x.element[2 * pair + 1]);
+                a[1][2 * pair + side] = high_halves(x.element[2 * pair], x.element[2 * pair + 1]);
             }
         }
     }
@@ -100,14 +88,14 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, in
                 Chunk x = HALVES == 2 ? load_chunk(stage, 2 * step + pair, r, 2 * t + half)
                                       : load_chunk(stage, step, r, 2 * t + pair);
 #pragma unroll
-                for (int l = 0; l < 4; ++l) a[l][2 * pair + side] = x.word[l];
+                for (int l = 0; l < 4; ++l) a[l][2 * pair + side] = x.element[l];
             }
         } else {
             Chunk x = load_chunk(stage, step / 2, r, 2 * t + step % 2);
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair)
 #pragma unroll
-                for (int l = 0; l < 2; ++l) a[l][2 * pair + side] = x.word[2 * pair + l];
+                for (int l = 0; l < 2; ++l) a[l][2 * pair + side] = x.element[2 * pair + l];
         }
     }
 }

@@ -1,20 +1,6 @@
 // A finished interleaved tile through shared memory to device memory, by the copy engine.
 #pragma once
 
-__device__ __forceinline__ void store_words(u32 address, const u32* word, int words) {
-    if (words == 4)
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                     :: "r"(address), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-                     : "memory");
-    else
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
-                     :: "r"(address), "r"(word[0]), "r"(word[1]) : "memory");
-}
-
-__device__ __forceinline__ void store_word(u32 address, u32 word) {
-    asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(word) : "memory");
-}
-
 // Address of byte `byte` of the row of j and l in line `row` of staged columns.
 __device__ __forceinline__ u32 out_address(u32 out, int row, int byte) {
     int chunk = byte % ROW_BYTES / 16;
@@ -34,7 +20,7 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
         int line = row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t - first;
 #pragma unroll
         for (int m = 0; m < 3; ++m)
-            store_word(out_address(out, line, column * SPAN * SIZE + m * 4), word[m]);
+            store_shared_words<1>(out_address(out, line, column * SPAN * SIZE + m * 4), word + m);
     }
 }
 #else
@@ -58,12 +44,12 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
         int line = row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t - first;
         int byte = column * SPAN * SIZE + half * LANES * SIZE;
         if constexpr (HALVES == 1 && WORDS <= 2) {  // both columns lie side by side
-            store_words(out_address(out, line, byte), word, 2 * WORDS);
+            store_shared_words<2 * WORDS>(out_address(out, line, byte), word);
         } else {
 #pragma unroll
             for (int m = 0; m < 2 * WORDS; m += 4)
-                store_words(out_address(out, line, byte + m / WORDS * SPAN_BYTES + m % WORDS * 4),
-                            word + m, 4);
+                store_shared_words<4>(
+                    out_address(out, line, byte + m / WORDS * SPAN_BYTES + m % WORDS * 4), word + m);
         }
     }
 }
@@ -103,7 +89,7 @@ __device__ __forceinline__ void copy_staged(u32 out, int column, const Parameter
     for (int index = thread; index < ACROSS * OUT_ROWS; index += 256) {
         int place = index % ACROSS, row = index / ACROSS;
         int j = column + place / CHUNKS, l = tile.lane + place % CHUNKS * CHUNK;
-        Chunk x = load_shared_chunk(out_address(out, row, place * 16));
+        Chunk x = load_shared_words<4>(out_address(out, row, place * 16));
         if (tile.row * TILE_ROWS + row < p.rows && j < p.columns && l < p.lanes)
             *reinterpret_cast<Chunk*>(to + row * p.y_row + j * p.y_column + l) = x;
     }

@@ -6,10 +6,10 @@
 // Floors: batch * a*d*(b+c) * itemsize bytes over 4.3 TB/s on an H200, and as often as there are
 // tiles of j, right from L2; 2*a*b*c*d*batch operations over 770 TFLOP/s.
 //
-// Persistent CTAs: one producer thread, if BIAS three warps that sum left over n, and two
-// warpgroups of 64 j each, with all l. wgmma has left for its rows, in registers: a thread reads
-// neighbouring l of rows n and n + 1 at once and puts both n of each l into one register. Of right
-// it reads rows of k from shared memory.
+// Persistent CTAs: one producer thread, and two warpgroups of 64 j each, with all l. wgmma has left
+// for its rows, in registers: a thread reads neighbouring l of rows n and n + 1 at once and puts
+// both n of each l into one register, and adds them up meanwhile if BIAS. Of right wgmma reads rows
+// of k from shared memory.
 //
 // The generated source defines before it includes this file:
 //   InputT                   storage of both operands
@@ -113,19 +113,18 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     }
 }
 
-// Row j of l = 0.
-__device__ __forceinline__ float* line_of(const Parameters& p, const Tile& tile, int row) {
-    i64 group = (i64(tile.split) * p.blocks + tile.block) * LANES;
-    return p.partial + (group * p.rows + row) * p.pitch;
-}
-
-#include "kronecker_sparse/interleaved_gradient/bias.cuh"
 #include "kronecker_sparse/interleaved_gradient/multiply.cuh"
 
 // The first of the two rows of which a thread has sums; the other one is eight behind it.
 __device__ __forceinline__ int first_row(const Tile& tile, int warpgroup) {
     return tile.row * TILE_ROWS + warpgroup * 64 + threadIdx.x % 128 / 32 * 16 +
            threadIdx.x % 32 / 4;
+}
+
+// Row j of l = 0.
+__device__ __forceinline__ float* line_of(const Parameters& p, const Tile& tile, int row) {
+    i64 group = (i64(tile.split) * p.blocks + tile.block) * LANES;
+    return p.partial + (group * p.rows + row) * p.pitch;
 }
 
 // The sums as they are, each pair of k side by side.
@@ -148,15 +147,29 @@ __device__ __forceinline__ void store_sums(const float (&sums)[LANES][SUMS], con
     }
 }
 
+// Those of left, of which each thread of a quad has some n: one number of four.
+__device__ __forceinline__ void store_left(const float (&sums)[LANES][2], const Parameters& p,
+                                           const Tile& tile, int warpgroup) {
+    int row = first_row(tile, warpgroup);
+    float* to = line_of(p, tile, row) + p.pitch - 4 + threadIdx.x % 4;
+#pragma unroll
+    for (int l = 0; l < LANES; ++l) {
+        if (row < p.rows) *to = sums[l][0];
+        if (row + 8 < p.rows) to[i64(8) * p.pitch] = sums[l][1];
+        to += i64(p.rows) * p.pitch;
+    }
+}
+
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // in a uniform register
     Ring ring(0);
     Fragments fragments(warpgroup);
     for (u32 index = blockIdx.x; index < p.tiles; index += gridDim.x) {
         Tile tile(p, index);
-        float sums[LANES][SUMS];
-        multiply_tile(sums, s, fragments, tile.depth, ring);
+        float sums[LANES][SUMS], of_left[LANES][2] = {};
+        multiply_tile(sums, of_left, s, fragments, tile.depth, ring);
         store_sums(sums, p, tile, warpgroup);
+        if (BIAS && tile.column == 0) store_left(of_left, p, tile, warpgroup);
     }
 }
 
@@ -169,7 +182,7 @@ kronecker_sparse_interleaved_gradient(const __grid_constant__ Parameters paramet
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], 4 * WARPGROUPS + (BIAS ? BIAS_WARPS : 0));
+            barrier_init(&s.empty[i], 4 * WARPGROUPS);
         }
         fence_barrier_init();
     }
@@ -177,7 +190,6 @@ kronecker_sparse_interleaved_gradient(const __grid_constant__ Parameters paramet
     if (threadIdx.x < 128) {
         release_registers<40>();
         if (threadIdx.x == 0) produce(parameters, s);
-        if (BIAS && threadIdx.x >= 32) sum_left(parameters, s);
     } else {
         take_registers<232>();
         consume(parameters, s);

@@ -50,9 +50,32 @@ struct Fragments {
     }
 };
 
+// Both numbers of a word of a fragment.
+template <class T>
+__device__ __forceinline__ float low_number(u32 word) { return convert<float>(T{u16(word)}); }
+template <class T>
+__device__ __forceinline__ float high_number(u32 word) {
+    return convert<float>(T{u16(word >> 16)});
+}
+template <>
+__device__ __forceinline__ float high_number<bfloat16_t>(u32 word) {
+    return __uint_as_float(word & 0xffff0000u);
+}
+
+// Sums of left over the n of a step, of rows g and g + 8.
+__device__ __forceinline__ void add_left(float (&sums)[LANES][2], const u32 (&a)[LANES][4]) {
+#pragma unroll
+    for (int l = 0; l < LANES; ++l) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part)
+            sums[l][part % 2] += low_number<InputT>(a[l][part]) + high_number<InputT>(a[l][part]);
+    }
+}
+
 // The other warpgroup multiplies while this one reads fragments: ptxas would serialise wgmma whose
 // fragments are read while others are under way.
-__device__ __forceinline__ void multiply_tile(float (&sums)[LANES][SUMS], const Shared& s,
+__device__ __forceinline__ void multiply_tile(float (&sums)[LANES][SUMS],
+                                              float (&of_left)[LANES][2], const Shared& s,
                                               const Fragments& fragments, int depth, Ring& ring) {
 #pragma unroll 1
     for (int block = 0; block < depth; ++block) {
@@ -74,6 +97,10 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[LANES][SUMS], const 
                 }
             }
             wgmma_commit();
+            if (BIAS) {
+#pragma unroll
+                for (int i = 0; i < HELD; ++i) add_left(of_left, a[i]);
+            }
             wgmma_wait<0>();
         }
         barrier_arrive_by_warp(&s.empty[ring.stage]);

@@ -5,6 +5,7 @@
 // terms are off by 1.3e-7 so, by 1.6e-7 with 16, 2.5e-7 with 32 and 4.6e-7 with 64.
 #pragma once
 
+#include "common/copy_groups.cuh"
 #include "kronecker_sparse/portable/operand.cuh"
 
 constexpr int WARPS_DOWN = TILE_ROWS > TILE_COLUMNS ? 4 : 2;
@@ -23,16 +24,6 @@ constexpr int STEPS_AT_ONCE = SPLIT || (GATHERS && TILE_COLUMNS == 128) ? 1 : ST
 using Sums = float[GROUPS][2 * PAIRS][4];
 using LeftReader = Reader<TILE_ROWS, ACCESS_LEFT, true>;
 using RightReader = Reader<TILE_COLUMNS, ACCESS_RIGHT, false>;
-
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most PENDING of this thread's committed groups of copies are under way.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_groups() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
-}
 
 __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % WARPS_DOWN * WARP_ROWS; }
 __device__ __forceinline__ int warp_column() {

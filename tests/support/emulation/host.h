@@ -125,6 +125,13 @@ inline unsigned __ballot_sync(unsigned mask, int flag) {
 }
 inline int __any_sync(unsigned mask, int flag) { return __ballot_sync(mask, flag) != 0; }
 inline int __all_sync(unsigned mask, int flag) { return __ballot_sync(mask, !flag) == 0; }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    unsigned long long both = (unsigned long long)y << 32 | x;
+    unsigned chosen = 0;
+    for (int byte = 0; byte < 4; ++byte)
+        chosen |= unsigned(both >> 8 * (selector >> 4 * byte & 7) & 255) << 8 * byte;
+    return chosen;
+}
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kernlib.families.kronecker_sparse import operation, plans
-from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
+from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.families.kronecker_sparse.lowering import chain_gradient
 from kernlib.families.kronecker_sparse.lowering.chain_gradient import NAMES, RESULTS, Needs
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
@@ -25,10 +25,14 @@ from kernlib.runtime import devices
 from kernlib.runtime.arguments import no_autocast
 from kernlib.runtime.autograd import bias_gradient
 from kernlib.runtime.devices import allocator, arch_of, lower_on
+from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.runtime.operation import Operation, bind
 from kernlib.runtime.products import Call
 from kernlib.runtime.sequence import launcher, load_steps
 from kernlib.runtime.tensors import UNREADABLE, is_lazy, materialised, signature
+
+if TYPE_CHECKING:
+    from kernlib.jit.spec import KernelSpec
 
 HALVES = torch.float16, torch.bfloat16
 
@@ -218,3 +222,12 @@ _calls = bind(
         rehearsed=_rehearsed,
     )
 )
+
+
+def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[KernelSpec]:
+    """The kernels of the gradient of a chain that keeps no h, besides those of its factors."""
+    if len(chain.factors) != 2 or chain.batch_last:
+        return []
+    first, last = (factor.pattern for factor in chain.factors)
+    names = [KERNEL_TYPES[dtype] for dtype in dtypes if dtype in HALVES]
+    return chain_gradient.variants((first, last), arch, names)

@@ -252,7 +252,7 @@ def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[Kern
     specs = dict.fromkeys(operation.variants(chain, arch, dtypes))
     for each in (chain, parts(chain).product):
         specs |= dict.fromkeys(fused.variants(each, arch, dtypes))
-    return list(specs)
+    return list(specs | dict.fromkeys(gradient.variants(chain, arch, dtypes)))
 
 
 # Recorded calls.

@@ -38,6 +38,8 @@ RESIDENT_GROUPS = 64  # with fewer, CTAs that share rows of x compute them at ab
 # wgmma's eight depths in this order leave batch-last fp32 without bank conflicts: see
 # hopper/multiply.cuh.
 BATCH_LAST_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+ALIKE = (True, True), (False, False)  # whether x and the result have the batch last
+MIXED = (True, False), (False, True)  # in half types, d = 1
 
 
 class Variant(NamedTuple):
@@ -45,7 +47,8 @@ class Variant(NamedTuple):
 
     dtype: str
     precision: str
-    batch_last: bool
+    batch_last: bool  # x; and the result, which in half types may differ
+    out_last: bool
     columns: int
     resident: int  # blocks; 0 where the weight moves with x
     packed: bool
@@ -61,7 +64,7 @@ class Sizes(NamedTuple):
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """The widths of tile for a problem, none if it is not one of this kernel's."""
-    if arch != hopper_common.ARCH or _batch_last(problem) is None:
+    if arch != hopper_common.ARCH or _layouts(problem) is None:
         return []
     known = _columns(problem.dtype, problem.precision, problem.columns)
     return [{"columns": columns} for columns in known]
@@ -101,25 +104,30 @@ def lower(
 
 
 def variants(
-    epilogues: list[tuple[Epilogue, ...]], sizes: tuple[int, int, int], arch: str, kinds: list
+    epilogues: list[tuple[Epilogue, ...]],
+    sizes: tuple[int, int, int],
+    arch: str,
+    kinds: list,
+    layouts: tuple[tuple[bool, bool], ...] = ALIKE,
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for products of b x c blocks (b, c and d are
-    ``sizes``) and their gradients, and ``kinds`` of numbers: (dtype, precision)."""
+    ``sizes``) and their gradients, and ``kinds`` of numbers: (dtype, precision). ``layouts`` say
+    whether x and the result of products have the batch last."""
     if arch != hopper_common.ARCH:
         return []
     b, c, _ = sizes
     products = [
-        Variant(dtype, precision, batch_last, columns, resident, packed)
+        Variant(dtype, precision, *last, columns, resident, packed)
         for dtype, precision in kinds
         for width, depth in dict.fromkeys(((b, c), (c, b)))
         for columns in _columns(dtype, precision, width)
         for resident in {_resident(dtype, precision, columns, depth), *([0] * (width > columns))}
-        for batch_last in (False, True)
+        for last in layouts
         for packed in _packed(dtype)
     ]
     # The depth of the gradient of a weight is the batch.
     gradients = [
-        Variant(dtype, precision, batch_last, columns, resident, packed)
+        Variant(dtype, precision, batch_last, batch_last, columns, resident, packed)
         for dtype, precision in kinds
         for columns in _columns(dtype, precision, c)
         for resident in {
@@ -159,35 +167,35 @@ def _columns(dtype: str, precision: str, count: int) -> list[int]:
     return sorted(whole, key=lambda columns: (round_up(count, columns), -columns))
 
 
-def _batch_last(problem: Problem) -> bool | None:
-    """Whether rows lie side by side; None for what the copy engine or the tiles do not take."""
-    rows, depth = problem.rows, problem.depth
-    tiles = (
-        ceil_div(rows, TILE_ROWS) * ceil_div(problem.columns, 16) * problem.blocks * problem.lanes
-    )
+def _layouts(problem: Problem) -> tuple[bool, bool] | None:
+    """Whether rows of x, and of the result, lie side by side; None for what the copy engine or the
+    tiles do not take. Both are alike wherever they may be, and in float32."""
+    rows, depth, lanes = problem.rows, problem.depth, problem.lanes
+    tiles = ceil_div(rows, TILE_ROWS) * ceil_div(problem.columns, 16) * problem.blocks * lanes
     if is_deep(problem) or tiles > hopper_common.MAX_TILES:
         return None
     left, out = problem.left, problem.out
-    if (
-        rows > 1
-        and left.line == out.row == 1
-        and hopper_common.addresses(problem, *_extents(problem, True))
-    ):
-        return True
-    first = problem.lanes == 1 and (left.depth == 1 or depth == 1)
-    first = first and (out.column == 1 or problem.columns == 1)
-    return False if first and hopper_common.addresses(problem, *_extents(problem, False)) else None
+    of_x = (rows > 1 and left.line == 1, lanes == 1 and (left.depth == 1 or depth == 1))
+    of_y = (rows > 1 and out.row == 1, lanes == 1 and (out.column == 1 or problem.columns == 1))
+    for last in ALIKE if problem.dtype == "float32" else ALIKE + MIXED:
+        x_last, y_last = last
+        is_so = of_x[not x_last] and of_y[not y_last]
+        if is_so and hopper_common.addresses(problem, *_extents(problem, *last)):
+            return last
+    return None
 
 
-def _extents(problem: Problem, batch_last: bool) -> tuple[tma.Extent, tma.Extent]:
+def _extents(problem: Problem, batch_last: bool, out_last: bool) -> tuple[tma.Extent, tma.Extent]:
     """Of x and of y."""
     left, out, lanes, blocks = problem.left, problem.out, problem.lanes, problem.blocks
     rows, columns, depth = problem.rows, problem.columns, problem.depth
     if batch_last:
         x = tma.Extent((rows, lanes, depth, blocks), (left.lane, left.depth, left.block))
-        y = tma.Extent((rows, lanes, columns, blocks), (out.lane, out.column, out.block))
     else:
         x = tma.Extent((depth, lanes, rows, blocks), (left.lane, left.line, left.block))
+    if out_last:
+        y = tma.Extent((rows, lanes, columns, blocks), (out.lane, out.column, out.block))
+    else:
         y = tma.Extent((columns, lanes, rows, blocks), (out.lane, out.row, out.block))
     return x, y
 
@@ -198,7 +206,7 @@ def _variant(problem: Problem, columns: int) -> Variant:
     near = tiles == 1 or tiles * problem.blocks * problem.lanes <= RESIDENT_GROUPS
     resident = _resident(dtype, precision, columns, problem.depth) if near else 0
     packed = dtype == "float32" or not _is_packed_already(problem)
-    return Variant(dtype, precision, bool(_batch_last(problem)), columns, resident, packed)
+    return Variant(dtype, precision, *_layouts(problem), columns, resident, packed)
 
 
 def _is_packed_already(problem: Problem) -> bool:
@@ -237,10 +245,10 @@ def _packing(variant: Variant) -> pack.Packing:
 def shared_memory(variant: Variant) -> Sizes:
     """Stages and staged parts of y that fit: of the latter those of two tiles, if four stages are
     left, else of fewer."""
-    dtype, precision, batch_last, columns, resident, _ = variant
+    dtype, precision, _, out_last, columns, resident, _ = variant
     row, weights = hopper_common.row(dtype), _block_bytes(dtype, precision, columns)
     stage = TILE_ROWS * hopper_common.ROW_BYTES + (0 if resident else weights)
-    part = (min(columns, row) * 64 // row if batch_last else 64) * hopper_common.ROW_BYTES
+    part = (min(columns, row) * 64 // row if out_last else 64) * hopper_common.ROW_BYTES
     whole = 2 * ceil_div(columns, row)
     for parts in sorted({max(2, whole), 4, 2}, reverse=True):
         count, shared = hopper_common.stages(resident * weights + 2 * parts * part, stage)
@@ -251,9 +259,10 @@ def shared_memory(variant: Variant) -> Sizes:
 
 def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
-    dtype, precision, batch_last, columns, resident, packed = variant
+    dtype, precision, batch_last, out_last, columns, resident, packed = variant
     sizes = shared_memory(variant)
     words = [f"{TILE_ROWS}x{columns}", "batch_last" if batch_last else "batch_first"]
+    words += ["to", "batch_last" if out_last else "batch_first"] * (batch_last != out_last)
     words += [f"resident={resident}"] * bool(resident) + ["packed"] * packed
     made = KernelSpec(
         "kronecker_sparse",
@@ -268,10 +277,11 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant) -> KernelSpec:
 
 def _source(epilogue: tuple[Epilogue, ...], variant: Variant, sizes: Sizes) -> str:
     """The generated CUDA text: types, ``Finish``, a few constants, the wgmma, one include."""
-    dtype, precision, batch_last, columns, resident, packed = variant
+    dtype, precision, batch_last, out_last, columns, resident, packed = variant
     registers = dtype == "float32"
     return f"""{hopper_common.preamble(dtype, epilogue)}
 constexpr bool BATCH_LAST = {str(batch_last).lower()};
+constexpr bool OUT_LAST = {str(out_last).lower()};
 constexpr int TILE_COLUMNS = {columns};
 constexpr int STAGES = {sizes.stages};
 constexpr int OUT_PARTS = {sizes.out_parts};
@@ -283,6 +293,7 @@ constexpr bool RIGHT_LINES = false;
 #define PRODUCTS {hopper_common.products(dtype, precision)}
 #define HALF_INPUT {int(dtype != "float32")}
 
+#include "common/hopper.cuh"
 {multiply(dtype, columns, registers, batch_last)}
 #include "kronecker_sparse/hopper/hopper.cuh"
 """
@@ -296,9 +307,11 @@ def _parameters(epilogue: tuple[Epilogue, ...], variant: Variant) -> Parameters:
 def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
     """Maps of x, of y and, if it is not packed, of the weight."""
     dtype, row, columns = variant.dtype, hopper_common.row(variant.dtype), variant.columns
-    x, y = _extents(problem, variant.batch_last)
-    lines = (row, min(columns, row)) if variant.batch_last else (TILE_ROWS, 64)
-    found = [(x, lines[0]), (y, lines[1])]
+    x, y = _extents(problem, variant.batch_last, variant.out_last)
+    found = [
+        (x, row if variant.batch_last else TILE_ROWS),
+        (y, min(columns, row) if variant.out_last else 64),
+    ]
     if not variant.packed:
         found.append((_weight_extent(problem), columns))
     return tuple(tma.tensor_map(dtype, extent, (row, 1, count, 1)) for extent, count in found)

@@ -268,6 +268,7 @@ constexpr int PARAMETER_BYTES = {_parameters(epilogue, shape).size};
 #define PRODUCTS {hopper_common.products(dtype, precision)}
 #define HALF_INPUT {int(dtype != "float32")}
 
+#include "common/hopper.cuh"
 {multiply(dtype, columns, True)}
 #include "kronecker_sparse/interleaved/interleaved.cuh"
 """

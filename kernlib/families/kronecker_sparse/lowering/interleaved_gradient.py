@@ -36,7 +36,7 @@ from kernlib.lowering.wgmma import multiply
 
 KIND = "interleaved gradient"
 LANES = range(2, 9)
-BIAS_LANES = 2, 3  # whose features the producer's idle warps sum in the time of a stage
+BIAS_LANES = (2,)  # of more there are no registers for the sums of the left operand
 TILE_ROWS, TILE_DEPTH = 128, 32
 ROW = hopper_common.ROW_BYTES // 2  # elements of a swizzled row
 FRAGMENT = 4  # registers of the fragment of one l

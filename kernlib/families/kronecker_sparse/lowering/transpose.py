@@ -24,7 +24,7 @@ from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 KIND = "turned"
 THREADS = 256
 TILE = 64
-PARAMETERS = Parameters(2, "<2q6I")
+PARAMETERS = {False: Parameters(2, "<2q6I"), True: Parameters(3, "<2q6I")}  # with sums of rows
 ALIGNMENT = 256  # of each operand in the workspace
 
 
@@ -139,33 +139,36 @@ def step(
     sizes: tuple[int, int],
     strides: tuple[int, int],
     alignment: int,
-    pointers: tuple[tuple[str, int], tuple[str, int]],
+    pointers: tuple[tuple[str, int], ...],
     whole: bool = True,
+    bias: bool = False,
 ) -> Step:
     """The launch that turns ``sizes``, rows and columns, at the first of ``pointers`` to columns
     and rows at the second: rows and turned columns lie ``strides`` elements apart. The first row
     begins at ``alignment`` modulo 16; turned columns take ``whole`` 16 bytes, aligned, of which the
-    last may end in zeros, or lie anywhere, and nothing behind them is written."""
+    last may end in zeros, or lie anywhere, and nothing behind them is written. With ``bias`` a
+    third pointer gets the sums of TILE rows each, in float32."""
     rows, columns = sizes
     chunk = 16 // DTYPES[dtype].bytes
     tiles = ceil_div(columns, TILE), ceil_div(rows, TILE)
     vectors = int(strides[0] % chunk == 0 and alignment % 16 == 0)
-    fixed = PARAMETERS.pack(*strides, rows, columns, tiles[0], vectors, int(whole), 0)
-    return Step(spec(dtype), (tiles[0] * tiles[1], 1), fixed, pointers)
+    fixed = PARAMETERS[bias].pack(*strides, rows, columns, tiles[0], vectors, int(whole), 0)
+    return Step(spec(dtype, bias), (tiles[0] * tiles[1], 1), fixed, pointers)
 
 
-def spec(dtype: str) -> KernelSpec:
-    """The KernelSpec that turns a matrix of ``dtype``."""
+def spec(dtype: str, bias: bool = False) -> KernelSpec:
+    """The KernelSpec that turns a matrix of ``dtype``, a half type if it sums rows too."""
     source = f"""#include "common/types.cuh"
 
 using InputT = {DTYPES[dtype].cuda};
 
-constexpr int PARAMETER_BYTES = {PARAMETERS.size};
+constexpr int PARAMETER_BYTES = {PARAMETERS[bias].size};
+#define BIAS {int(bias)}
 #define HALF_INPUT {int(dtype != "float32")}
 
 #include "kronecker_sparse/transpose.cuh"
 """
-    description = f"kronecker_sparse turn {dtype}"
+    description = f"kronecker_sparse turn {dtype}" + " bias" * bias
     entry = "kronecker_sparse_transpose"
     made = KernelSpec("kronecker_sparse", source, entry, THREADS, description=description)
-    return named(made, dtype, f"{TILE}x{TILE}")
+    return named(made, dtype, f"{TILE}x{TILE}", *["bias"] * bias)

@@ -2,8 +2,8 @@
 types.
 
 The batch is their depth, long and in parts that CTAs sum on their own; split_k_sum.cuh adds those
-up, in order. Left is the gradient of the result, right is x: both with the batch contiguous (batch
-last), or both with features contiguous and d = 1 (batch first).
+up, in order. Left is the gradient of the result, right is x: each with the batch contiguous (batch
+last), or with features contiguous and d = 1 (batch first).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Variant(NamedTuple):
     """Everything that code generation chooses."""
 
     dtype: str
-    lines: bool  # whether features lie side by side, else the batch
+    left_lines: bool  # whether features lie side by side, else the batch
+    right_lines: bool
     columns: int
 
 
@@ -49,7 +50,7 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     lines = _lines(problem)
     if lines is None or portable.tile_count(problem, TILE_ROWS, 16) > hopper_common.MAX_TILES:
         return []
-    return [{"columns": columns_of(problem.columns, lines)}]
+    return [{"columns": columns_of(problem.columns, lines[1])}]
 
 
 default = hopper_common.default
@@ -66,7 +67,7 @@ def lower(
     if epilogue:
         return portable.lower_untuned(epilogue, problem, arch, multiprocessors)
     columns = int(choice["columns"])
-    variant = Variant(problem.dtype, bool(_lines(problem)), columns)
+    variant = Variant(problem.dtype, *_lines(problem), columns)
     row_tiles, column_tiles = ceil_div(problem.rows, TILE_ROWS), ceil_div(problem.columns, columns)
     blocks = ceil_div(problem.depth, TILE_DEPTH)
     part = part_of(blocks, portable.tile_count(problem, TILE_ROWS, columns), multiprocessors)
@@ -97,12 +98,17 @@ def variants(
         return []
     halves = [dtype for dtype, _ in kinds if dtype != "float32"]
     found = [
-        spec(Variant(dtype, lines, columns_of(count, lines)))
+        spec(Variant(dtype, lines, lines, columns_of(count, lines)))
         for dtype in halves
         for lines in (False, True)
         for count in sizes[:2]
     ]
     return list(dict.fromkeys(found + [portable.reduce_spec(dtype) for dtype in halves]))
+
+
+def mixed(dtype: str, count: int) -> KernelSpec:
+    """The spec for a gradient that has the batch last and an x of so many columns that has not."""
+    return spec(Variant(dtype, False, True, columns_of(count, True)))
 
 
 def columns_of(count: int, lines: bool) -> int:
@@ -129,21 +135,21 @@ def part_of(blocks: int, tiles: int, multiprocessors: int) -> int:
     return best
 
 
-def _lines(problem: Problem) -> bool | None:
-    """Whether both operands have features side by side; False for the batch, None for neither, or
-    for what the copy engine does not take."""
-    left, right = problem.left, problem.right
-    for lines in (False, True):
-        near = (left.line, right.line) if lines else (left.depth, right.depth)
-        if near != (1, 1):
-            continue
-        pairs = ((left, problem.rows), (right, problem.columns))
-        if all(
-            tma.addressable(problem.dtype, side.alignment, _extent(problem, side, count, lines))
-            for side, count in pairs
-        ):
-            return lines
-    return None
+def _lines(problem: Problem) -> tuple[bool, bool] | None:
+    """Whether each operand has features side by side, not the batch; None for neither, or for what
+    the copy engine does not take. Both are alike where they may be."""
+    sides = (problem.left, problem.rows), (problem.right, problem.columns)
+    of_sides = []
+    for side, count in sides:
+        known = [
+            lines
+            for lines in (False, True)
+            if (side.line if lines else side.depth) == 1
+            and tma.addressable(problem.dtype, side.alignment, _extent(problem, side, count, lines))
+        ]
+        of_sides.append(known)
+    pairs = [(left, right) for left in of_sides[0] for right in of_sides[1]]
+    return min(pairs, key=lambda pair: pair[0] != pair[1], default=None)
 
 
 def _extent(problem: Problem, side: Layout, count: int, lines: bool) -> tma.Extent:
@@ -155,24 +161,26 @@ def _extent(problem: Problem, side: Layout, count: int, lines: bool) -> tma.Exte
 
 def _maps(problem: Problem, variant: Variant) -> tuple[TensorMap, ...]:
     """Maps of both operands."""
-    dtype, lines, columns = variant
+    dtype, *lines, columns = variant
     sides = (problem.left, problem.rows, TILE_ROWS), (problem.right, problem.columns, columns)
     return tuple(
         tma.tensor_map(
             dtype,
-            _extent(problem, side, count, lines),
-            (TILE_DEPTH, 1, TILE_DEPTH if lines else width, 1),
+            _extent(problem, side, count, is_lines),
+            (TILE_DEPTH, 1, TILE_DEPTH if is_lines else width, 1),
         )
-        for side, count, width in sides
+        for (side, count, width), is_lines in zip(sides, lines, strict=True)
     )
 
 
 def spec(variant: Variant) -> KernelSpec:
     """The KernelSpec of a variant."""
-    dtype, lines, columns = variant
-    width = round_up(columns, TILE_DEPTH) if lines else columns
+    dtype, left_lines, right_lines, columns = variant
+    width = round_up(columns, TILE_DEPTH) if right_lines else columns
     stages, shared = hopper_common.stages(0, (TILE_ROWS + width) * hopper_common.ROW_BYTES)
-    words = [f"{TILE_ROWS}x{columns}", "batch_first" if lines else "batch_last"]
+    words = [f"{TILE_ROWS}x{columns}", "batch_first" if left_lines else "batch_last"]
+    if left_lines != right_lines:
+        words += ["by", "batch_first" if right_lines else "batch_last"]
     made = KernelSpec(
         "kronecker_sparse",
         _source(variant, stages),
@@ -186,20 +194,22 @@ def spec(variant: Variant) -> KernelSpec:
 
 def _source(variant: Variant, stages: int) -> str:
     """The generated CUDA text: types, a few constants, the wgmma, one include."""
-    dtype, lines, columns = variant
+    dtype, left_lines, right_lines, columns = variant
     return f"""{hopper_common.preamble(dtype, ())}
-constexpr bool BATCH_LAST = {str(lines).lower()};
+constexpr bool BATCH_LAST = {str(left_lines).lower()};
+constexpr bool OUT_LAST = BATCH_LAST;
 constexpr int TILE_COLUMNS = {columns};
 constexpr int STAGES = {stages};
 constexpr int OUT_PARTS = 1;
 constexpr int RESIDENT = 0;
 constexpr int PARAMETER_BYTES = {PARAMETERS.size};
-constexpr bool RIGHT_LINES = {str(lines).lower()};
+constexpr bool RIGHT_LINES = {str(right_lines).lower()};
 #define PARTIAL 1
 #define PACKED 0
 #define PRODUCTS 1
 #define HALF_INPUT 1
 
-{multiply(dtype, columns, False, lines, lines)}
+#include "common/hopper.cuh"
+{multiply(dtype, columns, False, left_lines, right_lines)}
 #include "kronecker_sparse/hopper/hopper.cuh"
 """

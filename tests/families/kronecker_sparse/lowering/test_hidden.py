@@ -77,13 +77,18 @@ REFUSED = {
     "an older GPU": {"arch": "sm_80"},
     "a newer GPU": {"arch": "sm_100a"},
     "a first factor with d = 2": {"chain": ((3, 64, 64, 2), (1, 768, 192, 2))},
+    "a first factor with d = 2, each l by itself": {
+        "chain": ((3, 64, 64, 2), (1, 768, 192, 2)),
+        "left": Layout(128, 64, 384, 1),
+        "right": Layout(2 * 64 * 64, 64 * 64, 64, 1),
+    },
     "a second factor with d = 1": {"chain": ((4, 32, 24, 1), (2, 136, 64, 1))},
     "d = 9": {"chain": ((4, 72, 24, 1), (1, 136, 32, 9))},
     "d = 16": {"chain": ((16, 64, 64, 1), (1, 256, 64, 16))},
     "blocks that the second factor cuts": {"chain": ((3, 64, 64, 1), (2, 96, 48, 2))},
     "rows of 120 bytes": {"chain": ((6, 64, 60, 1), (1, 768, 192, 2))},
     "steps along k that end in one": {"chain": ((5, 8, 64, 1), (1, 64, 20, 2))},
-    "blocks of 136 features": {"chain": ((2, 136, 64, 1), (1, 64, 136, 2))},
+    "blocks of 144 features": {"chain": ((2, 144, 64, 1), (1, 64, 144, 2))},
     "nine blocks of which none have lines of 64": {"chain": ((9, 112, 64, 1), (1, 64, 144, 7))},
     "x whose features lie apart": {"left": Layout(128, 1, 768, 2)},
     "x that begins in a chunk": {"left": Layout(64, 1, 384, 1, 8)},
@@ -136,13 +141,13 @@ def test_units_cover_h_once(name, rows, multiprocessors):
 def test_h_and_stages_fit_the_shared_memory(name):
     chain = CHAINS[name]
     variant = hidden.variant_of("float16", *chain)
-    made = hidden.spec(variant)
-    text = text_of(made.source)
-    assert hidden.shared_memory(variant) == (text["STAGES"], made.shared_bytes)
-    assert made.shared_bytes == 1024 + text["H_BYTES"] + text["STAGES"] * text["STAGE_BYTES"]
-    assert made.shared_bytes + 8 * 2 * text["STAGES"] <= targets.SHARED_BYTES[ARCH]
+    spec = hidden.spec(variant)
+    text = text_of(spec.source)
+    assert hidden.shared_memory(variant) == (text["STAGES"], spec.shared_bytes)
+    assert spec.shared_bytes == 1024 + text["H_BYTES"] + text["STAGES"] * text["STAGE_BYTES"]
+    assert spec.shared_bytes + 8 * 2 * text["STAGES"] <= targets.SHARED_BYTES[ARCH]
     assert text["STAGES"] >= 2 and text["H_BYTES"] % 1024 == text["STAGE_BYTES"] % 1024 == 0
-    assert made.threads == text["THREADS"] == 384
+    assert spec.threads == text["THREADS"] == 384
     assert (text["TILE_ROWS"], text["ROW"]) == (hidden.ROWS, hidden.ROW)
 
 

@@ -74,7 +74,7 @@ REFUSED = {  # by name: a problem, an arch, the kind that it goes to
         weight_gradient(1, 512, 512, 2, batch=2047), ARCH, "portable",
     ),
     "batch last": (weight_gradient(2, 96, 48, 3, last=True), ARCH, "gradient"),
-    "2**31 features": (weight_gradient(2**22, 128, 8, 4), ARCH, "portable"),
+    "2**31 features": (weight_gradient(2**20, 256, 8, 8, batch=1025), ARCH, "portable"),
     "an older GPU": (SIX, "sm_80", "turned"),
     "a newer GPU": (SIX, "sm_100", "turned"),
 }  # fmt: skip
@@ -124,15 +124,15 @@ def test_tiles_have_registers_and_stages(lanes):
     assert widths == set(range(8, max(widths) + 8, 8))
     for columns in widths:
         for bias in {False, lanes in gradient.BIAS_LANES}:
-            made = gradient.spec(gradient.Variant("float16", lanes, columns, bias))
-            text = text_of(made.source)
+            spec = gradient.spec(gradient.Variant("float16", lanes, columns, bias))
+            text = text_of(spec.source)
             assert lanes * (text["SUMS"] + gradient.FRAGMENT) <= gradient.MOST_REGISTERS
             assert text["HELD"] == 1 or lanes * (text["SUMS"] + 8) <= 192
             assert text["STAGES"] >= 2 and text["STAGE_BYTES"] % 1024 == 0
-            assert made.shared_bytes == 1024 + text["STAGES"] * text["STAGE_BYTES"]
+            assert spec.shared_bytes == 1024 + text["STAGES"] * text["STAGE_BYTES"]
             barriers = 8 * 2 * text["STAGES"]
-            assert made.shared_bytes + barriers <= targets.SHARED_BYTES[ARCH]
-            assert made.threads == text["THREADS"] == 384
+            assert spec.shared_bytes + barriers <= targets.SHARED_BYTES[ARCH]
+            assert spec.threads == text["THREADS"] == 384
             for name in ("TILE_ROWS", "TILE_DEPTH", "ROW"):
                 assert text[name] == getattr(gradient, name)
             assert text["LEFT_BOXES"] * text["ROW"] == text["TILE_ROWS"] * lanes
@@ -205,6 +205,22 @@ def test_each_launch_reads_what_the_one_before_wrote(name):
     assert (sums.rows, sums.columns) == (problem.rows, problem.columns)
 
 
+VECTORS = [  # columns, stride of rows, alignment, whether all 16 bytes are aligned and of one block
+    (48, 288, 16, 1), (48, 288, 0, 1), (48, 296, 16, 1), (48, 288, 2, 0), (48, 288, 8, 0),
+    (48, 291, 16, 0), (47, 288, 16, 0),
+]  # fmt: skip
+
+
+@pytest.mark.few(len(VECTORS))
+@pytest.mark.parametrize(("columns", "stride", "alignment", "vectors"), VECTORS)
+def test_wide_loads_are_chosen_only_where_every_one_is_aligned(columns, stride, alignment, vectors):
+    problem = weight_gradient(1, 96, columns, 3)
+    right = problem.right._replace(block=0, depth=stride, alignment=alignment)
+    read = parameters(lowered(problem._replace(right=right)).steps[0])
+    assert (read.vectors, read.row_stride, read.columns) == (vectors, stride, columns)
+    assert (read.chunks, read.total) == (6, 25088 * 6)
+
+
 def test_sums_begin_before_the_launch_before_ends_and_wait_where_they_read():
     apart, main, reduce = lowered(SIX).steps
     assert (apart.overlaps, main.overlaps, reduce.overlaps) == (False, True, False)
@@ -248,8 +264,8 @@ def check_variants(lanes, sizes, dtype):
         if gradient.candidates(each, ARCH):
             assert {step.spec for step in lowered(each).steps} <= all_of_them
         for bias in {False, lanes in gradient.BIAS_LANES}:
-            made = gradient.launches(each, PROCESSORS, bias)
-            assert {step.spec for step in made.steps} <= all_of_them
+            call = gradient.launches(each, PROCESSORS, bias)
+            assert {step.spec for step in call.steps} <= all_of_them
     for other in ((*sizes, 1), (*sizes, 9)):
         assert gradient.variants([()], other, ARCH, [(dtype, "fp32")]) == []
     for arch, other in (("sm_80", dtype), (ARCH, "float32")):

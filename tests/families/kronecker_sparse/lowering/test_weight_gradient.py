@@ -252,7 +252,7 @@ def test_a_launch_is_placed_in_other_tensors():
     assert step.placed({}) == step
     once = step.placed({"left": ("workspace", 512), "workspace": ("workspace", 4096)})
     assert once.pointers == (("workspace", 512), ("right", 0), ("workspace", 4096))
-    assert once._replace(pointers=step.pointers) == step
+    assert once._replace(pointers=step.pointers) == step and once.placed({}) == once
     twice = once.placed({"right": ("x", 64), "workspace": ("room", 256), "out": ("y", 0)})
     assert twice.pointers == (("room", 768), ("x", 64), ("room", 4352))
 
