@@ -1,5 +1,5 @@
-"""Gradients of chains of two factors as one plan: on GPUs that exist only by name, whose kernels the
-host runs by their text."""
+"""Gradients of chains of two factors as one plan: on GPUs that exist only by name, whose kernels
+the host runs by their text."""
 
 import pytest
 import torch

@@ -34,7 +34,7 @@ from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.wgmma import multiply
 
-KIND = "interleaved gradient"
+KIND = "interleaved_gradient"
 LANES = range(2, 9)
 BIAS_LANES = (2,)  # of more there are no registers for the sums of the left operand
 TILE_ROWS, TILE_DEPTH = 128, 32

@@ -306,7 +306,7 @@ def test_only_what_reads_the_launch_right_before_it_overlaps(name):
         steps = lowering.lower((), given, ARCH, PROCESSORS, choice).steps
         packs = [stem(step.spec) == "kronecker_sparse_pack" for step in steps]
         overlaps = [step.overlaps for step in steps]
-        if choice["kind"] == "interleaved gradient":
+        if choice["kind"] == "interleaved_gradient":
             assert overlaps == [False, True, False]
         else:
             is_packed = choice["kind"] == "hopper" and any(packs)

@@ -84,7 +84,7 @@ REFUSED = {  # by name: a problem, an arch, the kind that it goes to
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_deep_sums_of_interleaved_features_are_for_this_kernel(name):
     problem = ACCEPTED[name]
-    assert kinds_of(problem)[:2] == ["interleaved gradient", "turned"]
+    assert kinds_of(problem)[:2] == ["interleaved_gradient", "turned"]
     assert entries(lowering.lower((), problem, ARCH, PROCESSORS)) == KERNELS
 
 

@@ -98,10 +98,10 @@ def test_sums_are_those_of_the_operands(
 
 BIASED = {
     "two tiles of rows": (1, 136, 40, 2),
-    "two tiles of columns": (1, 200, 200, 2),
-    "three": (1, 264, 260, 3),
     "lines of 35": (1, 136, 35, 3),
+    "two tiles of columns": (1, 200, 200, 2),
     "blocks": (3, 40, 20, 3),
+    "three tiles of columns": (1, 264, 260, 3),
 }
 
 

@@ -38,7 +38,7 @@ TAKEN = {  # by name: a problem, its kind, the kernels of its launches
     "batch last": (last(), "gradient", ["hopper", "split_k_sum"]),
     "batch last, d > 1": (last(2, 96, 48, 3), "gradient", ["hopper", "split_k_sum"]),
     "batch first, d = 3": (
-        weight_gradient(2, 96, 48, 3), "interleaved gradient",
+        weight_gradient(2, 96, 48, 3), "interleaved_gradient",
         ["deinterleave", "interleaved_gradient", "split_k_sum"],
     ),
     "batch first, d = 9": (
@@ -84,7 +84,7 @@ def test_deep_sums_with_one_side_contiguous_go_to_hopper(name):
 
 @pytest.mark.parametrize("given", SHALLOW)
 def test_shallow_sums_are_products_like_others(given):
-    assert kind_of(given) not in ("interleaved gradient", "gradient", "turned")
+    assert kind_of(given) not in ("interleaved_gradient", "gradient", "turned")
 
 
 @pytest.mark.parametrize("arch", [arch for arch in targets.SHARED_BYTES if arch != ARCH])

@@ -59,6 +59,11 @@ CHAINS = (
     ((6, 32, 24, 1), (1, 40, 96, 2)), ((4, 24, 40, 1), (1, 24, 32, 3)),
     ((8, 32, 24, 1), (1, 40, 16, 16)), ((2, 96, 72, 1), (1, 104, 96, 2)),
 )  # fmt: skip
+# Their gradients: h with each l by itself or with the batch last, of one tile or of several.
+GRADIENTS = (
+    ((6, 32, 24, 1), (1, 136, 96, 2)), ((4, 24, 40, 1), (1, 40, 32, 3)),
+    ((8, 32, 24, 1), (1, 40, 16, 16)), ((4, 16, 24, 1), (2, 40, 8, 8)),
+)  # fmt: skip
 CALLS = {"portable": PORTABLE, "hopper": (*HOPPER, *BY_THREADS), "engine": HOPPER}
 
 
@@ -116,6 +121,18 @@ def run_chain(chain: tuple, rows: int = 131) -> None:
                 kl.run_kernel(descriptor, x, *weights, bias=bias)
 
 
+def run_gradient(chain: tuple, rows: int = 1104) -> None:
+    """All gradients of a chain with a bias."""
+    kind = torch.float16
+    last = kl.KroneckerSparse(*chain[1], epilogue=(kl.Bias(),))
+    descriptor = kl.KroneckerSparseChain((kl.KroneckerSparse(*chain[0]), last))
+    x = ks.random(rows, chain[0][0] * chain[0][2], dtype=kind)
+    leaves = [x, *(ks.random(*pattern, dtype=kind) for pattern in chain)]
+    leaves = [t.requires_grad_() for t in (*leaves, x.new_ones(last.out_features))]
+    y = kl.run_kernel(descriptor, *leaves[:3], bias=leaves[3])
+    y.backward(torch.ones_like(y))
+
+
 def _lowered(lower, variant, epilogue, first, second, variants, multiprocessors):
     return lower(epilogue, first, second, [variant], 1)
 
@@ -134,6 +151,8 @@ def main(kernels: str) -> None:
                 run(kernels, *call)
             for chain in CHAINS if kernels != "portable" else ():
                 run_chain(chain)
+            for chain in GRADIENTS if kernels != "portable" else ():
+                run_gradient(chain)
         assert kernels == "portable" or any(" chain " in name for name in launched), launched
         if kernels != "portable":
             with ks.only("transposed", "portable"), launches() as by_batch_last:
@@ -142,7 +161,7 @@ def main(kernels: str) -> None:
             assert any("hopper" in name for name in by_batch_last), by_batch_last
             launched += by_batch_last
     torch.cuda.synchronize()
-    by_threads = [name for name in launched if "interleaved" in name and "merged" not in name]
+    by_threads = [name for name in launched if " interleaved " in name and "merged" not in name]
     assert kernels != "engine" or not by_threads, by_threads
     print("done", *sorted({description.split()[1] for description in launched}))
 

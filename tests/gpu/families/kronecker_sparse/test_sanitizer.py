@@ -6,7 +6,7 @@ import torch
 from tests.gpu import sanitizer
 
 # What the calls must have launched, by the second word of their descriptions.
-HOPPER = {"chain", "interleaved", "hopper", "gradient", "pack", "turn"}
+HOPPER = {"chain", "interleaved", "hopper", "gradient", "pack", "turn", "hidden", "deinterleave"}
 LAUNCHED = {"portable": {"portable", "weights", "sum"}, "hopper": HOPPER, "engine": HOPPER}
 PORTABLE_RUNS = [("memcheck", "portable"), ("racecheck", "portable")]
 # Racecheck takes no mbarrier for what orders the copies of threads before another warp's reads: of
