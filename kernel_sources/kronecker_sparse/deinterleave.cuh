@@ -1,7 +1,8 @@
 // to[n; i,l,k] = from[n; i,k,l]: features whose l lie side by side to each l by itself, for
 // interleaved_gradient/interleaved_gradient.cuh. Lines of k are padded by zeros to whole 16 bytes.
 //
-// Floor: a read and a write of the operand over 4.3 TB/s on an H200.
+// Floor: a read and a write of the operand over 4.3 TB/s on an H200, where 25216 rows of 384
+// features in half precision take 11 us of 9.
 //
 // The generated source defines before it includes this file:
 //   InputT, LANES      storage, of 2 bytes; d

@@ -3,7 +3,8 @@
 // where feature (i, j) of it, counted through, is feature (g, k, l); for the gradient of the second
 // weight by interleaved_gradient/interleaved_gradient.cuh.
 // Floors: batch * (features of x and of h) * itemsize bytes over 4.3 TB/s on an H200, and 2 * batch
-// times the weight's numbers of operations over 770 TFLOP/s.
+// times the weight's numbers of operations over 770 TFLOP/s. On an H200 25216 rows of (6,64,64,1)
+// in bfloat16 take 13 us, where floors are 9 and 2, and of (6,64,256,1) 29 (23 and 6).
 //
 // Persistent CTAs: one producer thread, and two warpgroups of 64 rows each. A unit of work is 128
 // rows of the batch, and as many blocks as have whole lines of 64 k of each l, or all blocks.

@@ -216,7 +216,7 @@ def test_kernels_serve_what_the_table_says(dtype):
         wanted = "portable" if b % whole or c % whole else "hopper"
         assert kind((2, b, c, 1), 1000, False, dtype) == wanted, (b, c)
     for d in range(2, 34):
-        taken = d in (2, 4, 8)[: 3 if whole == 8 else 2] or d % whole == 0
+        taken = d in ((2, 3, 4, 8) if whole == 8 else (2, 4)) or d % whole == 0
         wanted = {"interleaved"} if taken else set()
         assert takers((2, 48, 40, d), 1000, dtype) == {"transposed", "portable"} | wanted, d
         for few in (((2, 48, 40, d), 1), ((2, 48, 1, d), 9)):

@@ -216,17 +216,23 @@ def hopper_matrix():
             for last in (False, True):
                 for resident in (1, 0) if columns == widths[-1] else (int(last),):
                     packed = dtype == "float32" or resident == 0
-                    made = hopper.Variant(dtype, precision, last, columns, resident, packed)
+                    tile = columns, resident, packed
+                    made = hopper.Variant(dtype, precision, last, last, *tile)
                     specs.append(hopper.spec(ACTIVATED if last else SCALED, made))
-        specs.append(hopper.spec((), hopper.Variant(dtype, precision, True, 64, 0, True)))
+        specs.append(hopper.spec((), hopper.Variant(dtype, precision, True, True, 64, 0, True)))
         specs += interleaved_specs(dtype, precision)
     for lines, widths in ((False, gradient.COLUMNS), (True, gradient.WHOLE_COLUMNS)):
-        specs += [gradient.spec(gradient.Variant("float16", lines, width)) for width in widths]
-    specs.append(gradient.spec(gradient.Variant("bfloat16", True, 256)))
+        both = lines, lines
+        specs += [gradient.spec(gradient.Variant("float16", *both, width)) for width in widths]
+    specs.append(gradient.spec(gradient.Variant("bfloat16", True, True, 256)))
     for kind in (hopper, interleaved):  # packed weights
-        made = kind.variants([()], (64, 512), HERE, KINDS)
+        made = kind.variants([()], (64, 512, 2), HERE, KINDS)
         specs += [spec for spec in made if stem(spec) == "kronecker_sparse_pack"]
     specs += [turn.spec(dtype) for dtype in ("float16", "bfloat16", "float32")]
+    specs += [turn.spec(dtype, True) for dtype in ("float16", "bfloat16")]
+    for last in hopper.MIXED:
+        specs.append(hopper.spec((), hopper.Variant("bfloat16", "fp32", *last, 128, 0, True)))
+    specs.append(gradient.mixed("float16", 64))
     return {spec.description: spec for spec in specs}
 
 

@@ -49,7 +49,8 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
 #pragma unroll
             for (int m = 0; m < 2 * WORDS; m += 4)
                 store_shared_words<4>(
-                    out_address(out, line, byte + m / WORDS * SPAN_BYTES + m % WORDS * 4), word + m);
+                    out_address(out, line, byte + m / WORDS * SPAN_BYTES + m % WORDS * 4),
+                    word + m);
         }
     }
 }

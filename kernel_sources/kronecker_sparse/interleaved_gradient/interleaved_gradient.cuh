@@ -4,7 +4,10 @@
 // over the n of a split. The l of left lie side by side; right has each l by itself
 // (deinterleave.cuh).
 // Floors: batch * a*d*(b+c) * itemsize bytes over 4.3 TB/s on an H200, and as often as there are
-// tiles of j, right from L2; 2*a*b*c*d*batch operations over 770 TFLOP/s.
+// tiles of j, right from L2; 2*a*b*c*d*batch operations over 770 TFLOP/s. On an H200 25216 rows of
+// (1,768,192,2) in bfloat16 take 40 us, where floors are 22 and 19; both operands transposed, and
+// their sums, took 61. Of (1,128,128,3) it is 21 (9 and 6; 24). The sums leave no registers to read
+// ahead: a warpgroup reads its fragments while the other one multiplies.
 //
 // Persistent CTAs: one producer thread, and two warpgroups of 64 j each, with all l. wgmma has left
 // for its rows, in registers: a thread reads neighbouring l of rows n and n + 1 at once and puts

@@ -188,7 +188,8 @@ def _chain_backward(saved, grads: list) -> dict:
     *inner, grad = grads
     hidden, weights, options = [saved.x, *saved.outputs], saved.weights, _options(saved)
     if grad is None:
-        grad = torch.zeros_like(_fake_product(hidden[-1], weights[-1], None, *options))
+        results = chain.results(saved.x, weights, None, options, _fake_product)
+        grad = torch.zeros_like(results[-1])
     needs = saved.needs.x, *saved.needs.weights, bool(saved.needs.bias)
     # A weight that needs no gradient does not need its h either.
     one_step = all(saved.needs.weights) and is_one_step(grad)

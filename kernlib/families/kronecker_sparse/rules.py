@@ -31,11 +31,13 @@ def _count_chain(result: list, /, *, x, weights, **_) -> int:
 
 
 def _count_chain_gradients(result: list, /, *, hidden, weights, needs, **_) -> int:
-    """Of each weight that needs one, and of each h that leads on to one."""
+    """Of each weight that needs one, and of each h that leads on to one, or is computed again."""
     a, _b, c, d = weights[0].shape
     leads_on = accumulate(needs, max)
     counts = zip(weights, leads_on, needs[1:], strict=False)
     total = sum(weight.numel() * (leads + need) for weight, leads, need in counts)
+    if len(hidden) < len(weights) and needs[2]:
+        total += weights[0].numel()
     return 2 * hidden[0].numel() // (a * c * d) * total
 
 

@@ -39,13 +39,15 @@ CHAINS = {
     "more features between": ((2, 80, 24, 1), (1, 40, 80, 2), ROWS, "deinterleave"),
     "sixteen l": ((16, 16, 8, 1), (1, 24, 16, 16), 1104, "turn"),
     "24 l": ((12, 16, 8, 1), (1, 16, 8, 24), 1104, "turn"),
+    "l in both": ((2, 8, 4, 4), (1, 8, 8, 8), 64, ""),
+    "l in both, many": ((6, 8, 4, 2), (1, 4, 8, 12), 1032, ""),
     "sixteen l of an odd batch": ((16, 16, 8, 1), (1, 24, 16, 16), 1101, "turn"),
 }
 
 
 def tensors(first, last, rows, dtype):
     torch.manual_seed(rows)
-    x = torch.randn(rows, first[0] * first[2]).to(dtype)
+    x = torch.randn(rows, first[0] * first[2] * first[3]).to(dtype)
     weights = tuple((torch.randn(each) / each[2] ** 0.5).to(dtype) for each in (first, last))
     grad = torch.randn(rows, last[0] * last[1] * last[3]).to(dtype)
     return grad, x, weights
@@ -53,20 +55,20 @@ def tensors(first, last, rows, dtype):
 
 def exact(grad, x, weights):
     """In float64, but that h and its gradient are rounded."""
-    (a, b, c, _), (g, j, k, d) = (weight.shape for weight in weights)
+    (a, b, c, e), (g, j, k, d) = (weight.shape for weight in weights)
     n, dtype, (first, second) = len(x), x.dtype, (weight.double() for weight in weights)
-    blocks, of_y = x.double().view(n, a, c), grad.double().view(n, g, j, d)
-    h = torch.einsum("aji,nai->naj", first[..., 0], blocks).to(dtype).double()
+    of_x, of_y = x.double().view(n, a, c, e), grad.double().view(n, g, j, d)
+    h = torch.einsum("ajil,nail->najl", first, of_x).to(dtype).double()
     to_second = torch.einsum("ngjl,ngkl->gjkl", of_y, h.reshape(n, g, k, d))
-    to_h = torch.einsum("gjkl,ngjl->ngkl", second, of_y).to(dtype).double().reshape(n, a, b)
-    to_first = torch.einsum("naj,nai->aji", to_h, blocks)[..., None]
-    to_x = torch.einsum("aji,naj->nai", first[..., 0], to_h).reshape(n, a * c)
+    to_h = torch.einsum("gjkl,ngjl->ngkl", second, of_y).to(dtype).double().reshape(n, a, b, e)
+    to_first = torch.einsum("najl,nail->ajil", to_h, of_x)
+    to_x = torch.einsum("ajil,najl->nail", first, to_h).reshape(n, -1)
     return to_x, to_first, to_second, grad.double().sum(0)
 
 
 def computed(grad, x, weights, needs=ALL):
     placed = gpus.gpu(grad), gpus.gpu(x), tuple(map(gpus.gpu, weights))
-    grads = gradient._calls.execute(*placed, needs, OPTIONS)
+    grads = gradient.calls.execute(*placed, needs, OPTIONS)
     return [None if t is None else gpus.host(t) for t in grads]
 
 
@@ -91,7 +93,7 @@ def test_gradients_of_all(on_host, name, dtype):
     request = tensors(*sizes, dtype)
     for _ in range(2):  # the second by the plan of the first
         check(computed(*request), exact(*request), dtype)
-        assert kind in kinds(on_host)
+        assert not kind or kind in kinds(on_host)
 
 
 @pytest.mark.parametrize("needs", [(0, 0, 1, 1), (1, 1, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0)])

@@ -79,7 +79,7 @@ def gradients(
 def by_plans(grad, hidden, weights, needs: tuple, options: tuple, forward: object = None) -> list:
     """:func:`gradients` by the kernels alone, for the route of the forward pass if it has one."""
     if len(hidden) < len(weights) and any(needs[1:-1]) and grad.numel():
-        return _calls.execute(grad, *hidden, tuple(weights), needs, options)
+        return calls.execute(grad, *hidden, tuple(weights), needs, options)
     tensors = [None if t is None else signature(t) for t in (grad, *hidden, *weights)]
     key = id(forward), operation.settings_of(grad), options, needs, *tensors
     compute = partial(gradients, grad, hidden, weights, needs, options)
@@ -207,7 +207,7 @@ def _materialised(grad, x, weights: tuple, needs: tuple, options: tuple) -> tupl
     return materialised(grad), materialised(x), tuple(map(materialised, weights)), needs, options
 
 
-_calls = bind(
+calls = bind(
     Operation(
         name="kronecker_sparse_chain_gradients",
         operators="kernlib.families.kronecker_sparse.operators",

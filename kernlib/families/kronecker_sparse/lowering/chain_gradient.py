@@ -12,6 +12,7 @@ whoever reads them fetches whole sectors for some of their numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 from kernlib.families.kronecker_sparse.lowering import (
@@ -79,8 +80,9 @@ def lower(
     results. ``lower_one`` chooses the kernels of one problem."""
     space = _Space(problems.hidden.dtype)
     if _is_wide(problems, arch):
-        return _wide(space, problems, needs, lower_one)
-    rows, features = problems.hidden.rows, problems.hidden.blocks * problems.hidden.columns
+        return _wide(space, problems, needs, multiprocessors, lower_one)
+    first = problems.hidden
+    rows, features = first.rows, first.blocks * first.columns * first.lanes
     apart = needs.second and _is_apart(problems, arch)
     biased = apart and needs.bias and problems.second[3] in interleaved_gradient.BIAS_LANES
     summed, of_h = problems.to_second, space.room(rows, features)
@@ -141,21 +143,34 @@ class _Space:
 
 
 def _is_wide(problems: Problems, arch: str) -> bool:
-    """Whether there are more l than the other way takes well, and lines of the batch, and of the
-    sums of rows, are whole 16 bytes."""
+    """Whether there are more l than the other way takes well, in the second factor alone, and lines
+    of the batch, and of the sums of rows, are whole 16 bytes."""
     groups, columns, _, lanes = problems.second
     grad, rows, of_y = problems.to_second.left, problems.hidden.rows, groups * columns * lanes
     tiles = ceil_div(rows, transpose.TILE) * ceil_div(of_y, transpose.TILE)
     is_whole = rows % CHUNK == 0 and of_y % CHUNK == 0 and tiles <= MAX_BLOCKS
     is_flat = transpose.is_flat(problems.to_second, columns, grad.lane, grad.line, grad.block)
     most = interleaved_gradient.LANES[-1]
-    return arch == hopper_common.ARCH and lanes > most and is_whole and is_flat
+    is_first = problems.hidden.lanes == 1
+    return arch == hopper_common.ARCH and lanes > most and is_first and is_whole and is_flat
 
 
 def _wide(
-    space: _Space, problems: Problems, needs: Needs, lower_one: Callable[[Problem], Lowered]
+    space: _Space,
+    problems: Problems,
+    needs: Needs,
+    multiprocessors: int,
+    lower_one: Callable[[Problem], Lowered],
 ) -> tuple[Lowered, bool]:
     """:func:`lower` by way of a gradient that has the batch last."""
+
+    def lower_mixed(kind: ModuleType, problem: Problem) -> Lowered:
+        """Of a problem that has the batch last on one side."""
+        known = kind.candidates(problem, hopper_common.ARCH, mixed=True)
+        if not known:
+            return lower_one(problem)
+        return kind.lower((), problem, hopper_common.ARCH, multiprocessors, known[0])
+
     first, to_second = problems.hidden, problems.to_second
     rows, (groups, columns, depth, lanes) = first.rows, problems.second
     features, of_y = groups * depth * lanes, groups * columns * lanes
@@ -173,7 +188,8 @@ def _wide(
     right = Layout(depth * lanes * rows, rows, lanes * rows, 1)
     if needs.second:
         out = OutLayout(first.columns * rows, rows, 1, rows)
-        space.add(lower_one(first._replace(out=out)), left="x", right="weight1", out=h)
+        problem = first._replace(out=out)
+        space.add(lower_mixed(hopper, problem), left="x", right="weight1", out=h)
         summed = to_second._replace(left=last, right=right)
         space.add(lower_one(summed), left=grad, right=h, out="to_weight2")
     if needs.x or needs.first:
@@ -185,12 +201,10 @@ def _wide(
     if needs.first:
         left = Layout(first.columns * rows, rows, rows, 1)
         problem = problems.to_first._replace(left=left)
-        space.add(lower_one(problem), left=of_h, right="x", out="to_weight1")
+        space.add(lower_mixed(weight_gradient, problem), left=of_h, right="x", out="to_weight1")
     if needs.x:
-        left = Layout(first.columns * rows, rows, 1, rows)
-        space.add(
-            lower_one(problems.to_x._replace(left=left)), left=of_h, right="weight1", out="to_x"
-        )
+        problem = problems.to_x._replace(left=Layout(first.columns * rows, rows, 1, rows))
+        space.add(lower_mixed(hopper, problem), left=of_h, right="weight1", out="to_x")
     return space.lowered(), needs.bias
 
 

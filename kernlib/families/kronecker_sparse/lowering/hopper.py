@@ -62,9 +62,11 @@ class Sizes(NamedTuple):
     shared_bytes: int
 
 
-def candidates(problem: Problem, arch: str) -> list[Choice]:
-    """The widths of tile for a problem, none if it is not one of this kernel's."""
-    if arch != hopper_common.ARCH or _layouts(problem) is None:
+def candidates(problem: Problem, arch: str, mixed: bool = False) -> list[Choice]:
+    """The widths of tile for a problem, none if it is not one of this kernel's. Only who asks for
+    ``mixed`` layouts has kernels for them: they are not among those that are compiled ahead."""
+    last = _layouts(problem)
+    if arch != hopper_common.ARCH or last is None or (last in MIXED and not mixed):
         return []
     known = _columns(problem.dtype, problem.precision, problem.columns)
     return [{"columns": columns} for columns in known]

@@ -145,7 +145,10 @@ def variants(
     others = [
         each
         for dtype in halves
-        for each in (deinterleave.spec(dtype, d), portable.reduce_spec(dtype, d in BIAS_LANES))
+        for each in (
+            deinterleave.spec(dtype, d),
+            *(portable.reduce_spec(dtype, bias) for bias in {False, d in BIAS_LANES}),
+        )
     ]
     return list(dict.fromkeys(specs + others))
 

@@ -405,10 +405,10 @@ def reduce_step(
     """The launch that adds up ``count`` splits of ``one`` element each, as :func:`partial_layout`
     says."""
     total = one // REDUCE_RUN
-    if total > MAX_BLOCKS // MOST_GROUPS:
+    if total > MAX_BLOCKS:
         raise UnsupportedError(
-            f"a result of {one} elements is more than the sum of splits holds "
-            f"({MAX_BLOCKS // MOST_GROUPS} runs of {REDUCE_RUN}); call it on slices"
+            f"a result of {one} elements is more than the sum of splits holds ({MAX_BLOCKS} runs "
+            f"of {REDUCE_RUN}); call it on slices"
         )
     groups = next((some for some in (MOST_GROUPS, 4, 2) if count >= SPLITS_EACH * some), 1)
     sizes = (count, problem.lanes, problem.rows, problem.columns, partial.row // REDUCE_RUN, total)

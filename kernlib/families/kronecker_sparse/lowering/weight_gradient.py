@@ -43,12 +43,15 @@ class Variant(NamedTuple):
     columns: int
 
 
-def candidates(problem: Problem, arch: str) -> list[Choice]:
-    """The width of tile for a problem, none if it is not one of this kernel's."""
+def candidates(problem: Problem, arch: str, mixed: bool = False) -> list[Choice]:
+    """The width of tile for a problem, none if it is not one of this kernel's. Only who asks for
+    ``mixed`` operands, one with the batch last, has kernels for them."""
     if arch != hopper_common.ARCH or not is_deep(problem) or problem.dtype == "float32":
         return []
     lines = _lines(problem)
-    if lines is None or portable.tile_count(problem, TILE_ROWS, 16) > hopper_common.MAX_TILES:
+    if lines is None or (lines[0] != lines[1] and not mixed):
+        return []
+    if portable.tile_count(problem, TILE_ROWS, 16) > hopper_common.MAX_TILES:
         return []
     return [{"columns": columns_of(problem.columns, lines[1])}]
 

@@ -45,13 +45,13 @@ TAKEN = {  # by name: a problem and its kind
     "weights of any strides": (problem(right=Layout(3, 5, 7, 11, 2)), "hopper"),
     "expanded weights": (problem(right=Layout(0, 0, 0, 0)), "hopper"),
     "addresses that are 0 modulo 16": (problem(left=Layout(48, 1, 96, 1, 0)), "hopper"),
-    **{f"d = {d}": (with_lanes(d), "interleaved") for d in (2, 4, 8, 16, 24, 32, 64)},
+    **{f"d = {d}": (with_lanes(d), "interleaved") for d in (2, 3, 4, 8, 16, 24, 32, 64)},
     **{f"float32 d = {d}": (with_lanes(d, "float32"), "interleaved") for d in (2, 4, 8, 12, 16)},
     "d = 16 apart": (with_lanes(16, left=Layout(48 * 32, 1, 96 * 32, 32)), "interleaved"),
     # 16 bytes
     "d = 12": (with_lanes(12), "portable"),
     "float32 d = 6": (with_lanes(6, "float32"), "portable"),
-    "d = 3": (with_lanes(3), "portable"),
+    "float32 d = 3": (with_lanes(3, "float32"), "portable"),
     "rows of 98 elements": (problem(depth=49), "portable"),
     "rows of the result of 97": (problem(blocks=1, columns=97), "portable"),
     "lines of the result that end in a chunk": (
@@ -69,6 +69,9 @@ TAKEN = {  # by name: a problem and its kind
     "expanded rows": (problem(left=Layout(48, 1, 0, 1)), "portable"),
     "expanded blocks": (problem(left=Layout(0, 1, 48, 1)), "portable"),
     "mixed layouts": (batch_last()._replace(out=problem().out), "portable"),
+    "mixed layouts, float32": (
+        batch_last(dtype="float32")._replace(out=problem().out), "portable",
+    ),
     # sizes
     "2**40 bytes from row to row": (problem(left=Layout(48, 1, 2**39, 1)), "portable"),
     "2**31 tiles": (problem(rows=1, blocks=2**31 // 6 + 1), "portable"),
@@ -83,7 +86,7 @@ TAKEN = {  # by name: a problem and its kind
 
 # Of l that are no whole sectors, and of so few that `portable` has them as fast.
 BY_BATCH_LAST = ("d = 24", "d = 12", "float32 d = 12", "float32 d = 6")
-OR_NOT = (*BY_BATCH_LAST, "d = 3")
+OR_NOT = (*BY_BATCH_LAST, "float32 d = 3")
 
 
 @pytest.mark.parametrize("name", TAKEN)
