@@ -194,7 +194,8 @@ def test_a_portable_kernel_compiles_within_its_bounds(name):
     assert 0 < made.registers <= REGISTERS and made.spilled == 0
     assert len(made.entry.cubin) <= CUBIN_BYTES
     assert made.instructions <= SPARSE_INSTRUCTIONS
-    assert wanted.shared_bytes <= made.shared <= wanted.shared_bytes + portable.PLACE_BYTES
+    sums = portable.SUM_BYTES if "sum of splits" in wanted.description else portable.PLACE_BYTES
+    assert wanted.shared_bytes <= made.shared <= wanted.shared_bytes + sums
     held = targets.resident_blocks(arch, wanted.threads, made.registers, made.shared)
     assert held >= (1 if arch in ("sm_86", "sm_89", "sm_120") else BLOCKS)
 

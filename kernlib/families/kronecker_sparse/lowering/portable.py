@@ -36,6 +36,7 @@ LINE_BYTES = 64  # of depth of a line, in a stage
 PLACE_BYTES = 128  # of static shared memory: what a block computes
 PART = 1024  # terms of one chain of 3xTF32 sums
 REDUCE_RUN = 4  # columns of a thread that adds up splits
+SUM_BYTES = 4 * REDUCE_RUN * THREADS  # of static shared memory: the sums of all threads
 MOST_GROUPS = 8  # of threads that share the splits of a run
 SPLITS_EACH = 4  # that a thread adds up at least, where several share those of a run
 MIN_SPLIT = 512  # terms; shorter splits wait more than they sum
