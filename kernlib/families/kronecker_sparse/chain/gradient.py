@@ -152,13 +152,11 @@ def _problems(call: Call, grad, x, first, second) -> tuple[chain_gradient.Proble
     batch = grad.shape[:-1]
     h = grad.new_empty((*batch, math.prod(first.shape) // first.shape[2]), device="meta")
 
-    def product(x, weight) -> tuple[Problem, tuple | None]:
+    def product(x, weight) -> Problem:
         pattern = KroneckerSparse(*weight.shape)
-        shape = (*batch, pattern.out_features)
-        problem, copy, _ = plans.problem_of(
-            pattern, call._replace(out_shape=shape), x, weight, None
-        )
-        return problem, copy
+        of_shape = call._replace(out_shape=(*batch, pattern.out_features))
+        problem, *_ = plans.problem_of(pattern, of_shape, x, weight, None)
+        return problem
 
     def of_weight(grad, x, weight) -> tuple[Problem, list]:
         return plans.gradient_problem(grad, x, tuple(weight.shape), False, None)
@@ -166,11 +164,11 @@ def _problems(call: Call, grad, x, first, second) -> tuple[chain_gradient.Proble
     to_second, (grad_copy, _) = of_weight(grad, h, second)
     to_first, (_, x_copy) = of_weight(h, x, first)
     problems = chain_gradient.Problems(
-        hidden=product(x, first)[0],
+        hidden=product(x, first),
         to_second=to_second,
-        to_hidden=product(grad, second.transpose(1, 2))[0],
+        to_hidden=product(grad, second.transpose(1, 2)),
         to_first=to_first,
-        to_x=product(h, first.transpose(1, 2))[0],
+        to_x=product(h, first.transpose(1, 2)),
     )
     return problems, [grad_copy, x_copy]
 
