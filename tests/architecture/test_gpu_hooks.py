@@ -41,8 +41,8 @@ def checkout(tmp_path):
     for name in ("kernlib", "kernel_sources", "benchmarks"):
         shutil.copytree(record.ROOT / name, root / name)
     for name in ("conftest", "__init__", "support/__init__", "support/paths", "gpu/__init__",
-                 "support/gpu_kernels", "support/meaning", "support/record", "support/selection",
-                 "support/speeds"):  # fmt: skip
+                 "support/early", "support/gpu_kernels", "support/meaning", "support/record",
+                 "support/selection", "support/speeds"):  # fmt: skip
         (root / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(record.ROOT / "tests" / f"{name}.py", root / "tests" / f"{name}.py")
     shutil.copy(record.ROOT / "pyproject.toml", root)

@@ -42,6 +42,7 @@ ROW = hopper_common.ROW_BYTES // 2  # elements of a swizzled row
 FRAGMENT = 4  # registers of the fragment of one l
 MOST_REGISTERS = 204  # of a thread for sums, and for the fragments of a step
 MIN_ROWS = 32  # of fewer, most of a tile would be nothing
+MOST_TILES = 2  # of columns, each of which reads the left operand; six took longer than transposes
 PARAMETERS = Parameters(1, "<7iI", maps=2)
 
 
@@ -73,6 +74,8 @@ def candidates(problem: Problem, arch: str) -> list[Choice]:
     if not tma.addressable(problem.dtype, 16, _right(problem)):
         return []
     columns = columns_of(problem.columns, d)
+    if ceil_div(problem.columns, columns) > MOST_TILES:
+        return []
     most = _tiles(problem, columns) * ceil_div(problem.depth, TILE_DEPTH)
     is_counted = most <= hopper_common.MAX_TILES and deinterleave.blocks_of(problem) <= MAX_BLOCKS
     return [{"columns": columns}] if is_counted else []
