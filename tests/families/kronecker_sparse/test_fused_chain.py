@@ -116,13 +116,15 @@ def test_what_it_does_not_take_is_a_call_for_each_factor(name):
     assert not fused.takes(descriptor, tuple(tensors), {"bias": gpus.gpu(bias(tensors[0].dtype))})
 
 
-def test_a_recorded_chain_is_a_call_for_each_factor():
+def test_a_recorded_chain_is_one_kernel_of_the_bias_alone():
     x, *weights = map(gpus.gpu, operands(64))
     assert len(plans_of(chain(), x, *weights, bias=gpus.gpu(bias()))) == 2
     x, *weights = map(gpus.gpu, operands())
     assert len(plans_of(chain(), x, *weights, bias=gpus.gpu(bias()))) == 1
     weights[0].requires_grad_()
-    assert len(plans_of(chain(), x, *weights, bias=gpus.gpu(bias()))) == 2
+    recorded = chain((kl.Bias(), kl.Gelu()))
+    (plan,) = plans_of(recorded, x, *weights, bias=gpus.gpu(bias()))
+    assert plan.recorded and plan.fused[0] == chain() and plan.request[0] == recorded
 
 
 def plans_of(descriptor, *tensors, **arguments) -> list:
