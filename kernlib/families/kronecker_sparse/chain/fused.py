@@ -1,7 +1,7 @@
 """Chains of two factors as one kernel: which calls it takes, and their plans.
 
-These are calls without a recorded gradient. Where the kernel does not take one, or its tiles would
-leave half of a GPU idle, a chain is a call for each factor.
+Where a gradient is recorded it is the product with the leading bias. Where the kernel does not take
+a chain, or its tiles would leave half of a GPU idle, that is a call for each factor.
 """
 
 from __future__ import annotations
