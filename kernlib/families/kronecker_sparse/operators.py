@@ -188,8 +188,7 @@ def _chain_backward(saved, grads: list) -> dict:
     *inner, grad = grads
     hidden, weights, options = [saved.x, *saved.outputs], saved.weights, _options(saved)
     if grad is None:
-        results = chain.results(saved.x, weights, None, options, _fake_product)
-        grad = torch.zeros_like(results[-1])
+        grad = torch.zeros_like(_fake_chain(saved.x, weights, None, *options)[-1])
     needs = saved.needs.x, *saved.needs.weights, bool(saved.needs.bias)
     # A weight that needs no gradient does not need its h either.
     one_step = all(saved.needs.weights) and is_one_step(grad)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernlib.families.kronecker_sparse import operation, plans
+from kernlib.families.kronecker_sparse.chain.fused import HALVES
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.families.kronecker_sparse.lowering import chain_gradient
 from kernlib.families.kronecker_sparse.lowering.chain_gradient import NAMES, RESULTS, Needs
@@ -33,8 +34,6 @@ from kernlib.runtime.tensors import UNREADABLE, is_lazy, materialised, signature
 
 if TYPE_CHECKING:
     from kernlib.jit.spec import KernelSpec
-
-HALVES = torch.float16, torch.bfloat16
 
 
 def keeps_h(x: torch.Tensor, count: int, batch_last: bool) -> bool:

@@ -238,10 +238,10 @@ def planned(chain: KroneckerSparseChain, tensors: tuple, arguments: dict) -> lis
         check_names(chain, parameters)
         cast, values = autocast(tensors, parameters)
         is_recorded = torch.is_grad_enabled() and requires_gradient(values.values(), *cast)
-        linear, own = chain, values
+        linear, of_linear = chain, values
         if is_recorded and fused.may_take(chain, cast):
-            linear, own = parts(chain).product, parts(chain).operands(values)
-        if fused.takes(linear, cast, own):
+            linear, of_linear = parts(chain).product, parts(chain).operands(values)
+        if fused.takes(linear, cast, of_linear):
             return [planned_product(fused.PRODUCT, fused_calls, parts, chain, cast, values)]
     return operation.planned(chain, tensors, arguments)
 

@@ -166,10 +166,10 @@ def _wide(
 
     def lower_mixed(kind: ModuleType, problem: Problem) -> Lowered:
         """Of a problem that has the batch last on one side."""
-        known = kind.candidates(problem, hopper_common.ARCH, mixed=True)
-        if not known:
+        choices = kind.candidates(problem, hopper_common.ARCH, mixed=True)
+        if not choices:
             return lower_one(problem)
-        return kind.lower((), problem, hopper_common.ARCH, multiprocessors, known[0])
+        return kind.lower((), problem, hopper_common.ARCH, multiprocessors, choices[0])
 
     first, to_second = problems.hidden, problems.to_second
     rows, (groups, columns, depth, lanes) = first.rows, problems.second

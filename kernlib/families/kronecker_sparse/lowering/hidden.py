@@ -76,8 +76,8 @@ def variants(patterns: tuple[Pattern, Pattern], arch: str, dtypes: list[str]) ->
     """Every spec that :func:`step` can choose for factors of these patterns."""
     if arch != hopper_common.ARCH:
         return []
-    known = [variant_of(dtype, *patterns) for dtype in dtypes]
-    return [spec(variant) for variant in known if variant is not None]
+    every = [variant_of(dtype, *patterns) for dtype in dtypes]
+    return [spec(variant) for variant in every if variant is not None]
 
 
 def _share(first: Pattern, second: Pattern) -> int:

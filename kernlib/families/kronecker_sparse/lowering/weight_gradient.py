@@ -144,13 +144,13 @@ def _lines(problem: Problem) -> tuple[bool, bool] | None:
     sides = (problem.left, problem.rows), (problem.right, problem.columns)
     of_sides = []
     for side, count in sides:
-        known = [
+        layouts = [
             lines
             for lines in (False, True)
             if (side.line if lines else side.depth) == 1
             and tma.addressable(problem.dtype, side.alignment, _extent(problem, side, count, lines))
         ]
-        of_sides.append(known)
+        of_sides.append(layouts)
     pairs = [(left, right) for left in of_sides[0] for right in of_sides[1]]
     return min(pairs, key=lambda pair: pair[0] != pair[1], default=None)
 

@@ -114,8 +114,8 @@ WIDTHS = [  # columns, l, those of the tile
 def test_one_tile_holds_all_columns_or_few_are_padded(count, lanes, columns):
     assert gradient.columns_of(count, lanes) == columns
     for sizes in ((768, count), (count, 768)):
-        known = gradient.candidates(weight_gradient(1, *sizes, lanes), ARCH)
-        assert known == ([{"columns": columns}] if count <= 2 * columns else [])
+        choices = gradient.candidates(weight_gradient(1, *sizes, lanes), ARCH)
+        assert choices == ([{"columns": columns}] if count <= 2 * columns else [])
 
 
 @pytest.mark.few(7)
