@@ -15,7 +15,7 @@ from kernlib.descriptors.base import with_symbols
 from kernlib.descriptors.epilogues import Bias
 from kernlib.descriptors.text import from_text
 from kernlib.families.kronecker_sparse import operation
-from kernlib.families.kronecker_sparse.chain import gradient
+from kernlib.families.kronecker_sparse.chain import gradient, master_weights
 from kernlib.families.kronecker_sparse.chain import operation as chain
 from kernlib.families.kronecker_sparse.chain.gradient import keeps_h
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
@@ -31,6 +31,7 @@ from kernlib.runtime.arguments import (
 )
 from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.operators import is_one_step, register, takes_lists
+from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed
 from kernlib.runtime.tensors import check_dense
 
@@ -130,7 +131,15 @@ def _options(saved) -> tuple:
 
 def _compute_whole_chain(x, weights, text: str, parameters: dict, debug: bool) -> torch.Tensor:
     patterns = tuple(tuple(weight.shape) for weight in weights)
-    return chain.run(_of_patterns(text, patterns), x, *weights, **parameters)
+    descriptor = _of_patterns(text, patterns)
+    if weights[0].dtype is x.dtype:
+        return chain.run(descriptor, x, *weights, **parameters)
+    return _run_masters(descriptor, x, weights, parameters)
+
+
+def _run_masters(descriptor: KroneckerSparseChain, x, weights, parameters: dict) -> torch.Tensor:
+    weights = (weight.contiguous() for weight in weights)  # as they were in the trace
+    return chain.of_masters(descriptor, (x, *weights), parameters)
 
 
 @lru_cache(maxsize=1024)
@@ -158,6 +167,7 @@ def _recorded_whole_chain(x, weights, text: str, parameters: dict, debug: bool) 
 
 
 def _whole_chain_by_torch(x, weights, text: str, parameters: dict, debug: bool) -> torch.Tensor:
+    (x, *weights), parameters = master_weights.rounded((x, *weights), parameters)
     for factor, weight in zip(from_text(text).factors, weights, strict=True):
         values = {name: parameters[name] for name in factor.parameters}
         x = _by_torch(x, weight, factor.text, values, debug)
@@ -169,7 +179,10 @@ def _compute_chain(x, weights, bias, *options) -> list[torch.Tensor]:
         return chain.results_by_plans(x, weights, bias, options)
     patterns = tuple(tuple(weight.shape) for weight in weights)
     linear = _linear_chain(patterns, bias is not None)
-    return [chain.run(linear, x, *weights, **({} if bias is None else {"bias": bias}))]
+    values = {} if bias is None else {"bias": bias}
+    if weights[0].dtype is x.dtype:
+        return [chain.run(linear, x, *weights, **values)]
+    return [_run_masters(linear, x, weights, values)]
 
 
 @lru_cache(maxsize=1024)
@@ -180,7 +193,8 @@ def _linear_chain(patterns: tuple, bias: bool) -> KroneckerSparseChain:
 
 
 def _fake_chain(x, weights, bias, *options) -> list[torch.Tensor]:
-    results = chain.results(x, weights, bias, options, _fake_product)
+    (_, *weights), values = master_weights.stand_ins((x, *weights), {"bias": bias})
+    results = chain.results(x, weights, values["bias"], options, _fake_product)
     return results if keeps_h(x, len(weights), options[0]) else results[-1:]
 
 
@@ -211,9 +225,9 @@ def _compute_chain_gradients(grad, hidden, weights, needs, *options) -> list[tor
 
 def _fake_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
     features = grad.shape[:1] if options[0] else grad.shape[-1:]
-    shapes = hidden[0].shape, *(weight.shape for weight in weights), features
-    pairs = zip(shapes, needs, strict=True)
-    return [grad.new_empty(shape) for shape, need in pairs if need]
+    results = [grad.new_empty(hidden[0].shape)] if needs[0] else []
+    shapes = zip((*(weight.shape for weight in weights), features), needs[1:], strict=True)
+    return results + [weights[0].new_empty(shape) for shape, need in shapes if need]
 
 
 def _recorded_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
@@ -334,12 +348,19 @@ def _chain(text: str, operands: tuple, parameters: dict, debug: bool) -> torch.T
     """A checked chain by its operator."""
     descriptor = from_text(text)
     check_dense(tuple(descriptor.operands), **dict(zip(descriptor.operands, operands, strict=True)))
-    (x, *weights), parameters = autocast(operands, parameters)
+    masters = False
+    if torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands):
+        operands, parameters, masters = master_weights.autocast(descriptor, operands, parameters)
+    else:  # by kernels of the program around it, which it may compute once
+        operands, parameters = autocast(operands, parameters)
+    (x, *weights), shown = operands, (operands, parameters)
+    if masters:
+        shown = master_weights.stand_ins(operands, parameters)
     h = x
-    for factor, weight in zip(descriptor.factors, weights, strict=True):
+    for factor, weight in zip(descriptor.factors, shown[0][1:], strict=True):
         factor = fitted(factor.text, weight)
         h = h.new_empty(operation.check_operands(factor.pattern, factor.batch_last, h, weight))
-        values = {name: parameters[name] for name in factor.parameters}
+        values = {name: shown[1][name] for name in factor.parameters}
         check_parameters(factor, factor.out_features, values, x, False, FLOAT_TYPES, h.shape)
     return whole_chain(x, weights, text, all_placed(parameters, x.device), debug)
 

@@ -329,9 +329,11 @@ def test_variants_are_those_of_lowering():
     descriptor = kl.KroneckerSparse(*PATTERN)
     chain = kl.KroneckerSparseChain((descriptor, kl.KroneckerSparse(*PATTERN[:1], 2, 3, 4)))
     dtypes = (torch.float32, torch.float16, torch.float64)
-    for each in (descriptor, chain):
+    sums = ["sum 'float32' 64", "sum 'float16' 64"]
+    casts = [f"kronecker_sparse cast {pair}" for pair in ("float32 float16", "float16 float32")]
+    for each, of_masters in ((descriptor, []), (chain, casts)):
         found = ahead.variants(each, "sm_90a", dtypes)
-        assert [spec.description for spec in found] == ["sum 'float32' 64", "sum 'float16' 64"]
+        assert [spec.description for spec in found] == sums + of_masters
     assert ahead.variants(descriptor, "sm_90a", (torch.float64,)) == []
     with pytest.raises(TypeError, match=r"kronecker_sparse has no kernels for torch\.int8"):
         kl.compile(descriptor, dtypes=torch.int8)

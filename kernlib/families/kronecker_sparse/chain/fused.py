@@ -13,8 +13,10 @@ import torch
 
 from kernlib.descriptors.epilogues import Bias
 from kernlib.families.kronecker_sparse import operation, plans, reference
+from kernlib.families.kronecker_sparse.chain import master_weights
+from kernlib.families.kronecker_sparse.chain.kind import HALVES, is_of_kind
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparseChain
-from kernlib.families.kronecker_sparse.lowering import fused_chain
+from kernlib.families.kronecker_sparse.lowering import cast, fused_chain
 from kernlib.families.kronecker_sparse.lowering.problem import (
     Layout,
     OutLayout,
@@ -23,7 +25,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
 )
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import products
-from kernlib.runtime.arguments import autocast, check_parameters, check_same_kind, parameter_key
+from kernlib.runtime.arguments import check_parameters, check_same_kind, parameter_key
 from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.dtypes import FLOAT_TYPES, KERNEL_TYPES
 from kernlib.runtime.operation import KERNELS
@@ -33,45 +35,46 @@ from kernlib.runtime.tensors import UNREADABLE, check_dense, is_lazy, signature,
 if TYPE_CHECKING:
     from kernlib.jit.spec import KernelSpec
 
-HALVES = torch.float16, torch.bfloat16
 BIAS, MULTIPROCESSORS = (Bias(),), 132  # of an H200
 NAMES = "x", "weight1", "weight2"
 
 
-def may_take(chain: KroneckerSparseChain, operands: tuple) -> bool:
+def may_take(chain: KroneckerSparseChain, operands: tuple, masters: bool = False) -> bool:
     """Whether it is a chain of the kind that the kernel takes, of tensors of its dtypes that are
-    not on a CPU."""
-    if not _is_of_kind(chain):
+    not on a CPU. ``masters`` says whether weights may be master weights."""
+    if not is_of_kind(chain):
         return False
     if len(operands) != 3 or not all(isinstance(t, torch.Tensor) for t in operands):
         return False
     if operands[0].dtype not in HALVES or operands[0].device.type == "cpu":
         return False
+    if not masters and master_weights.are_there(operands):
+        return False
     return not (is_lazy(*operands) or stand_ins(*operands))
 
 
-def _is_of_kind(chain: KroneckerSparseChain) -> bool:
-    return len(chain.factors) == 2 and not chain.factors[0].epilogue and not chain.batch_last
-
-
-def takes(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
+def takes(
+    chain: KroneckerSparseChain, operands: tuple, parameters: dict, masters: bool = False
+) -> bool:
     """Whether the kernel computes a call on these tensors; in a rehearsal, whether it does on each
     of the GPUs, and those on which it does are told of its kernels. False for what is wrong with
     the tensors too, which the factors' calls say. Raises UnsupportedError for devices without a
     backend."""
-    call = _sound(chain, operands, parameters)
+    call = _sound(chain, operands, parameters, masters)
     return call is not None and None not in _lowered(chain, call, operands)
 
 
-def is_sound(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
+def is_sound(
+    chain: KroneckerSparseChain, operands: tuple, parameters: dict, masters: bool = False
+) -> bool:
     """Whether nothing is wrong with a call of the kind that :func:`may_take` says, and kernels
     compute it, be it in one launch or one for each factor. Raises UnsupportedError for devices
     without a backend."""
-    return _sound(chain, operands, parameters) is not None
+    return _sound(chain, operands, parameters, masters) is not None
 
 
-def _sound(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> Call | None:
-    if not may_take(chain, operands):
+def _sound(chain: KroneckerSparseChain, operands, parameters: dict, masters: bool) -> Call | None:
+    if not may_take(chain, operands, masters):
         return None
     try:
         call = _check(chain, operands, None, parameters)
@@ -100,6 +103,7 @@ def _contiguous(pattern: Pattern, rows: int) -> Problem:
 
 def _check(chain: KroneckerSparseChain, operands: tuple, out, parameters: dict) -> Call:
     """Raises ValueError and TypeError for what a signature decides."""
+    operands, parameters = master_weights.stand_ins(operands, parameters)
     (x, weight, second), (first, last) = operands, chain.factors
     check_dense(NAMES, **dict(zip(NAMES, operands, strict=True)))
     operation.check_operands(first.pattern, False, x, weight)
@@ -119,7 +123,8 @@ def _hidden(chain: KroneckerSparseChain, operands: tuple) -> torch.Tensor:
 def _lowered(chain: KroneckerSparseChain, call: Call, operands: tuple) -> list[Lowered | None]:
     """The launches of a checked call, for each number of multiprocessors that is asked for; None
     where it is not for this kernel."""
-    (x, weight, second), (first, last) = operands, chain.factors
+    (x, weight, second), _ = master_weights.stand_ins(operands, {})
+    first, last = chain.factors
     before = call._replace(out_shape=(*x.shape[:-1], first.out_features))
     problem, copy, _ = plans.problem_of(first, before, x, weight, None)
     following, *_ = plans.problem_of(last, call, _hidden(chain, operands), second, None)
@@ -139,7 +144,21 @@ def _lowered(chain: KroneckerSparseChain, call: Call, operands: tuple) -> list[L
 def _plan(call: Call, chain: KroneckerSparseChain, operands, out, parameters) -> ProductPlan:
     request = chain.factors[-1], operands, out, parameters
     lowered, *_ = _lowered(chain, call, operands)
+    if master_weights.are_there(operands):
+        lowered = _with_masters(lowered, chain, operands, parameters)
     return make_plan(operands, call, request, _place, NAMES, lowered, False)
+
+
+def _with_masters(
+    lowered: Lowered, chain: KroneckerSparseChain, operands: tuple, parameters: dict
+) -> Lowered:
+    """The launches of a call with master weights."""
+    x, weight, second = operands
+    masters = {"weight1": weight, "weight2": second}
+    bias = master_weights.bias_name(chain)
+    if bias is not None:
+        masters["vector0"] = parameters[bias]
+    return master_weights.lower(lowered, x.dtype, masters)
 
 
 def _place(operands: tuple) -> tuple[list[int], None]:
@@ -172,14 +191,15 @@ PRODUCT = products.Product(
     tensors=tuple,
     names=lambda operands: NAMES,
     check_operands=operation.check_kinds,
-    cast=autocast,
+    cast=lambda operands, parameters: (operands, parameters),  # whoever asks for it has cast them
 )
 
 
 def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[KernelSpec]:
     """The kernels of a chain for inputs of ``dtypes``; none where it is not for this kernel."""
-    if not _is_of_kind(chain):
+    if not is_of_kind(chain):
         return []
     first, last = chain.factors
     names = [KERNEL_TYPES[dtype] for dtype in dtypes if dtype in HALVES]
-    return fused_chain.variants(last.epilogue, (first.pattern, last.pattern), arch, names)
+    specs = fused_chain.variants(last.epilogue, (first.pattern, last.pattern), arch, names)
+    return specs + (cast.variants(names) if specs else [])

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernlib.families.kronecker_sparse import operation, plans
-from kernlib.families.kronecker_sparse.chain.fused import HALVES
+from kernlib.families.kronecker_sparse.chain import master_weights
+from kernlib.families.kronecker_sparse.chain.kind import HALVES
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
-from kernlib.families.kronecker_sparse.lowering import chain_gradient
+from kernlib.families.kronecker_sparse.lowering import cast, chain_gradient
 from kernlib.families.kronecker_sparse.lowering.chain_gradient import NAMES, RESULTS, Needs
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.lowering.steps import Lowered
@@ -50,7 +51,14 @@ def gradients(
 ) -> list:
     """Those by x, the weights and a bias, None where there is no need, from that of h_n and, in
     ``inner``, those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` are x and these h, None
-    where there is no need of the weight's gradient; or x alone, where h is computed again."""
+    where there is no need of the weight's gradient; or x alone, where h is computed again. Those of
+    master weights are rounded and then widened, as autocast does."""
+    dtype = weights[0].dtype
+    if dtype is not grad.dtype:
+        weights = [weight.to(grad.dtype) for weight in weights]
+        request = grad, hidden, weights, needs, options, product, weight_gradient, inner
+        to_x, *others = gradients(*request)
+        return [to_x, *(None if t is None else t.to(dtype) for t in others)]
     *needs, by_bias = needs
     if len(hidden) < len(weights):
         (x,), (first, _) = hidden, weights
@@ -119,7 +127,8 @@ def _reference(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple
 def _plan(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> _Plan:
     device = grad.get_device()
     arch = arch_of(device)
-    problems, copies = _problems(call, grad, x, *weights)
+    (_, *halves), _ = master_weights.stand_ins((x, *weights), {})
+    problems, copies = _problems(call, grad, x, *halves)
     *asked, by_bias = needs
     biased = []
 
@@ -133,15 +142,30 @@ def _plan(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> 
         return lowered
 
     lowered = lower_on(lower, device)
-    steps, inner = load_steps(lowered.steps, (*NAMES, *RESULTS), device)
     shapes = x.shape, *(weight.shape for weight in weights), grad.shape[-1:]
+    some = *asked, by_bias and biased[0]
+    dtypes = x.dtype, *[weights[0].dtype] * 3
+    if master_weights.are_there((x, *weights)):
+        lowered = _with_masters(lowered, x.dtype, weights, shapes, some)
+    steps, inner = load_steps(lowered.steps, (*NAMES, *RESULTS), device)
     results = tuple(
-        allocator(tuple(shape), x.dtype, x.device) if need else None
-        for shape, need in zip(shapes, (*asked, by_bias and biased[0]), strict=True)
+        allocator(tuple(shape), dtype, x.device) if need else None
+        for shape, dtype, need in zip(shapes, dtypes, some, strict=True)
     )
     place = plans.place if copies == [None, None] else partial(plans.placed_copies, copies)
     return _Plan(
         device, place, results, launcher(steps, inner, x.device, lowered.workspace), biased[0]
+    )
+
+
+def _with_masters(
+    lowered: Lowered, dtype: torch.dtype, weights: tuple, shapes: tuple, needs: tuple
+) -> Lowered:
+    """The launches of gradients of master weights, of those with a need."""
+    masters = dict(zip(NAMES[2:], weights, strict=True))
+    results = zip(RESULTS[1:], shapes[1:], needs[1:], strict=True)
+    return master_weights.lower(
+        lowered, dtype, masters, {name: shape for name, shape, need in results if need}
     )
 
 
@@ -183,14 +207,14 @@ def _launch(plan: _Plan, grad, x, weights: tuple, needs: tuple, options: tuple) 
     plan.launch(addresses)
     del copies  # the stream orders the reuse of their memory behind the launch
     if needs[-1] and not plan.biased:
-        results[-1] = bias_gradient(grad, -1)
+        results[-1] = bias_gradient(grad, -1).to(weights[0].dtype)
     return results
 
 
 def _rehearsed(plan: _Plan, grad, x, weights: tuple, needs: tuple, options: tuple) -> list:
     results = [None if make is None else make() for make in plan.results]
     if needs[-1] and not plan.biased:
-        results[-1] = bias_gradient(grad, -1)
+        results[-1] = bias_gradient(grad, -1).to(weights[0].dtype)
     return results
 
 
@@ -227,4 +251,4 @@ def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[Kern
         return []
     first, last = (factor.pattern for factor in chain.factors)
     names = [KERNEL_TYPES[dtype] for dtype in dtypes if dtype in HALVES]
-    return chain_gradient.variants((first, last), arch, names)
+    return chain_gradient.variants((first, last), arch, names) + cast.variants(names)

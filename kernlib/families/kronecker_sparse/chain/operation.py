@@ -16,7 +16,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
 from kernlib.families.kronecker_sparse import operation
-from kernlib.families.kronecker_sparse.chain import fused, gradient
+from kernlib.families.kronecker_sparse.chain import fused, gradient, master_weights
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
 from kernlib.families.kronecker_sparse.operation import (
     calls,
@@ -47,6 +47,7 @@ class Route(NamedTuple):
     options: tuple | None  # of all products then, as :func:`options_of` returns them
     keeps_h: bool = True  # for the gradient
     chain: KroneckerSparseChain | None = None  # of ``factors``, if a recorded one is one kernel
+    rounds: bool = False  # whether master weights are rounded before the plans
 
 
 _routes = PlanCache()
@@ -54,27 +55,33 @@ _routes = PlanCache()
 
 def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch.Tensor:
     """The factors one after the other, or two of them at once: x and a weight for each."""
+    is_recorded = masters = False
+    has_key = out is None and forward_ad._current_level < 0
+    if has_key:
+        is_recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands)
+        has_key = not (is_recorded and _are_functorch_transforms_active())
     if torch._C._is_any_autocast_enabled():
         check_kinds(chain, operands)
         if out is not None:  # which casts would hide
             _refuse_overlap(out, operands, parameters)
-        operands, parameters = autocast(operands, parameters)
-    key, is_recorded = None, False
-    if out is None and forward_ad._current_level < 0:
-        is_recorded = torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands)
-        if not (is_recorded and _are_functorch_transforms_active()):
-            key = _key(is_recorded, chain, operands, parameters)
-            route = _routes.find(key)
-            if route is not None and are_here(operands):
-                return _by_route(route, operands, parameters)
+        if has_key:
+            operands, parameters, masters = master_weights.autocast(chain, operands, parameters)
+        else:
+            operands, parameters = autocast(operands, parameters)
+    key = _key(is_recorded, masters, chain, operands, parameters) if has_key else None
+    route = None if key is None else _routes.find(key)
+    if route is not None and are_here(operands):
+        return _by_route(route, operands, parameters)
     check_kinds(chain, operands)
     check_names(chain, parameters)
-    if key is not None and fused.may_take(chain, operands):
+    if key is not None and fused.may_take(chain, operands, masters):
         if is_recorded and options_of(chain) is not None:
-            if fused.is_sound(chain, operands, parameters):
+            if fused.is_sound(chain, operands, parameters, masters):
                 return _first_recorded(key, chain, operands, parameters)
-        elif not is_recorded and _takes(chain, operands, parameters):
+        elif not is_recorded and _takes(chain, operands, parameters, masters):
             return _fused(key, chain, operands, parameters)
+    if masters:
+        operands, parameters = master_weights.rounded(operands, parameters)
     x, *weights = operands
     if out is not None:  # whose own factor sees neither x nor what belongs to the others
         _refuse_overlap(out, operands, parameters)
@@ -94,19 +101,33 @@ def _refuse_overlap(out, operands: tuple, parameters: dict) -> None:
 
 
 def _on_meta(chain, operands: tuple, out, parameters: dict) -> torch.Tensor:
+    if master_weights.are_there(operands):
+        return of_masters(chain, operands, parameters)
     return run(chain, *operands, out=out, **parameters)
 
 
 fused_calls = products.bind(fused.PRODUCT, _on_meta)
 
 
-def _takes(chain, operands: tuple, parameters: dict) -> bool:
+def _takes(chain, operands: tuple, parameters: dict, masters: bool) -> bool:
     """Whether one kernel computes a call. Who records calls is told of it in either case: other
     GPUs have as many kernels as the chain is for them."""
     if rehearsal.recorders and operands[0].device.type == "cuda":
         request = chain, operands, None, parameters
         rehearsal.note_call(_on_meta, request, operands[0].get_device())
-    return fused.takes(chain, operands, parameters)
+    return fused.takes(chain, operands, parameters, masters)
+
+
+def of_masters(chain, operands: tuple, parameters: dict) -> torch.Tensor:
+    """:func:`run` with master weights as autocast leaves them, nothing recorded."""
+    key = _key(False, True, chain, operands, parameters)
+    route = _routes.find(key)
+    if route is not None:
+        return _by_route(route, operands, parameters)
+    if _takes(chain, operands, parameters, True):
+        return _fused(key, chain, operands, parameters)
+    operands, parameters = master_weights.rounded(operands, parameters)
+    return run(chain, *operands, **parameters)
 
 
 def _fused(key: tuple, chain, operands: tuple, parameters: dict) -> torch.Tensor:
@@ -130,9 +151,10 @@ def _first_recorded(key: tuple, chain, operands: tuple, parameters: dict) -> tor
     """The first call of its signature of a chain that keeps no h."""
     of_chain = parts(chain)
     linear, values = of_chain.product, of_chain.operands(parameters)
-    is_fused = _takes(linear, operands, values)
-    of_factors = linear.factors, (), of_chain, options_of(chain)
-    route = Route(*of_factors, False, linear if is_fused else None)
+    masters = master_weights.are_there(operands)
+    is_fused = _takes(linear, operands, values, masters)
+    of_factors = linear.factors, (), of_chain, options_of(chain), False
+    route = Route(*of_factors, linear if is_fused else None, masters and not is_fused)
     y = early.first(_by_route, route, operands, parameters)
     rest = [parameters[name] for name in of_chain.names]
     if all(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in rest):
@@ -146,6 +168,7 @@ def _plans(route: Route, operands: tuple, values: dict) -> tuple[ProductPlan | N
     """Those of a recorded call that was made."""
     if route.chain is not None:
         return (fused_calls.find(route.chain, operands, None, values),)
+    operands, values = master_weights.stand_ins(operands, values)
     plans, (h, *weights) = [], operands
     for factor, weight in zip(route.factors, weights, strict=True):
         those = {name: values[name] for name in factor.parameters}
@@ -167,9 +190,11 @@ def _by_factor(chain, x, weights: tuple, out, parameters: dict) -> list[torch.Te
     return hidden
 
 
-def _key(is_recorded: bool, chain, operands: tuple, parameters: dict) -> tuple | None:
+def _key(
+    is_recorded: bool, masters: bool, chain, operands: tuple, parameters: dict
+) -> tuple | None:
     try:
-        key = is_recorded, chain.text, settings_of(operands[0]), *map(signature, operands)
+        key = is_recorded, masters, chain.text, settings_of(operands[0]), *map(signature, operands)
         for name, value in parameters.items():
             key += (name, parameter_key(value))
     except (*UNREADABLE, IndexError):
@@ -196,7 +221,7 @@ def _keep(key: tuple, chain, hidden: list, weights: list, parameters: dict) -> N
         values = {name: given[name] for name in factor.parameters}
         plans.append(calls.find(factor, (x, weight), None, values))
     if None not in plans:
-        _routes.keep(key, Route(factors, tuple(plans), parts, options))
+        _routes.keep(key, Route(factors, tuple(plans), parts, options, rounds=key[1]))
 
 
 def options_of(chain: KroneckerSparseChain) -> tuple[bool, str | None, bool] | None:
@@ -210,6 +235,8 @@ def options_of(chain: KroneckerSparseChain) -> tuple[bool, str | None, bool] | N
 
 
 def _by_route(route: Route, operands: tuple, parameters: dict) -> torch.Tensor:
+    if route.rounds and route.keeps_h:
+        operands, parameters = master_weights.rounded(operands, parameters)
     x, *weights = operands
     parts = route.parts
     if parts is not None:
@@ -236,12 +263,12 @@ def planned(chain: KroneckerSparseChain, tensors: tuple, arguments: dict) -> lis
         parameters = {name: value for name, value in arguments.items() if name != "out"}
         check_kinds(chain, tensors)
         check_names(chain, parameters)
-        cast, values = autocast(tensors, parameters)
+        cast, values, masters = master_weights.autocast(chain, tensors, parameters)
         is_recorded = torch.is_grad_enabled() and requires_gradient(values.values(), *cast)
         linear, of_linear = chain, values
-        if is_recorded and fused.may_take(chain, cast):
+        if is_recorded and fused.may_take(chain, cast, masters):
             linear, of_linear = parts(chain).product, parts(chain).operands(values)
-        if fused.takes(linear, cast, of_linear):
+        if fused.takes(linear, cast, of_linear, masters):
             return [planned_product(fused.PRODUCT, fused_calls, parts, chain, cast, values)]
     return operation.planned(chain, tensors, arguments)
 
@@ -301,6 +328,8 @@ def _product(route: Route, x, bias, weights: tuple) -> torch.Tensor:
             return fused_calls.execute(route.chain, (x, *weights), None, values)
         (plan,), last = route.plans, route.factors[-1]
         return calls.launch(plan, last, (x, *weights), None, values)
+    if route.rounds:
+        (_, *weights), values = master_weights.rounded((x, *weights), values)
     for index, (factor, weight) in enumerate(zip(route.factors, weights, strict=True)):
         request = factor, (h, weight), None, values if factor.epilogue else {}
         h = calls.launch(route.plans[index], *request) if route.plans else calls.execute(*request)
@@ -337,7 +366,7 @@ def _recorded(route: Route, grad, hidden, weights, needs: tuple) -> list:
             *(t.view_as(t) if need else t for t, need in zip(weights, by_weights, strict=True)),
         ]
         for weight in leaves[first + 1 :]:
-            h = operation.recorded_product(h, weight, None, *route.options)
+            h = operation.recorded_product(h, weight.to(h.dtype), None, *route.options)
         inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         grads = iter(torch.autograd.grad(h, inputs, grad, create_graph=True))
     to_bias = bias_gradient(grad, -grad.dim() if route.options[0] else -1) if by_bias else None

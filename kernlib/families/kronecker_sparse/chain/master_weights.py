@@ -1,0 +1,111 @@
+"""Weights and a leading bias of float32 under autocast to half precision, which the plans of a
+chain of two factors read as they are: rounded in a launch of the plan, and their gradients widened
+in one, where autocast has a kernel and a step of autograd for each tensor and way.
+
+A call has master weights if its first weight is wider than x; all weights and the bias are then.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernlib.descriptors.epilogues import Bias
+from kernlib.families.kronecker_sparse.chain.kind import HALVES, is_of_kind
+from kernlib.families.kronecker_sparse.descriptor import KroneckerSparseChain
+from kernlib.families.kronecker_sparse.lowering import cast
+from kernlib.lowering.steps import Lowered
+from kernlib.runtime import arguments
+from kernlib.runtime.arguments import address_of, autocast_device
+from kernlib.runtime.dtypes import KERNEL_TYPES
+
+_FLOAT32 = torch.float32
+
+
+def autocast(
+    chain: KroneckerSparseChain, operands: tuple, parameters: dict
+) -> tuple[tuple, dict, bool]:
+    """:func:`kernlib.runtime.arguments.autocast`, but that master weights stay as they are; and
+    whether there are any."""
+    if not _are_taken(chain, operands, parameters):
+        return *arguments.autocast(operands, parameters), False
+    (x, *weights), bias = operands, bias_name(chain)
+    (x,), values = arguments.autocast((x,), parameters)
+    if bias is not None:
+        values[bias] = parameters[bias]
+    return (x, *weights), values, True
+
+
+def are_there(operands: tuple | list) -> bool:
+    """Whether a call of tensors has master weights."""
+    x, weight, *_ = operands
+    return weight.dtype is _FLOAT32 and x.dtype in HALVES
+
+
+def rounded(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
+    """Operands and parameters as autocast would have them, differentiable."""
+    (x, *weights), dtype = operands, operands[0].dtype
+    values = {
+        name: value.to(dtype) if _is_wide(value) and value.dim() else value
+        for name, value in parameters.items()
+    }
+    return (x, *(weight.to(dtype) for weight in weights)), values
+
+
+def stand_ins(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
+    """New tensors in the place of master weights, of x's dtype, for what looks at no values. Those
+    of one device are on it."""
+    if not are_there(operands):
+        return operands, parameters
+    x, *weights = operands
+    values = {
+        name: _like(value, x.dtype) if _is_wide(value) and value.dim() else value
+        for name, value in parameters.items()
+    }
+    return (x, *(_like(weight, x.dtype) for weight in weights)), values
+
+
+def bias_name(chain: KroneckerSparseChain) -> str | None:
+    """The parameter of the Bias that the last factor's epilogues begin with, None without one."""
+    epilogue = chain.factors[-1].epilogue
+    return epilogue[0].parameter if epilogue and isinstance(epilogue[0], Bias) else None
+
+
+def lower(
+    lowered: Lowered,
+    dtype: torch.dtype,
+    masters: dict[str, torch.Tensor],
+    gradients: dict[str, torch.Size] | None = None,
+) -> Lowered:
+    """Launches of ``dtype`` that read master weights and leave float32 ``gradients`` of these
+    shapes, by the names that launches have for both."""
+    read = {name: math.prod(t.shape) for name, t in masters.items()}
+    written = {name: math.prod(shape) for name, shape in (gradients or {}).items()}
+    is_aligned = all(address_of(t) % 16 == 0 for t in masters.values())
+    return cast.lower(lowered, KERNEL_TYPES[dtype], read, written, is_aligned)
+
+
+def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return t.new_empty(t.shape, dtype=dtype)
+
+
+def _is_wide(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is _FLOAT32
+
+
+def _are_taken(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
+    """Whether autocast is on, to half precision, and the plans of the chain read its weights."""
+    x, *weights = operands
+    if not is_of_kind(chain) or not isinstance(x, torch.Tensor):
+        return False
+    if autocast_device(x.device) != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return False
+    if torch.get_autocast_dtype("cuda") not in HALVES or x.dtype not in (*HALVES, _FLOAT32):
+        return False
+    bias = bias_name(chain)
+    if bias is not None:
+        weights.append(parameters.get(bias))
+    return all(
+        _is_wide(t) and t.device == x.device and t.dim() and t.is_contiguous() for t in weights
+    )
