@@ -7,6 +7,7 @@ import torch
 import kernlib as kl
 from kernlib.families.kronecker_sparse import operation, plans
 from kernlib.families.kronecker_sparse.chain import fused, gradient
+from kernlib.families.kronecker_sparse.chain import operation as chain_operation
 from kernlib.runtime import products
 from tests.support import fakes
 from tests.support.emulation import gpus
@@ -108,6 +109,19 @@ def test_what_plans_do_not_round_is_cast_before(on_host, name):
     for _ in range(2):
         assert torch.equal(called(chain(), x, first, second, bias=bias), expected)
         assert "cast" not in kinds(on_host)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 64])
+def test_operators_choose_once(on_host, rows, monkeypatch):
+    """What compiled code calls, with master weights and without autocast."""
+    x, *weights, bias = tensors(rows)
+    expected, asked, takes = called(chain(), x, *weights, bias=bias), [], fused.takes
+    monkeypatch.setattr(fused, "takes", lambda *request: asked.append(1) or takes(*request))
+    operands = tuple(map(gpus.gpu, (x.half(), *weights)))
+    chain_operation._routes.plans.clear()
+    for _ in range(2):
+        y = chain_operation.of_masters(chain(), operands, {"bias": gpus.gpu(bias)})
+        assert torch.equal(gpus.host(y), expected) and len(asked) == 1
 
 
 def test_without_autocast_dtypes_must_be_one(on_host):

@@ -8,6 +8,7 @@ A call has master weights if its first weight is wider than x; all weights and t
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -17,10 +18,11 @@ from kernlib.families.kronecker_sparse.descriptor import KroneckerSparseChain
 from kernlib.families.kronecker_sparse.lowering import cast
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import arguments
-from kernlib.runtime.arguments import address_of, autocast_device
+from kernlib.runtime.arguments import address_of
 from kernlib.runtime.dtypes import KERNEL_TYPES
 
 _FLOAT32 = torch.float32
+_READ = *HALVES, _FLOAT32  # of x
 
 
 def autocast(
@@ -31,9 +33,10 @@ def autocast(
     if not _are_taken(chain, operands, parameters):
         return *arguments.autocast(operands, parameters), False
     (x, *weights), bias = operands, bias_name(chain)
-    (x,), values = arguments.autocast((x,), parameters)
+    others = {name: value for name, value in parameters.items() if name != bias}
+    (x,), values = arguments.autocast((x,), others)
     if bias is not None:
-        values[bias] = parameters[bias]
+        values = {name: values.get(name, parameters[name]) for name in parameters}
     return (x, *weights), values, True
 
 
@@ -66,6 +69,7 @@ def stand_ins(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
     return (x, *(_like(weight, x.dtype) for weight in weights)), values
 
 
+@lru_cache(maxsize=1024)
 def bias_name(chain: KroneckerSparseChain) -> str | None:
     """The parameter of the Bias that the last factor's epilogues begin with, None without one."""
     epilogue = chain.factors[-1].epilogue
@@ -96,16 +100,20 @@ def _is_wide(value) -> bool:
 
 def _are_taken(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -> bool:
     """Whether autocast is on, to half precision, and the plans of the chain read its weights."""
-    x, *weights = operands
-    if not is_of_kind(chain) or not isinstance(x, torch.Tensor):
+    x, *masters = operands
+    if not isinstance(x, torch.Tensor) or not is_of_kind(chain):
         return False
-    if autocast_device(x.device) != "cuda" or not torch.is_autocast_enabled("cuda"):
+    if not x.is_cuda and arguments.autocast_device(x.device) != "cuda":
         return False
-    if torch.get_autocast_dtype("cuda") not in HALVES or x.dtype not in (*HALVES, _FLOAT32):
+    if not torch.is_autocast_enabled("cuda") or torch.get_autocast_dtype("cuda") not in HALVES:
         return False
     bias = bias_name(chain)
     if bias is not None:
-        weights.append(parameters.get(bias))
-    return all(
-        _is_wide(t) and t.device == x.device and t.dim() and t.is_contiguous() for t in weights
-    )
+        masters.append(parameters.get(bias))
+    place = x.get_device()
+    for t in masters:
+        if not isinstance(t, torch.Tensor) or t.dtype is not _FLOAT32:
+            return False
+        if t.get_device() != place or not t.dim() or not t.is_contiguous():
+            return False
+    return x.dtype in _READ

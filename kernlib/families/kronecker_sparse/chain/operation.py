@@ -82,6 +82,11 @@ def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch
             return _fused(key, chain, operands, parameters)
     if masters:
         operands, parameters = master_weights.rounded(operands, parameters)
+    return _first_by_factor(key, chain, operands, out, parameters)
+
+
+def _first_by_factor(key: tuple | None, chain, operands: tuple, out, parameters: dict):
+    """A call for each factor that checks it; what they launch is the route of the key."""
     x, *weights = operands
     if out is not None:  # whose own factor sees neither x nor what belongs to the others
         _refuse_overlap(out, operands, parameters)
@@ -124,10 +129,10 @@ def of_masters(chain, operands: tuple, parameters: dict) -> torch.Tensor:
     route = _routes.find(key)
     if route is not None:
         return _by_route(route, operands, parameters)
-    if _takes(chain, operands, parameters, True):
+    if key is not None and _takes(chain, operands, parameters, True):
         return _fused(key, chain, operands, parameters)
     operands, parameters = master_weights.rounded(operands, parameters)
-    return run(chain, *operands, **parameters)
+    return _first_by_factor(key, chain, operands, None, parameters)
 
 
 def _fused(key: tuple, chain, operands: tuple, parameters: dict) -> torch.Tensor:
