@@ -57,9 +57,10 @@ class MissingMarkers(Exception):
     """The README has no place for the table."""
 
 
-def load(folder: Path) -> list[tuple[str, dict]]:
-    """(family, results) of every file below ``folder``, in order of path."""
-    return [(path.stem, json.loads(path.read_text())) for path in sorted(folder.glob("*/*.json"))]
+def load(folder: Path, gpu: str = "*") -> list[tuple[str, dict]]:
+    """(family, results) of every file below ``folder``, in order of path; or of one GPU's."""
+    paths = sorted(folder.glob(f"{gpu}/*.json"))
+    return [(path.stem, json.loads(path.read_text())) for path in paths]
 
 
 def page(family: str, found: list[dict], pictures: list[str]) -> str:

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 import kernlib
 from kernlib.jit import sources
+from tests.support.paths import ROOT
 
 PACKAGE = Path(kernlib.__file__).resolve().parent
 IMPORTED_MODULES = 3  # of this package; each costs some 0.2 ms and more
@@ -207,3 +209,21 @@ def test_the_sdist_has_what_tests_and_documents_need(contents):
     wanted = contents["wanted_sdist"]()
     names = ("tests/conftest.py", "docs/versions.md", "examples/quickstart.py", ".ci/floors.py")
     assert all(name in wanted for name in (*names, "pyproject.toml", "CHANGELOG.md"))
+
+
+def test_a_description_elsewhere_has_no_broken_links(monkeypatch):
+    """Words alone while the repository has no address, whole links behind one."""
+    interface = types.ModuleType("hatchling.metadata.plugin.interface")
+    interface.MetadataHookInterface = object
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    description = runpy.run_path(str(ROOT / "hatch_build.py"))["description"]
+    text = "![a plot](b/c.svg) [a page](docs/d.md#e), [a site](https://f.org)"
+    assert description(text, None) == " a page, [a site](https://f.org)"
+    assert description(text, "https://g.org/tree/") == (
+        "![a plot](https://g.org/tree/b/c.svg) [a page](https://g.org/tree/docs/d.md#e), "
+        "[a site](https://f.org)"
+    )
+    readme = (ROOT / "README.md").read_text()
+    assert "](docs/" in readme and "](docs/" not in description(readme, None)

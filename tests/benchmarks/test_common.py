@@ -379,17 +379,19 @@ def test_a_format_of_others_by_own_kernels_is_no_rival():
 
 def test_the_picture_is_of_the_results(project, capsys):
     _, _, folder = project
-    rows = [row("cdist").as_json(), Row("x", "us", 1.0).as_json()]
+    rows = [row(f"cdist {index}").as_json() for index in range(picture.FEWEST)]
+    rows += [Row("x", "us", 1.0).as_json(), Row("y", "us", 1.0, rivals={"few": 2.0}).as_json()]
     for name in ("pairwise", "service"):
         harness.write(folder / "h200" / f"{name}.json", harness.merge(HEAD, rows, None))
-    found = picture.points(report.load(folder))
-    assert found == {"Pairwise, H200": [25.0]}
+    ((path, found, _),) = picture.drawings(folder)
+    assert path == folder / "h200" / picture.NAME
+    assert found == {"Pairwise / torch": [25.0] * picture.FEWEST}
     assert (
         picture.main(["--check"], folder) == 1
         and "families.svg is stale" in capsys.readouterr().err
     )
     drawn = f"<dc:description>{drawing.digest(found)}</dc:description>"
-    (folder / picture.NAME).write_text(drawn)
+    path.write_text(drawn)
     assert picture.main(["--check"], folder) == 0
     pytest.importorskip("matplotlib")
     assert picture.main([], folder) == 0 and picture.main(["--check"], folder) == 0

@@ -102,10 +102,15 @@ def test_every_page_of_results_is_of_results_that_are_committed():
     assert {*(ROOT / "docs" / "results").glob("*")} == pages
 
 
-def test_it_leads_to_every_document_and_example():
-    paths = {*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")}
-    for path in paths:
-        assert path.relative_to(ROOT).as_posix() in README, path
+def test_the_start_page_leads_to_every_document_and_example():
+    """Pages of the gallery and of the reference by the first of each."""
+    assert "](docs/index.md)" in README
+    folder = ROOT / "docs"
+    for path in {*folder.rglob("*.md"), *(ROOT / "examples").glob("*.py")} - {folder / "index.md"}:
+        if path.parent.name in ("gallery", "reference"):
+            path = path.parent / "index.md"
+        name = path.relative_to(folder if folder in path.parents else ROOT).as_posix()
+        assert name in DOCUMENTS["docs/index.md"], path
 
 
 # The changelog.
