@@ -1,10 +1,5 @@
-"""GPyTorch's Kronecker products by kernlib: :func:`enable` once, and no model changes.
-
-    import kernlib.compat.linear_operator as kron
-
-    kron.enable()    # or: with kron.enabled(): ...
-    ...              # train, predict
-    print(kron.status())
+"""GPyTorch's Kronecker products by kernlib: :func:`enable` once, or ``with enabled(): ...``, and no
+model changes.
 
 ``KroneckerProductLinearOperator`` of the linear_operator package, on which GPyTorch stands, has two
 functions, ``_matmul`` and ``_t_matmul``, that compute each product with ``K1 ⊗ ... ⊗ KN`` and with
@@ -23,6 +18,16 @@ multiply by dense eigenvectors, and products with the covariance itself by linea
 
 linear_operator is imported when :func:`enable` is called, and not before. The FastKron project
 proposes the same to linear_operator, in its pull request 103.
+
+Example:
+    >>> import kernlib.compat.linear_operator as kron
+    >>> kron.enable()  # doctest: +SKIP
+    >>> product = linear_operator.operators.KroneckerProductLinearOperator(  # doctest: +SKIP
+    ...     linear_operator.to_linear_operator(a), linear_operator.to_linear_operator(b))
+    >>> y, status = product @ x, kron.status()  # doctest: +SKIP
+    >>> status  # doctest: +SKIP
+    Status(enabled=True, answered=1, fell_back=0, reasons={})
+    >>> kron.disable()
 """
 
 from __future__ import annotations
@@ -58,7 +63,13 @@ Function = Callable[[Sequence[Any], torch.Size, torch.Tensor], torch.Tensor]
 
 class Status(NamedTuple):
     """What :func:`status` returns. Counts begin anew when the functions are replaced; calls in a
-    graph of ``torch.compile`` are not counted."""
+    graph of ``torch.compile`` are not counted.
+
+    - ``enabled``: whether the functions are replaced.
+    - ``answered``, ``fell_back``: calls that kernlib computed, and those that linear_operator's own
+      functions did.
+    - ``reasons``: why, and how often.
+    """
 
     enabled: bool
     answered: int  # calls that kernlib computed

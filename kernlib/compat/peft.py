@@ -1,10 +1,5 @@
 """peft's BOFT adapters by products with their blocks: :func:`accelerate` once, and no other change.
 
-    from kernlib.compat import peft as fast
-
-    model = peft.get_peft_model(base, peft.BOFTConfig(...))
-    fast.accelerate(model)
-
 A BOFT layer rotates its input: ``y = (x R) W^T s + bias``, where R is a product of factors, each of
 which has orthogonal blocks of ``boft_block_size`` features. peft lays out each factor and R, all
 features by all features, in every call, so that a step takes ``2 features^3`` operations for each
@@ -15,6 +10,13 @@ Cayley transform in float32, and so is all else: parameters, names, ``state_dict
 
 peft is imported when :func:`accelerate` is called, and not before. BOFT is of Liu et al. (2024),
 https://arxiv.org/abs/2311.06243.
+
+Example:
+    >>> from kernlib.compat import peft as fast
+    >>> config = peft.BOFTConfig(boft_block_size=8, target_modules=["0"])  # doctest: +SKIP
+    >>> model = peft.get_peft_model(torch.nn.Sequential(linear), config)  # doctest: +SKIP
+    >>> list(fast.accelerate(model))  # doctest: +SKIP
+    ['base_model.model.0']
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ BLOCK = 64  # features that tensor cores take at a time: blocks of fewer stand i
 
 @hinted
 def accelerate(model: nn.Module) -> dict[str, nn.Module]:
-    """Have the BOFT layers of a model that peft made compute by kernlib, in place, and return them
-    by name.
+    """Have the BOFT layers of ``model``, which peft made, compute by kernlib, in place, and return
+    them by name.
 
     Taken are peft's ``boft.layer.Linear`` themselves; their layers for convolutions stay, which a
     :class:`kernlib.KernlibWarning` says, and so it does if there is none to take. Results are those
@@ -65,8 +67,8 @@ def accelerate(model: nn.Module) -> dict[str, nn.Module]:
 
 @hinted
 def restore(model: nn.Module) -> dict[str, nn.Module]:
-    """Have such layers compute by peft again, in place, and return them by name. Raises TypeError
-    for what is no module, and ImportError without peft."""
+    """Have such layers of ``model`` compute by peft again, in place, and return them by name.
+    Raises TypeError for what is no module, and ImportError without peft."""
     check_model(model, "give the model that holds it")
     boft, fast = import_module(MODULE), _fast_class()
     layers = {n: m for n, m in model.named_modules() if type(m) is fast}

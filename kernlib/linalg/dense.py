@@ -51,14 +51,24 @@ def solve_cholesky(
     - ``overwrite_a``: the factor is written into a's memory, in its own triangle for a row- or
       column-major a; the other triangle is lost. ``overwrite_b``: x is written into b, and
       returned.
+    - ``check_errors``: whether to wait for the infos and raise. ``debug``: True writes the call's
+      events to stderr.
 
-    Returns x, the info of the factorization and that of the solution, int32 of the batch's shape.
-    A factorization's info is 0, or the order of the leading minor that is not positive, or is NaN,
-    and x is then NaN. Nothing waits for the device, unless ``check_errors=True``, which raises
-    torch.linalg.LinAlgError naming the batch entry.
+    Returns x, the info of the factorization and that of the solution, int32 of the batch's shape. A
+    factorization's info is 0, or the order of the leading minor that is not positive, or is NaN,
+    and x is then NaN. Nothing waits for the device, unless ``check_errors=True``. The model is
+    kermac's ``solve_cholesky``.
 
-    Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
-    gradient while gradients are recorded. The model is kermac's ``solve_cholesky``.
+    Raises ValueError for shapes that do not fit, mixed devices and memory that cannot be
+    overwritten, TypeError for other dtypes, what is no tensor and no bool, RuntimeError for inputs
+    that require a gradient while gradients are recorded, and with ``check_errors``
+    torch.linalg.LinAlgError, which names the batch entry that failed.
+
+    Example:
+        >>> a, b = torch.tensor([[4.0, 2.0], [2.0, 5.0]]), torch.tensor([8.0, 12.0])
+        >>> x, info, _ = kl.linalg.solve_cholesky(a, b)
+        >>> x, int(info)
+        (tensor([1., 2.]), 0)
     """
     flags = {"overwrite_a": overwrite_a, "overwrite_b": overwrite_b}
     check_flags(upper=upper, check_errors=check_errors, **flags)
@@ -90,10 +100,24 @@ def solve_lu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve ``a x = b`` for any square a by ``a = P L U`` with partial pivoting.
 
-    Arguments and results are those of :func:`solve_cholesky`, with all of a read. An info greater
-    than 0 is the pivot that is exactly zero, or N + 1 where a holds NaN, and x is then NaN. With
-    ``overwrite_a`` a's memory holds the factors of a if a is column-major, those of its transpose
-    if it is row-major. The model is kermac's ``solve_lu``.
+    - ``a`` (..., N, N), all of which is read, and ``b``: as those of :func:`solve_cholesky`, and so
+      is the result.
+    - ``overwrite_a``: a's memory holds the factors of a if a is column-major, those of its
+      transpose if it is row-major. ``overwrite_b``: x is written into b, and returned.
+    - ``check_errors``: whether to wait for the infos and raise. ``debug``: True writes the call's
+      events to stderr.
+
+    An info greater than 0 is the pivot that is exactly zero, or N + 1 where a holds NaN, and x is
+    then NaN. The model is kermac's ``solve_lu``.
+
+    Raises what :func:`solve_cholesky` does: ValueError, TypeError and RuntimeError for arguments,
+    and with ``check_errors`` torch.linalg.LinAlgError for a singular matrix.
+
+    Example:
+        >>> a, b = torch.tensor([[0.0, 2.0], [1.0, 1.0]]), torch.tensor([4.0, 5.0])
+        >>> x, info, _ = kl.linalg.solve_lu(a, b)
+        >>> x, int(info)
+        (tensor([3., 2.]), 0)
     """
     check_flags(overwrite_a=overwrite_a, overwrite_b=overwrite_b, check_errors=check_errors)
     system = check_system(a, b, overwrite_a, overwrite_b)
@@ -124,19 +148,28 @@ def eigh(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Eigenvalues and eigenvectors of symmetric a: ``a = V diag(w) V^T``.
 
-    ``a`` (..., N, N), float32 or float64, any strides; of it the lower triangle is read, with
-    ``upper=True`` the upper one. Returns ascending ``w`` (..., N), ``V`` (..., N, N) with the
-    eigenvectors as columns, and ``info``, int32 of the batch's shape: 0, or positive where they
-    did not converge, and w and V are NaN. With ``overwrite_a`` V is a's memory: a itself, or its
-    transpose for a row-major a.
+    - ``a`` (..., N, N), float32 or float64, any strides; of it the lower triangle is read, with
+      ``upper=True`` the upper one.
+    - ``overwrite_a``: V is a's memory: a itself, or its transpose for a row-major a.
+    - ``check_errors``: whether to wait for the infos and raise. ``debug``: True writes the call's
+      events to stderr.
 
-    On a GPU cuSOLVER computes them by way of nvmath-python, the extra ``linalg``. Nothing
-    here waits for the device, but cuSOLVER itself does for large matrices (N = 2000, and batches of
-    N = 512, on an H200). Without the extra torch does, which always waits; inside a CUDA graph's
-    capture, where that cannot be, MissingExtraError is raised.
-    ``check_errors=True`` waits too, and raises
-    torch.linalg.LinAlgError naming the batch entry. Other errors are those of
-    :func:`solve_cholesky`. The model is kermac's ``eigh``.
+    Returns ascending ``w`` (..., N), ``V`` (..., N, N) with the eigenvectors as columns, and
+    ``info``, int32 of the batch's shape: 0, or positive where they did not converge, and w and V
+    are NaN. The model is kermac's ``eigh``.
+
+    On a GPU cuSOLVER computes them by way of nvmath-python, the extra ``linalg``. Nothing here
+    waits for the device, but cuSOLVER itself does for large matrices (N = 2000, and batches of
+    N = 512, on an H200). Without the extra torch does, which always waits.
+
+    Raises what :func:`solve_cholesky` does, torch.linalg.LinAlgError with ``check_errors`` for
+    eigenvalues that did not converge, and MissingExtraError inside a CUDA graph's capture without
+    the extra.
+
+    Example:
+        >>> w, v, info = kl.linalg.eigh(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        >>> w.round(decimals=4)
+        tensor([1., 3.])
     """
     check_flags(upper=upper, overwrite_a=overwrite_a, check_errors=check_errors)
     a = check_matrix(a, overwrite_a)

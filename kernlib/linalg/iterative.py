@@ -28,7 +28,17 @@ _NO_TRANSFORMS = "conjugate_gradient does not support; give it the columns of on
 
 
 class CGResult(NamedTuple):
-    """What :func:`conjugate_gradient` found."""
+    """What :func:`conjugate_gradient` returns.
+
+    - ``x``: the solution, of b's shape.
+    - ``residual``: ``||b - A x|| / ||b||`` of each column, float64: () or (C,).
+    - ``iterations``: products with A in the course of iterating.
+
+    Example:
+        >>> x, residual, iterations = kl.linalg.conjugate_gradient(lambda v: 2 * v, torch.ones(3))
+        >>> x, iterations
+        (tensor([0.5000, 0.5000, 0.5000]), 10)
+    """
 
     x: torch.Tensor  # of b's shape
     residual: torch.Tensor  # ||b - A x|| / ||b|| of each column, float64: () or (C,)
@@ -57,15 +67,18 @@ def conjugate_gradient(
 ) -> CGResult:
     """Solve ``A x = b`` for symmetric positive definite A until ``||b - A x|| <= tol ||b||``.
 
-    - ``matmul``: v of b's shape to ``A v``, such as a kernel's product plus a multiple of v;
-      ``preconditioner`` the same for an approximate inverse, symmetric positive definite too.
+    - ``matmul``: a function of v, of b's shape, to ``A v``, such as a kernel's product plus a
+      multiple of v; ``preconditioner`` the same for an approximate inverse, symmetric positive
+      definite too.
     - ``b`` (N,), or (N, C) for C systems at once: each column has step sizes of its own, and stays
       as it is once it has converged or cannot go on (a direction without positive curvature, a
       NaN). float32 or float64, of any magnitude: columns are scaled by powers of two meanwhile.
       Dot products are summed in float64.
     - ``x0``: where to start, of b's shape; 0 without it.
+    - ``tol``: the relative residual to reach, 0 or greater.
     - At most ``max_iter`` iterations. Every ``check_every`` of them the host waits for the device
       to learn whether a column goes on; nothing else waits.
+    - ``debug``: True writes the call's events to stderr.
 
     The residual that a recurrence gives drifts from the true one: when no column goes on, the true
     one is computed, and columns above ``tol`` start again from their x while that helps. The
@@ -73,8 +86,16 @@ def conjugate_gradient(
     above ``tol``, unless that is 0, says that ``max_iter`` or the arithmetic was not enough, and
     warns with a :class:`kernlib.ConvergenceWarning`. Autocast changes nothing.
 
-    Raises ValueError and TypeError that name the argument, RuntimeError for a ``b`` that requires a
-    gradient while gradients are recorded. Hestenes and Stiefel 1952.
+    The method is that of Hestenes and Stiefel (1952).
+
+    Raises ValueError for shapes that do not fit, also of what ``matmul`` returns, and for limits
+    out of range, TypeError for other dtypes and what is no function, RuntimeError for a ``b`` or
+    ``x0`` that requires a gradient while gradients are recorded.
+
+    Example:
+        >>> a = torch.tensor([[4.0, 1.0], [1.0, 3.0]])
+        >>> kl.linalg.conjugate_gradient(lambda v: a @ v, torch.tensor([1.0, 2.0])).x
+        tensor([0.0909, 0.6364])
     """
     tol, max_iter, check_every = _check(b, x0, tol, max_iter, check_every)
     _check_functions(matmul, preconditioner)

@@ -50,23 +50,39 @@ def solve_kernel(
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> CGResult:
-    """Solve ``(K(x, x) + regularization I) w = y`` by :func:`conjugate_gradient`; with a
-    ``regularization`` (N,), a value greater than 0 for each point, its diagonal for that of I.
+    """Solve ``(K(x, x) + regularization I) w = y`` by :func:`conjugate_gradient`, of kernel ridge
+    regression and Gaussian processes. Predictions are
+    ``kernel_matmul(descriptor, points, x, w, **hyperparameters)``.
 
-    ``x`` (N, D) and ``y`` (N,) or (N, C), float32 or float64; ``descriptor`` a positive
-    semidefinite kernel and ``hyperparameters`` its arguments. K is never stored: products are
-    :func:`kernlib.kernel_matmul`, and memory is that of the :func:`nystrom` preconditioner,
-    N * ``rank`` numbers. ``rank`` is about ``2 sqrt(N)`` by default; 0 is none. Without a ``rank``
-    K is stored after all on a CPU, for at most 5000 points: a Cholesky factor in float64, 400 MB
-    with K, gives the result of 0 iterations. ``tol``,
-    ``max_iter`` and ``check_every`` are those of :func:`conjugate_gradient`, and so is the result;
-    its residual is ``||y - (K + regularization I) w|| / ||y||`` with K made anew in float64, also
-    for float32, whose products cannot tell small residuals of large w. One above ``tol`` warns with
-    a :class:`kernlib.ConvergenceWarning`.
-    Predictions are ``kernel_matmul(descriptor, points, x, w, **hyperparameters)``.
+    - ``descriptor``: a positive semidefinite kernel, and ``hyperparameters`` its arguments for
+      :func:`kernlib.run_kernel`, such as ``bandwidth``.
+    - ``x`` (N, D) and ``y`` (N,) or (N, C): float32 or float64, one dtype and device.
+    - ``regularization``: a number greater than 0, or (N,), one for each point, whose diagonal
+      matrix then takes the place of ``regularization I``.
+    - ``rank``: of the :func:`nystrom` preconditioner, about ``2 sqrt(N)`` by default; 0 is none.
+    - ``tol``, ``max_iter``, ``check_every``: as those of :func:`conjugate_gradient`.
+    - ``generator``: draws the points of the preconditioner, as for :func:`nystrom`.
+    - ``debug``: True writes the call's events to stderr.
 
-    Raises ValueError and TypeError that name the argument, also for NaN or infinity in x or y,
-    RuntimeError for tensors that require a gradient while gradients are recorded.
+    K is never stored: products are :func:`kernlib.kernel_matmul`, and memory is that of the
+    preconditioner, N * ``rank`` numbers. Without a ``rank`` K is stored after all on a CPU, for at
+    most 5000 points: a Cholesky factor in float64, 400 MB with K, gives the result of 0 iterations.
+
+    The result is a :class:`CGResult` of w, whose residual is
+    ``||y - (K + regularization I) w|| / ||y||`` with K made anew in float64, also for float32,
+    whose products cannot tell small residuals of large w. One above ``tol`` warns with a
+    :class:`kernlib.ConvergenceWarning`.
+
+    Raises ValueError for shapes that do not fit, NaN or infinity in x or y and numbers out of
+    range, TypeError for other dtypes, descriptors and hyperparameters, RuntimeError for tensors
+    that require a gradient while gradients are recorded.
+
+    Example:
+        >>> x = torch.linspace(0.0, 3.0, 20)[:, None]
+        >>> w = kl.linalg.solve_kernel(
+        ...     kl.gaussian(), x, x[:, 0].sin(), regularization=1e-3, bandwidth=1.0).x
+        >>> kl.kernel_matmul(kl.gaussian(), torch.tensor([[1.57]]), x, w[:, None], bandwidth=1.0)
+        tensor([[0.99...]])
     """
     import kernlib
 

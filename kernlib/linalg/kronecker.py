@@ -53,7 +53,16 @@ _NO_TRANSFORMS = "kernlib.linalg does not support; give it a batch of matrices i
 
 
 class KronEigh(NamedTuple):
-    """What :func:`kron_eigh` found: ``K_i = V_i diag(w_i) V_i^T``."""
+    """What :func:`kron_eigh` returns: ``K_i = V_i diag(w_i) V_i^T``.
+
+    - ``values``: w_i (..., n_i), ascending, a tensor a factor.
+    - ``vectors``: V_i (..., n_i, n_i), with eigenvectors as columns.
+
+    Example:
+        >>> found = kl.linalg.kron_eigh([torch.diag(torch.tensor([1.0, 2.0])), torch.eye(2)])
+        >>> found.eigenvalues()
+        tensor([1., 1., 2., 2.])
+    """
 
     values: list[torch.Tensor]  # w_i (..., n_i), ascending
     vectors: list[torch.Tensor]  # V_i (..., n_i, n_i), as columns
@@ -74,16 +83,26 @@ def kron_cholesky(
     """Lower triangular ``L_i`` with ``K_i = L_i L_i^T``, so that ``L1 ⊗ ... ⊗ LN`` is the Cholesky
     factor of ``K1 ⊗ ... ⊗ KN``.
 
-    ``factors``: positive definite (..., n_i, n_i), float32 or float64, one dtype, any strides; a
-    batch of each is its own. Of them the lower triangle is read, as torch.linalg.cholesky has it,
-    and gradients are symmetric. A factor that is not positive definite makes NaN of its ``L_i``,
-    without a wait for the device; ``check_errors=True`` waits, and raises torch.linalg.LinAlgError
-    naming factor and batch entry. So it does for two negative definite ones, whose product has a
-    factorization, but not by factors.
+    - ``factors``: positive definite (..., n_i, n_i), float32 or float64, one dtype, any strides; a
+      batch of each is its own. Of them the lower triangle is read, as torch.linalg.cholesky has it,
+      and gradients are symmetric.
+    - ``check_errors``: whether to wait for the device and raise for a factor that is not positive
+      definite, which else makes NaN of its ``L_i`` without a wait. Two negative definite factors
+      are refused too: their product has a factorization, but not by factors.
+    - ``debug``: True writes the call's events to stderr.
 
-    Gradients are recorded, and those of the gradients. Raises ValueError and TypeError that name
-    the argument, RuntimeError inside transforms of torch.func. Van Loan, The ubiquitous Kronecker
-    product, 2000.
+    Gradients are recorded, and those of the gradients. See Van Loan, "The ubiquitous Kronecker
+    product" (2000).
+
+    Raises ValueError for shapes and devices that do not fit, TypeError for other dtypes and what is
+    no tensor, RuntimeError inside transforms of torch.func, and with ``check_errors``
+    torch.linalg.LinAlgError, which names factor and batch entry.
+
+    Example:
+        >>> a, b = torch.tensor([[4.0, 2.0], [2.0, 5.0]]), torch.tensor([[9.0]])
+        >>> kl.linalg.kron_cholesky([a, b])
+        [tensor([[2., 0.],
+                [1., 2.]]), tensor([[3.]])]
     """
     factors = as_square(factors, check_errors=check_errors)
     found = [_cholesky(factor) for factor in factors]
@@ -96,9 +115,20 @@ def kron_inverse(
 ) -> list[torch.Tensor]:
     """The inverses of the factors, whose Kronecker product is the inverse of theirs.
 
-    ``factors``: any square (..., n_i, n_i). One with a pivot that is exactly zero makes NaN of its
-    inverse. Solutions with :func:`kron_solve` have smaller residuals than products with inverses,
-    which :func:`kernlib.kron_matmul` makes faster. The rest is as for :func:`kron_cholesky`.
+    - ``factors``: any square (..., n_i, n_i). One with a pivot that is exactly zero makes NaN of
+      its inverse.
+    - ``check_errors``, ``debug``: as those of :func:`kron_cholesky`, of singular factors.
+
+    Solutions with :func:`kron_solve` have smaller residuals than products with inverses, which
+    :func:`kernlib.kron_matmul` makes faster. Gradients are recorded.
+
+    Raises what :func:`kron_cholesky` does: ValueError, TypeError and RuntimeError for arguments,
+    and with ``check_errors`` torch.linalg.LinAlgError for a singular factor.
+
+    Example:
+        >>> kl.linalg.kron_inverse([torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[5.0]])])
+        [tensor([[0.5000, 0.0000],
+                [0.0000, 0.2500]]), tensor([[0.2000]])]
     """
     factors = as_square(factors, check_errors=check_errors)
     found = []
@@ -118,12 +148,23 @@ def kron_eigh(
 
         ``K1 ⊗ ... ⊗ KN = (V1 ⊗ ... ⊗ VN) diag(w1 ⊗ ... ⊗ wN) (V1 ⊗ ... ⊗ VN)^T``
 
-    The result's ``eigenvalues()`` forms the vector ``w1 ⊗ ... ⊗ wN`` when it is called. Arguments
-    and errors are those of :func:`kron_cholesky`, with :func:`kernlib.linalg.eigh` at work.
+    - ``factors``: symmetric (..., n_i, n_i), of which the lower triangle is read, by
+      :func:`kernlib.linalg.eigh`.
+    - ``check_errors``, ``debug``: as those of :func:`kron_cholesky`.
+
+    The result's ``eigenvalues()`` forms the vector ``w1 ⊗ ... ⊗ wN`` when it is called.
 
     Gradients of the values are those of torch.linalg.eigh; those of the vectors, and second
     derivatives of the values, have the factor's differences of eigenvalues as divisors, and are not
     finite where two are equal. :func:`kron_solve` and :func:`kron_logdet` have no such divisors.
+
+    Raises what :func:`kron_cholesky` does: ValueError, TypeError and RuntimeError for arguments,
+    and with ``check_errors`` torch.linalg.LinAlgError for eigenvalues that did not converge.
+
+    Example:
+        >>> a, b = torch.tensor([[2.0, 1.0], [1.0, 2.0]]), torch.diag(torch.tensor([1.0, 10.0]))
+        >>> kl.linalg.kron_eigh([a, b]).eigenvalues().round(decimals=4)
+        tensor([ 1., 10.,  3., 30.])
     """
     factors = as_square(factors, check_errors=check_errors)
     found = [Eigh.apply(symmetric(factor)) for factor in factors]
@@ -153,13 +194,13 @@ def kron_solve(
       vector, as for torch.linalg.solve. C and batches may be 0.
     - ``noise``: 0 or greater, a number, or a tensor of shape () or of a batch; one of as many
       values as the system has rows is refused beside factors without a batch.
+    - ``check_errors``: whether to wait for the device and raise for a factor that could not be
+      factored, of which x else is NaN. ``debug``: True writes the call's events to stderr.
     - Batches of all of them broadcast. float32 or float64, the same for all tensors.
 
     With ``cholesky`` and with ``noise`` the lower triangle of a factor is read, as torch reads that
-    of a symmetric matrix, and its gradient is symmetric. x is NaN where a factor could not be
-    factored, which ``check_errors=True`` waits for and raises as torch.linalg.LinAlgError, naming
-    factor and batch entry. With ``noise`` an eigenvalue of the sum that is exactly 0 is not looked
-    for.
+    of a symmetric matrix, and its gradient is symmetric. With ``noise`` an eigenvalue of the sum
+    that is exactly 0 is not looked for.
 
     Gradients of all tensors are recorded, and those of the gradients; with ``noise`` they are
     further solutions in the same eigenbasis, which is all that is kept besides x and the factors.
@@ -169,9 +210,19 @@ def kron_solve(
     1e-7 and 1e-6, in 2-norms (measured for sizes to 64, n to 2560, conditions from 10 to 1e6 and
     normal b).
 
-    Raises ValueError and TypeError that name the argument, RuntimeError inside transforms of
-    torch.func. The operations are those of KroneckerProductLinearOperator and
+    The operations are those of KroneckerProductLinearOperator and
     KroneckerProductAddedDiagLinearOperator of the linear_operator project.
+
+    Raises ValueError for shapes and devices that do not fit, a negative ``noise`` and ``cholesky``
+    with ``noise``, TypeError for other dtypes, RuntimeError inside transforms of torch.func, and
+    with ``check_errors`` torch.linalg.LinAlgError, which names factor and batch entry.
+
+    Example:
+        >>> a, b = torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[5.0]])
+        >>> kl.linalg.kron_solve([a, b], torch.tensor([10.0, 20.0]))
+        tensor([1., 1.])
+        >>> kl.linalg.kron_solve([a, b], torch.tensor([11.0, 21.0]), noise=1.0)
+        tensor([1., 1.])
     """
     check_flags(cholesky=cholesky)
     factors = as_square(factors, check_errors=check_errors)
@@ -204,6 +255,10 @@ def kron_logdet(
     """``log det(K1 ⊗ ... ⊗ KN) = sum_i (n / n_i) log det K_i``, or with ``noise``
     ``log det(K1 ⊗ ... ⊗ KN + noise I) = sum_j log(w_j + noise)``.
 
+    - ``factors``, ``noise``, ``debug``: as those of :func:`kron_solve`.
+    - ``check_errors``: whether to wait for the device and raise for eigenvalues that did not
+      converge and for factors that are singular.
+
     Without ``noise`` the factors are any square matrices, and as for torch.logdet a determinant of
     0 gives -inf, a negative one NaN. With it they are symmetric, as :func:`kron_solve` has them,
     and the result is NaN where ``w_j + noise`` is negative for some eigenvalue w_j of the product,
@@ -211,13 +266,19 @@ def kron_logdet(
     of the batch, which is that of the factors and of ``noise``, broadcast.
 
     Gradients are recorded, and those of the gradients; with ``noise`` none beyond, and those of a
-    factor are ``V_i diag(.) V_i^T``, without a divisor but ``w_j + noise``. ``check_errors`` waits
-    for eigenvalues that did not converge, and for factors that are singular. Arguments and errors
-    are otherwise those of :func:`kron_solve`.
+    factor are ``V_i diag(.) V_i^T``, without a divisor but ``w_j + noise``.
 
     In float32 the error relative to ``sum_j |log(w_j + noise)|`` is below 1e-6 for condition
     numbers to 100, and grows with them: 4e-6 at 1e4, 3e-4 at 1e6, where eigenvalues near 0 have few
     digits.
+
+    Raises what :func:`kron_solve` does: ValueError, TypeError and RuntimeError for arguments, and
+    with ``check_errors`` torch.linalg.LinAlgError.
+
+    Example:
+        >>> a, b = torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[5.0]])
+        >>> kl.linalg.kron_logdet([a, b]).exp().round()  # of diag(10, 20)
+        tensor(200.)
     """
     factors = as_square(factors, check_errors=check_errors)
     if noise is None:

@@ -62,11 +62,20 @@ def masked_kron_matmul(
       twice: indices into the grid in the order of the Kronecker product, ``i1 * n_2 + i2`` for two
       factors. Without ``columns`` they are the rows.
     - Dtypes, batches and ``precision`` are those of :func:`kernlib.kron_matmul`.
+    - ``debug``: True writes the call's events to stderr.
 
     Indices in host memory are looked at in each call; of those on a device nothing is, and torch
     asserts there that they are in range, but not that none is twice. Gradients of x and the factors
-    are recorded, and those of the gradients. Raises ValueError and TypeError that name the
-    argument. The latent Kronecker structure of arXiv 2506.06895.
+    are recorded, and those of the gradients. The latent Kronecker structure is that of arXiv
+    2506.06895.
+
+    Raises ValueError for shapes and indices that do not fit, and for no ``columns`` where the
+    product is not square, TypeError for other dtypes and what is no tensor.
+
+    Example:
+        >>> factors = [torch.diag(torch.tensor([1.0, 2.0])), torch.diag(torch.tensor([1.0, 10.0]))]
+        >>> kl.linalg.masked_kron_matmul(torch.ones(3), factors, torch.tensor([0, 1, 3]))
+        tensor([ 1., 10., 20.])
     """
     check_dense(("x",), x=x)
     factors = as_factors(factors)
@@ -115,18 +124,28 @@ def masked_kron_solve(
       refused beside factors without a batch.
     - ``preconditioner``: a function of v of x's shape, (m,) for a vector, to an approximate
       inverse times v; gradients are not taken through it.
+    - ``tol``, ``max_iter``, ``check_every``: as those of :func:`conjugate_gradient`.
+    - ``debug``: True writes the call's events to stderr.
     - Batches of all of them broadcast. float32 or float64, the same for all tensors.
 
-    ``tol``, ``max_iter`` and ``check_every`` are those of :func:`conjugate_gradient`, and so is the
-    result: x, the true relative residuals, () or (..., C) in float64, and the number of iterations.
-    A residual above ``tol`` warns with a :class:`kernlib.ConvergenceWarning`. In float32 they
-    reach 1e-6 for condition numbers to 100, and 1e-4 at 1e4.
+    The result is that of :func:`conjugate_gradient`: x, the true relative residuals, () or (..., C)
+    in float64, and the number of iterations. A residual above ``tol`` warns with a
+    :class:`kernlib.ConvergenceWarning`. In float32 they reach 1e-6 for condition numbers to 100,
+    and 1e-4 at 1e4.
 
     Gradients of x by factors, b and noise are recorded, and those of the gradients: of a further
     system each, solved as this one and with its warning, and hence as accurate as ``tol``.
 
-    Raises ValueError and TypeError that name the argument, RuntimeError inside transforms of
-    torch.func. Latent Kronecker Gaussian processes, arXiv 2506.06895.
+    Latent Kronecker Gaussian processes are those of arXiv 2506.06895.
+
+    Raises ValueError for shapes, indices, noise and limits out of range, TypeError for other dtypes
+    and what is no function, RuntimeError inside transforms of torch.func.
+
+    Example:
+        >>> factors = [torch.diag(torch.tensor([1.0, 2.0])), torch.diag(torch.tensor([1.0, 10.0]))]
+        >>> b, index = torch.tensor([2.0, 11.0, 21.0]), torch.tensor([0, 1, 3])
+        >>> kl.linalg.masked_kron_solve(factors, b, index, noise=1.0).x.round(decimals=4)
+        tensor([1., 1., 1.])
     """
     factors = as_square(factors)
     tol, max_iter, check_every = check_limits(tol, max_iter, check_every)

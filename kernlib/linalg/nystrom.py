@@ -32,13 +32,28 @@ _LEAST_SHIFT, _SHIFTS = 1e-10, 8
 
 
 class NystromPreconditioner(NamedTuple):
-    """``v -> P^-1 v`` for v (N,) or (N, C), as :func:`nystrom` describes it."""
+    """``v -> P^-1 v`` for v (N,) or (N, C), as :func:`nystrom` describes it.
+
+    - ``vectors``: U (N, rank), of x's dtype; columns without an eigenvalue are 0.
+    - ``eigenvalues``: of the approximation, ascending, float64 (rank,).
+    - ``weights``: (rank,), ``(least + regularization) / (eigenvalue + regularization) - 1``.
+
+    A call raises ValueError for a v of another shape, TypeError for one of another dtype or device.
+
+    Example:
+        >>> x = torch.rand(50, 2)
+        >>> p = kl.linalg.nystrom(kl.gaussian(), x, 10, regularization=0.1, bandwidth=1.0)
+        >>> p(torch.ones(50)).shape, p.eigenvalues.shape
+        (torch.Size([50]), torch.Size([10]))
+    """
 
     vectors: torch.Tensor  # U (N, rank); zero where there was no eigenvalue
     eigenvalues: torch.Tensor  # of the approximation, ascending, float64 (rank,)
     weights: torch.Tensor  # (rank,): (least + regularization) / (eigenvalue + regularization) - 1
 
     def __call__(self, v: torch.Tensor) -> torch.Tensor:
+        """``P^-1 v`` of v (N,) or (N, C), in v's shape, dtype and device. Errors are those of the
+        class."""
         self._check(v)
         weights = self.weights if v.dim() == 1 else self.weights[:, None]
         with without_autocast(v.device):
@@ -74,16 +89,31 @@ def nystrom(
 
         P^-1 v = (e_min + reg) U (diag(e) + reg)^-1 U^T v + (v - U U^T v)
 
-    so that eigenvalues above e_min come near ``e_min + reg``, and the others stay. ``descriptor``
-    is a positive semidefinite kernel, ``hyperparameters`` its arguments for
-    :func:`kernlib.run_kernel`; ``x`` (N, D), float32 or float64; ``rank`` 1 to N;
-    ``regularization`` a number greater than 0; ``generator`` draws the points. Memory is
-    N * rank numbers, and N * rank^2 operations in float64 build it. That waits for the device.
+    so that eigenvalues above e_min come near ``e_min + reg``, and the others stay. Memory is N *
+    rank numbers, and N * rank^2 operations in float64 build it. That waits for the device.
 
-    Raises ValueError and TypeError that name the argument, RuntimeError for tensors that require a
-    gradient while gradients are recorded, torch.linalg.LinAlgError for a kernel that is not
-    positive semidefinite or has a NaN. Frangella, Tropp and Udell, Randomized Nyström
-    Preconditioning, 2021, with uniform columns for the random test matrix.
+    - ``descriptor``: a positive semidefinite kernel, and ``hyperparameters`` its arguments for
+      :func:`kernlib.run_kernel`, such as ``bandwidth``.
+    - ``x``: the points (N, D), float32 or float64.
+    - ``rank``: how many of them are drawn, 1 to N; ``generator`` draws them, without it torch's
+      own.
+    - ``regularization``: a number greater than 0.
+    - ``debug``: True writes the call's events to stderr.
+
+    The method is that of Frangella, Tropp and Udell, "Randomized Nyström Preconditioning" (2021),
+    with uniform columns for the random test matrix.
+
+    Raises ValueError for shapes and numbers out of range, TypeError for other descriptors, dtypes
+    and hyperparameters, RuntimeError for tensors that require a gradient while gradients are
+    recorded, torch.linalg.LinAlgError for a kernel that is not positive semidefinite or has a NaN.
+
+    Example:
+        >>> x = torch.rand(200, 2, dtype=torch.float64)
+        >>> p = kl.linalg.nystrom(kl.gaussian(), x, 50, regularization=1e-3, bandwidth=0.3)
+        >>> k = kl.run_kernel(kl.gaussian(), x, x, bandwidth=0.3) + 1e-3 * torch.eye(200).double()
+        >>> solve = kl.linalg.conjugate_gradient  # without a preconditioner: 110 iterations
+        >>> solve(lambda v: k @ v, x[:, 0], preconditioner=p).iterations
+        10
     """
     mu = check_points(descriptor, x, regularization)
     refuse_own_names("nystrom", descriptor, ("rank", "generator"))

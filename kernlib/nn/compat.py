@@ -55,9 +55,17 @@ def generate_factor(
     dtype: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
 ) -> torch.Tensor:
-    """A factor in the storage of ``algo``: of ``weights`` (a, b, c, d), or uniform in
-    ``±1/sqrt(c)``. Raises ValueError for another ``algo``, for sizes below 1 and for weights of
-    another shape, TypeError for what is no int, tensor or dtype."""
+    """A factor of the pattern (``a``, ``b``, ``c``, ``d``) in the storage of ``algo``: of
+    ``weights`` (a, b, c, d), or uniform in ``±1/sqrt(c)``. ``dtype`` and ``device`` are those of
+    ``weights`` or torch's defaults.
+
+    Raises ValueError for another ``algo``, for sizes below 1 and for weights of another shape,
+    TypeError for what is no int, tensor or dtype.
+
+    Example:
+        >>> kl.nn.compat.generate_factor(2, 4, 3, 2, "kernel").shape  # (a*d*c, b)
+        torch.Size([12, 4])
+    """
     _check_format(algo)
     pattern = _checked_pattern((a, b, c, d))
     if weights is not None:
@@ -71,9 +79,19 @@ def generate_factor(
 
 
 def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
-    """The weight (a, b, c, d) of a factor in the storage of ``algo``, as KSMM's checkpoints have
-    it: what :class:`KSLinear` takes. Differentiable but for sparse and bsr. Raises ValueError for
-    a factor that is not in that storage, TypeError for what is no tensor or pattern."""
+    """The weight (a, b, c, d) of a ``factor`` in the storage of ``algo``, as KSMM's checkpoints
+    have it, for its ``pattern`` (a, b, c, d): what :class:`KSLinear` takes. Differentiable but for
+    sparse and bsr.
+
+    Raises ValueError for a factor that is not in that storage, TypeError for what is no tensor or
+    pattern.
+
+    Example:
+        >>> factor = kl.nn.compat.generate_factor(2, 4, 3, 2, "kernel")
+        >>> weight = kl.nn.compat.to_abcd(factor, (2, 4, 3, 2), "kernel")
+        >>> kl.nn.KSLinear([(2, 4, 3, 2)], weights=[weight]).weight.shape
+        torch.Size([16, 12])
+    """
     _check_format(algo)
     a, b, c, d = pattern = _checked_pattern(pattern)
     compressed = algo in ("dense", "sparse", "bsr")
@@ -93,8 +111,14 @@ def to_abcd(factor: torch.Tensor, pattern: Pattern, algo: str) -> torch.Tensor:
 
 
 def from_abcd_to_dense(factor: torch.Tensor) -> torch.Tensor:
-    """The matrix (a*b*d, a*c*d) of a weight (a, b, c, d). Raises TypeError for what is no tensor,
-    ValueError for one of other dimensions."""
+    """The matrix (a*b*d, a*c*d) of a weight ``factor`` (a, b, c, d). Raises TypeError for what is
+    no tensor, ValueError for one of other dimensions.
+
+    Example:
+        >>> kl.nn.compat.from_abcd_to_dense(torch.ones(2, 1, 2, 1))
+        tensor([[1., 1., 0., 0.],
+                [0., 0., 1., 1.]])
+    """
     check_dense(("factor",), factor=factor)
     if factor.dim() != 4:
         raise ValueError(f"factor must have shape (a, b, c, d), got {tuple(factor.shape)}")
@@ -102,22 +126,51 @@ def from_abcd_to_dense(factor: torch.Tensor) -> torch.Tensor:
 
 
 def from_kernel_format_to_dense(factor: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """The matrix (a*b*d, a*c*d) of a factor in the storage of the kernel, (a*d*c, b)."""
+    """The matrix (a*b*d, a*c*d) of a ``factor`` in the storage of the kernel, (a*d*c, b), and its
+    ``pattern`` (a, b, c, d). Raises ValueError for a factor of another shape, TypeError for what is
+    no tensor or pattern.
+
+    Example:
+        >>> kl.nn.compat.from_kernel_format_to_dense(torch.tensor([[1.0], [2.0]]), (1, 1, 2, 1))
+        tensor([[1., 2.]])
+    """
     return reference.dense(pattern, to_abcd(factor, pattern, "kernel"))
 
 
 def from_bmm_format_to_dense(factor: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """The matrix (a*b*d, a*c*d) of a factor in the storage of bmm, (a*d, b, c) or (a, d, b, c)."""
+    """The matrix (a*b*d, a*c*d) of a ``factor`` in the storage of bmm, (a*d, b, c) or (a, d, b, c),
+    and its ``pattern`` (a, b, c, d). Raises ValueError for a factor of another shape, TypeError for
+    what is no tensor or pattern.
+
+    Example:
+        >>> kl.nn.compat.from_bmm_format_to_dense(torch.tensor([[[1.0, 2.0]]]), (1, 1, 2, 1))
+        tensor([[1., 2.]])
+    """
     return reference.dense(pattern, to_abcd(factor, pattern, "bmm"))
 
 
 def bmm_bs_first(x: torch.Tensor, w_kron: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """(..., a*c*d) to (..., a*b*d) by a factor in the storage of bmm."""
+    """``x`` (..., a*c*d) to (..., a*b*d) by a factor ``w_kron`` in the storage of bmm, of
+    ``pattern`` (a, b, c, d). Raises ValueError for other shapes, TypeError for two dtypes and what
+    is no tensor or pattern.
+
+    Example:
+        >>> factor = kl.nn.compat.generate_factor(2, 4, 3, 2, "bmm")
+        >>> kl.nn.compat.bmm_bs_first(torch.randn(5, 12), factor, (2, 4, 3, 2)).shape
+        torch.Size([5, 16])
+    """
     return _by_bmm(x, w_kron, pattern, batch_last=False)
 
 
 def bmm_bs_last(x: torch.Tensor, w_kron: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """(a*c*d, ...) to (a*b*d, ...) by a factor in the storage of bmm."""
+    """``x`` (a*c*d, ...) to (a*b*d, ...) by a factor ``w_kron`` in the storage of bmm, of
+    ``pattern`` (a, b, c, d). Raises as :func:`bmm_bs_first` does.
+
+    Example:
+        >>> factor = kl.nn.compat.generate_factor(2, 4, 3, 2, "bmm")
+        >>> kl.nn.compat.bmm_bs_last(torch.randn(12, 5), factor, (2, 4, 3, 2)).shape
+        torch.Size([16, 5])
+    """
     return _by_bmm(x, w_kron, pattern, batch_last=True)
 
 
@@ -182,8 +235,17 @@ def _check_shape(
 class LinearBsl(nn.Linear):
     """``nn.Linear`` with the batch last: (in_features, ...) to (out_features, ...).
 
-    ``version`` is ``"torch_matmul"`` or ``"einsum"``; ``weights`` (out_features, in_features) are
-    copied. The bias is (out_features,), and one of (out_features, 1) is loaded too.
+    - ``in_features``, ``out_features``, ``bias``, ``device``, ``dtype``: as those of ``nn.Linear``.
+      The bias is (out_features,), and one of (out_features, 1) is loaded too.
+    - ``version``: ``"torch_matmul"`` or ``"einsum"``.
+    - ``weights`` (out_features, in_features): copied, with their dtype and device by default.
+
+    Raises ValueError for another version and for sizes and weights that do not fit, TypeError for
+    arguments of other kinds.
+
+    Example:
+        >>> kl.nn.compat.LinearBsl(3, 2)(torch.randn(3, 5)).shape
+        torch.Size([2, 5])
     """
 
     def __init__(
@@ -222,8 +284,17 @@ class LinearBsl(nn.Linear):
 
 
 class UnfusedLinear(nn.Linear):
-    """``nn.Linear`` whose bias is added in an operation of its own. ``weights`` (out_features,
-    in_features) are copied."""
+    """``nn.Linear`` whose bias is added in an operation of its own.
+
+    - ``in_features``, ``out_features``, ``bias``, ``device``, ``dtype``: as those of ``nn.Linear``.
+    - ``weights`` (out_features, in_features): copied, with their dtype and device by default.
+
+    Raises ValueError for sizes and weights that do not fit, TypeError for arguments of other kinds.
+
+    Example:
+        >>> kl.nn.compat.UnfusedLinear(3, 2)(torch.randn(5, 3)).shape
+        torch.Size([5, 2])
+    """
 
     def __init__(
         self,
@@ -261,8 +332,16 @@ def get_linear_layer(
     :class:`UnfusedLinear` or, ``bs_last``, a :class:`LinearBsl`, for which ``weights`` holds one
     matrix (out, in).
 
+    - ``patterns``, ``algo``, ``dtype``, ``bs_last``, ``bias``, ``device``: as those of
+      :class:`KSLinear`.
+    - ``others``: refused by name, KSMM's ``vsize`` among them.
+
     Raises TypeError for ``vsize`` and other arguments that it does not take; ValueError for what
     :class:`KSLinear` refuses, and for ``nn_linear`` with ``bs_last`` or another pattern.
+
+    Example:
+        >>> kl.nn.compat.get_linear_layer([(1, 8, 12, 1)], "unfused_linear", bs_last=True)
+        LinearBsl(in_features=12, out_features=8, bias=False)
     """
     if "vsize" in others or type(bias) is not bool:
         raise TypeError(

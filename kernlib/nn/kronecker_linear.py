@@ -53,12 +53,20 @@ class KroneckerLinear(ComputesWeight, nn.Module):
 
     x is (..., in_features), the result (..., out_features), of any number of dimensions.
     ``factors`` holds one parameter a factor, ``bias`` is (out_features,). Outputs of a new layer
-    have the variance that those of a new ``nn.Linear`` of these features have.
+    have the variance that those of a new ``nn.Linear`` of these features have. Kronecker products
+    as layers are those of Zhou, Wu, Wu and Zhou, "Exploiting Local Structures with the Kronecker
+    Layer in Convolutional Networks" (2015).
 
     Raises ValueError for sizes below 1, none, or not as many on both sides, and for an unknown
-    activation; TypeError for what is no list of ints, no dtype of these and no bool. Kronecker
-    products as layers are those of Zhou, Wu, Wu and Zhou, "Exploiting Local Structures with the
-    Kronecker Layer in Convolutional Networks" (2015).
+    activation; TypeError for what is no list of ints, no dtype of these and no bool.
+
+    Example:
+        >>> layer = kl.nn.KroneckerLinear([4, 3], [2, 5])
+        >>> layer(torch.randn(7, 12)).shape, layer.weight.shape, [f.shape for f in layer.factors]
+        (torch.Size([7, 10]), torch.Size([10, 12]), [torch.Size([4, 2]), torch.Size([3, 5])])
+        >>> layer.in_sizes, layer.in_features, layer.out_sizes, layer.out_features, layer.precision
+        ((4, 3), 12, (2, 5), 10, None)
+        >>> layer.reset_parameters()
     """
 
     bias: torch.Tensor | None
@@ -105,10 +113,18 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         product may exist. Computed in float64: ``in_features * out_features`` numbers, of which the
         decomposition takes a matrix of ``in_1 out_1`` rows.
 
-        Of a weight on "meta" it is a layer there, which a state fills.
+        - ``linear``: an ``nn.Linear`` of prod in_sizes features to prod out_sizes. Of a weight on
+          "meta" it is a layer there, which a state fills.
+        - ``in_sizes``, ``out_sizes``, ``activation``, ``precision``: as those of the layer.
 
         Raises TypeError for what is no ``nn.Linear`` of a known dtype, ValueError for one without
         values or with some that are not finite, and for sizes that are not those of its features.
+
+        Example:
+            >>> linear = kl.nn.KroneckerLinear([4, 3], [2, 5]).to_linear()
+            >>> layer = kl.nn.KroneckerLinear.from_linear(linear, [4, 3], [2, 5], activation="relu")
+            >>> torch.allclose(layer.to_dense(), linear.weight, atol=1e-6), layer.activation
+            (True, (Relu(),))
         """
         linear = _checked(linear)
         weight = linear.weight
@@ -139,7 +155,13 @@ class KroneckerLinear(ComputesWeight, nn.Module):
 
     @classmethod
     def from_dense(cls, *values: Any, **named: Any) -> KroneckerLinear:
-        """:meth:`from_linear`, as it was called before."""
+        """:meth:`from_linear`, as it was called before: ``values`` and ``named`` are its arguments,
+        and errors are its own. Warns with a DeprecationWarning.
+
+        Example:
+            >>> kl.nn.KroneckerLinear.from_dense(torch.nn.Linear(6, 4), [2, 3], [2, 2]).out_features
+            4
+        """
         deprecated("KroneckerLinear.from_dense() is from_linear()")
         return cls.from_linear(*values, **named)
 

@@ -69,21 +69,27 @@ class KSLinear(ComputesWeight, nn.Module):
     - ``precision``: of float32 in the kernel, as in :class:`kernlib.KroneckerSparse`. At
       ``"fp32"`` infinities, and numbers of 3.402e38 or more, give NaN there, not in the einsum.
     - ``init``: how :meth:`reset_parameters` draws the factors. ``"linear"``: of N factors each
-      uniform in ``±sqrt(3^(1 - 1/N) / c)``, so that outputs have the variance that those of a new
-      ``nn.Linear`` have, however many factors there are. ``"ksmm"``: in ``±1/sqrt(c)``, as the KSMM
-      project does, by which each factor divides the variance by 3. One factor is the same by both.
+      uniform in ``±sqrt(3^(1 - 1/N) / c)``, so that outputs have the variance of a new
+      ``nn.Linear``'s. ``"ksmm"``: in ``±1/sqrt(c)``, as the KSMM project does, by which each factor
+      divides the variance by 3.
 
     ``factors`` holds one parameter (a, b, c, d) a factor, ``bias`` is (out_features,): one
     ``state_dict`` for every algorithm and layout. What dense, sparse and bsr derive of factors that
     require no gradient is kept on a CPU, where each call compares the factors with a copy;
-    elsewhere :meth:`freeze` asks for it, and for what bmm derives.
+    elsewhere :meth:`freeze` asks for it, and for what bmm derives. Layer, names and argument order
+    are those of the KSMM project, up to ``bs_last``. Of what KSMM has behind it ``vsize`` is gone,
+    and ``more`` is a device alone: give all that follows by name.
 
-    Raises ValueError for factors that do not fit together, naming them, for weights of another
-    shape and an unknown ``algo``, ``init`` or activation; TypeError for what is no pattern, weight,
-    dtype or bool, such as a tensor for ``bias``, whose values are copied into ``layer.bias``.
+    Raises ValueError for factors that do not fit together, weights of another shape and an unknown
+    ``algo``, ``init`` or activation, TypeError for what is no pattern, weight, dtype or bool.
 
-    Layer, names and argument order are those of the KSMM project, up to ``bs_last``: what follows
-    is given by name, for there KSMM has ``vsize``, which is gone, and then ``device``.
+    Example:
+        >>> layer = kl.nn.KSLinear([(2, 4, 3, 2), (1, 5, 8, 2)]).freeze()
+        >>> layer(torch.randn(7, 12)).shape, layer.weight.shape, layer.num_mat
+        (torch.Size([7, 10]), torch.Size([10, 12]), 2)
+        >>> layer.in_size, layer.out_size, layer.algo, layer.init, layer.bs_last, layer.precision
+        (12, 10, 'auto', 'linear', False, None)
+        >>> layer.thaw().reset_parameters()  # which writes the factors
     """
 
     bias: torch.Tensor | None
@@ -148,12 +154,19 @@ class KSLinear(ComputesWeight, nn.Module):
     ) -> KSLinear:
         """The layer of one factor whose matrix is, of those with its support, the nearest to that
         of ``linear`` in the Frobenius norm: the weight itself for (1, out, in, 1). The bias, dtype,
-        device, mode and what requires a gradient are those of ``linear``, and the other arguments
-        are those of the layer. ``approximate=False`` draws the factors, of which there may then be
-        several. Of a weight on "meta" it is a layer there, which a state fills.
+        device, mode and what requires a gradient are those of ``linear``, and ``patterns``,
+        ``algo``, ``activation``, ``precision`` and ``init`` those of the layer.
+        ``approximate=False`` draws the factors, of which there may then be several. Of a weight on
+        "meta" it is a layer there, which a state fills.
 
         Raises TypeError for what is no ``nn.Linear`` of a known dtype, ValueError for one without
         values, for patterns of other sizes, and for several with ``approximate``.
+
+        Example:
+            >>> lin = torch.nn.Linear(12, 8)
+            >>> layer = kl.nn.KSLinear.from_linear(lin, [(1, 8, 12, 1)], activation="relu")
+            >>> layer.patterns, layer.activation, torch.equal(layer.to_linear().weight, lin.weight)
+            (((1, 8, 12, 1),), (Relu(),), True)
         """
         check_flag("approximate", approximate)
         linear = checked_linear(linear, DTYPES)
@@ -224,12 +237,12 @@ class KSLinear(ComputesWeight, nn.Module):
 
     def freeze(self) -> KSLinear:
         """Promise that nobody writes the factors, and return the layer. What dense, sparse, bsr and
-        bmm derive of them is then kept between calls, on a GPU too, if they require no gradient,
-        which is not changed here, and hold none. Writes that torch counts, ``load_state_dict``,
-        moves, and training by calls of this layer are seen all the same. Others make results wrong,
-        such as those by ``factor.data.mul_()``, NumPy, DLPack, a storage, a collective, a fused
-        optimizer of compiled code or the replay of a graph: call ``freeze()`` again after them.
-        Copies and pickles are not frozen."""
+        bmm derive of factors that require and hold no gradient is then kept between calls, on a GPU
+        too. Writes that torch counts, ``load_state_dict``, moves, and training by calls of this
+        layer are seen all the same. Others make results wrong, such as those by
+        ``factor.data.mul_()``, NumPy, DLPack, a storage, a collective, a fused optimizer of
+        compiled code or the replay of a graph: call ``freeze()`` again after them. Copies and
+        pickles are not frozen."""
         self._frozen = True
         self._kept = {}
         return self
@@ -241,8 +254,7 @@ class KSLinear(ComputesWeight, nn.Module):
         return self
 
     def train(self, mode: bool = True) -> KSLinear:
-        """As of every module. What is kept of the factors is let go: training may have written them
-        in ways that nobody counts."""
+        """As of every module. What is kept of factors is let go, as training may write them."""
         self._kept = {}
         return super().train(mode)
 
@@ -253,10 +265,14 @@ class KSLinear(ComputesWeight, nn.Module):
 
     def estimate(self, rows: int) -> Estimate:
         """Microseconds that an H200 takes for the layer and for the dense one of its sizes, for
-        ``rows`` rows of input: ``print(layer.estimate(25088))`` says both and their ratio. Of the
-        forward pass by the kernel in the dtype of the factors, without what the host takes; how
-        near it is to measurements is in :mod:`kernlib.nn.chains`. Raises ValueError for rows below
-        1 and TypeError for float64, of which nothing was measured."""
+        ``rows`` rows of input: of the forward pass by the kernel in the dtype of the factors,
+        without what the host takes. How near it is to measurements is in :mod:`kernlib.nn.chains`.
+        Raises ValueError for rows below 1 and TypeError for float64, of which nothing was measured.
+
+        Example:
+            >>> kl.nn.KSLinear([(8, 96, 96, 1)]).estimate(25088).speedup > 1
+            True
+        """
         from kernlib.nn.chains import as_count, estimate_of, kind_of
 
         rows = as_count("rows", rows)
@@ -298,7 +314,15 @@ class KSLinear(ComputesWeight, nn.Module):
         return tensor.reshape(first, -1) if self.bs_last else tensor.reshape(-1, tensor.shape[-1])
 
     def post_process(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Bias, activation and the batch of the input ``tensor`` for a product ``output``."""
+        """Bias, activation and the batch of the input ``tensor`` for a product ``output``.
+
+        Example:
+            >>> layer, x = kl.nn.KSLinear([(2, 4, 3, 2)]), torch.randn(5, 12)
+            >>> y = layer.post_process(x, layer.forward_bs_first(layer.pre_process(x)))
+            >>> k, z = layer.get_dense_product(), layer.forward_bs_last(x.T)
+            >>> torch.equal(y, layer(x)), torch.allclose(k @ x.T, z, atol=1e-6)
+            (True, True)
+        """
         self._check_input(tensor, self.bs_last, weights_of(self, self._names)[0])
         size = self.out_size * (tensor.numel() // self.in_size)
         check_dense(("output",), output=output)
@@ -329,8 +353,7 @@ class KSLinear(ComputesWeight, nn.Module):
     to_dense = get_dense_product
 
     def to_linear(self) -> nn.Linear:
-        """An ``nn.Linear`` of the same matrix and bias, which are copied; the activation is not in
-        it, and its batch is first."""
+        """An ``nn.Linear`` with copies of matrix and bias, without activation, its batch first."""
         return dense_linear(self, self.to_dense())
 
     __repr__ = represented

@@ -59,6 +59,7 @@ def replace_linear(
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`KSLinear` in place, and return the new
     ones by their names.
 
+    - ``model``: an ``nn.Module``.
     - ``patterns``: chains by ``(in_features, out_features)``, such as :data:`VIT_S16` and
       :data:`VIT_B16`, or a function of a layer's name, ``in_features`` and ``out_features``. A
       layer without a chain, or with None, stays.
@@ -86,6 +87,12 @@ def replace_linear(
     for ``approximate`` with several factors, and for a weight that another module holds too, such
     as an embedding's; ValueError for a ``match`` that is no regular expression; and TypeError for a
     ``model`` that is none, or an ``nn.Linear`` itself, and for arguments of another kind.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(384, 1536), torch.nn.Linear(1536, 384))
+        >>> new = kl.nn.replace_linear(model, kl.nn.VIT_S16, match="0")
+        >>> new["0"] is model[0], model[0].patterns
+        (True, ((6, 64, 64, 1), (1, 768, 192, 2)))
     """
     check_model(model, "use KSLinear.from_linear")
     check_flag("approximate", approximate)

@@ -51,11 +51,20 @@ class SparseLinear(ComputesWeight, MatrixModule):
     tensors are neither parameters nor buffers, so that nothing averages or broadcasts them:
     ``.to(device)`` moves them, ``.half()``, ``.bfloat16()`` and ``.float()`` round the values and
     compress them anew. ``state_dict`` holds tensors alone, a versioned header among them, and loads
-    into a layer of another format and number of entries.
+    into a layer of another format and number of entries. The compressed layer of a language model
+    is MACKO-SpMV's use of such matrices.
 
     Raises TypeError for another dtype, a ``bias`` that is no bool and what is no activation,
-    ValueError for other sizes, what is no device and an activation that takes arguments. The
-    compressed layer of a language model is MACKO-SpMV's use of such matrices.
+    ValueError for other sizes, what is no device and an activation that takes arguments.
+
+    Example:
+        >>> layer = kl.nn.SparseLinear.from_linear(torch.nn.Linear(64, 32), density=0.5)
+        >>> layer(torch.randn(7, 64)).shape, layer.weight.shape, layer.matrix.nnz
+        (torch.Size([7, 32]), torch.Size([32, 64]), 1024)
+        >>> layer.in_features, layer.out_features, layer.activation
+        (64, 32, ())
+        >>> layer.freeze().nbytes < 32 * 64 * 4, layer.thaw() is layer
+        (True, True)
     """
 
     def __init__(
@@ -96,10 +105,12 @@ class SparseLinear(ComputesWeight, MatrixModule):
         """The layer with the weight of ``linear``, compressed where it lies; the bias is the same
         parameter.
 
-        - ``format``, ``columns``: as of :func:`kernlib.sparse.compress`.
+        - ``linear``: an ``nn.Linear``, which keeps its weight.
+        - ``format``, ``columns``: as of :func:`kernlib.sparse.compress`. ``activation``: as of the
+          class.
         - ``density``: None compresses the weight as it is; a number keeps that part of the entries,
           those of largest magnitude, counted ``per`` "matrix" or "row": see
-          :func:`kernlib.sparse.magnitude`. ``linear`` keeps its weight.
+          :func:`kernlib.sparse.magnitude`.
 
         Warns with a :class:`kernlib.KernlibWarning` of a weight that is kept dense because nobody
         has pruned it: constant all the same, and no smaller.
@@ -109,6 +120,12 @@ class SparseLinear(ComputesWeight, MatrixModule):
 
         Raises TypeError for what is no ``nn.Linear`` and for float64, ValueError for one without
         values, and as ``compress`` and ``magnitude`` do.
+
+        Example:
+            >>> linear = torch.nn.Linear(4, 1, bias=False)
+            >>> linear.weight.data = torch.tensor([[1.0, -4.0, 3.0, 2.0]])
+            >>> kl.nn.SparseLinear.from_linear(linear, density=0.5).to_dense()
+            tensor([[ 0., -4.,  3.,  0.]])
         """
         linear = check_linear(linear, density)
         matrix = matrix_of(linear, format, density, per, columns)
@@ -138,9 +155,19 @@ class SparseLinear(ComputesWeight, MatrixModule):
         bias: torch.Tensor | None = None,
         activation: str | Epilogue | None = None,
     ) -> SparseLinear:
-        """The layer of a compressed matrix (out_features, in_features), whose tensors it shares. A
-        ``bias`` that is a parameter is kept as it is. Raises TypeError and ValueError for a bias
-        that is no tensor (out_features,) of the matrix's dtype and device."""
+        """The layer of a compressed ``matrix`` (out_features, in_features), whose tensors it
+        shares, and of a ``bias`` (out_features,), which is kept as it is if it is a parameter.
+        ``activation`` is as that of the class.
+
+        Raises TypeError for what is no SparseMatrix, ValueError and TypeError for a bias that is no
+        tensor (out_features,) of the matrix's dtype and device.
+
+        Example:
+            >>> matrix = kl.sparse.compress(torch.eye(4))
+            >>> layer = kl.nn.SparseLinear.from_matrix(matrix, activation="relu")
+            >>> layer.to_linear()(torch.ones(4)), layer(torch.tensor([1.0, -1.0, 2.0, -2.0]))
+            (tensor([1., 1., 1., 1.], ...), tensor([1., 0., 2., 0.]))
+        """
         if not isinstance(matrix, SparseMatrix):
             raise TypeError(f"matrix must be a SparseMatrix, got {class_name(matrix)}")
         check_bias(bias, matrix)

@@ -31,6 +31,7 @@ def sparsify(
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
     new ones by their names.
 
+    - ``model``: an ``nn.Module``.
     - ``match``: which layers: those in whose name this regular expression is found, such as
       ``r"mlp|[qkvo]_proj"``, or for which this function of name and layer is true; None takes all.
       Leave out a head that shares the weight of an embedding.
@@ -67,6 +68,12 @@ def sparsify(
     another dtype than its weight, and TypeError for a ``model`` that is an ``nn.Linear`` itself.
     ValueError for a group that names a layer that does not exist, TypeError for one that is no list
     of names.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 10))
+        >>> new = kl.nn.sparsify(model, match="0", density=0.5)
+        >>> new["0"] is model[0], model[0].matrix.density
+        (True, 0.5)
     """
     check_model(model, "use SparseLinear.from_linear")
     match = checked_match(match)

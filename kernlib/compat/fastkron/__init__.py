@@ -18,6 +18,12 @@ FastKron gets wrong, and what it refuses:
 A factor of one dimension is a column of ``gemkm`` and a row of ``gekmm``; where all of them have
 one, the result lacks the dimension of size 1 that they make, as that of a product of a matrix and a
 vector does.
+
+Example:
+    >>> import kernlib.compat.fastkron.fastkrontorch as fk
+    >>> x, f = torch.ones(1, 4), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> fk.gemkm(x, [f, f])
+    tensor([[16., 24., 24., 36.]])
 """
 
 from importlib import import_module as _import_module

@@ -27,11 +27,12 @@ def gemkm(
 ) -> np.ndarray:
     """``alpha * x (F1 ⊗ ... ⊗ FN) + beta * y``.
 
-    Shapes and broadcasting are those of :func:`kernlib.compat.fastkron.fastkrontorch.gemkm`, dtypes
-    float16, float32 and float64, one for all. Arrays are read where they lie, read-only ones too,
-    and copied only where torch has no such strides: negative ones, parts of an element, and the
-    other byte order. The result is a new array, or ``out``, which has its shape and dtype and may
-    share memory with the others.
+    Shapes and broadcasting of ``x``, the factors ``fs`` and ``y``, and ``alpha`` and ``beta``, are
+    those of :func:`kernlib.compat.fastkron.fastkrontorch.gemkm`, dtypes float16, float32 and
+    float64, one for all. Arrays are read where they lie, read-only ones too, and copied only where
+    torch has no such strides: negative ones, parts of an element, and the other byte order. The
+    result is a new array, or ``out``, which has its shape and dtype and may share memory with the
+    others.
 
     Raises ValueError for shapes that do not fit, no factors, a mixture of dtypes, a ``beta``
     without y, and an ``out`` of another shape or dtype, read-only or overlapping itself; TypeError
@@ -50,7 +51,8 @@ def gekmm(
     out: np.ndarray | None = None,
 ) -> np.ndarray:
     """``alpha * (F1 ⊗ ... ⊗ FN) x + beta * y``, with the shapes of
-    :func:`kernlib.compat.fastkron.fastkrontorch.gekmm`. Everything else is as in :func:`gemkm`."""
+    :func:`kernlib.compat.fastkron.fastkrontorch.gekmm`: the factors ``fs`` come first. ``out`` and
+    everything else is as in :func:`gemkm`, and so are the errors that it raises."""
     return _computed("left", x, fs, alpha, beta, y, out)
 
 

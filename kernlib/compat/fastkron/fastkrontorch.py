@@ -58,7 +58,10 @@ def gekmm(
     - ``x`` (..., K, M) or (K,), K the product of all P; the result is (..., L, M) or (..., L), L
       the product of all Q.
 
-    Everything else is as in :func:`gemkm`.
+    - ``alpha``, ``beta``, ``y``, ``precision``, ``out``: as in :func:`gemkm`.
+
+    Raises what :func:`gemkm` does: ValueError for shapes that do not fit, TypeError for other
+    dtypes, RuntimeError for an ``out`` while gradients are recorded.
     """
     return _product("left", x, fs, y, out, alpha=alpha, beta=beta, precision=precision)
 
@@ -70,7 +73,7 @@ class MKM:
 
     @staticmethod
     def apply(x: torch.Tensor, *fs: torch.Tensor) -> torch.Tensor:
-        """``x (F1 ⊗ ... ⊗ FN)``. Raises as :func:`gemkm` does."""
+        """``x (F1 ⊗ ... ⊗ FN)`` of x and the factors ``fs``. Raises as :func:`gemkm` does."""
         return gemkm(x, fs)
 
 
@@ -79,7 +82,8 @@ class KMM:
 
     @staticmethod
     def apply(x: torch.Tensor, *fs: torch.Tensor) -> torch.Tensor:
-        """``(F1 ⊗ ... ⊗ FN) x``; x comes first here too. Raises as :func:`gekmm` does."""
+        """``(F1 ⊗ ... ⊗ FN) x`` of x, which comes first here too, and the factors ``fs``. Raises as
+        :func:`gekmm` does."""
         return gekmm(fs, x)
 
 

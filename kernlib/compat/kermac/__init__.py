@@ -19,6 +19,12 @@ alignment themselves. What differs is what kermac gets wrong, and what it refuse
 What stays though it may surprise: ``lengthscale`` stands for ``scale = 1 / lengthscale^p``, a sum
 that grows, and a ``scale`` that is given too takes its place. :func:`kernlib.cdist_expadd` has the
 sum that decays. ``Symmetry`` is a name alone, and no call takes it.
+
+Example:
+    >>> import kernlib.compat.kermac as kermac
+    >>> a, b = torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]])
+    >>> kermac.cdist(a, b), kermac.run_kernel(kermac.laplace_l1, a, b, bandwidth=7.0)
+    (tensor([[[5.]]]), tensor([[[0.3679]]]))
 """
 
 from __future__ import annotations
@@ -134,6 +140,7 @@ def run_kernel(
 ) -> torch.Tensor:
     """``out[l,m,n] = kernel(outer(sum_k inner(op(b[l,n,k], a[l,m,k]))))``.
 
+    - ``kernel_descriptor``: a :class:`KernelDescriptor`, such as :data:`laplace_l2`.
     - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K); ``out`` (M, N) or (L, M, N) is written
       in place and returned, without it the result is (L, M, N), L 1 for matrices.
     - ``p`` only where both stages are POW: ``inner_p = p, outer_p = 1 / p``; else ``inner_p`` and
@@ -141,9 +148,10 @@ def run_kernel(
     - ``bandwidth`` exactly where there is a kernel; ``epsilon`` (1e-5) and ``regularization`` only
       there: values smaller than epsilon in magnitude count as 0, and where
       ``m + regularization_offset_y == n + regularization_offset_x`` the regularization is added.
+    - ``try_to_align``: nothing. ``debug``: True writes the call's events to stderr.
 
-    Raises ValueError for other combinations of arguments, and what :func:`kernlib.run_kernel`
-    raises.
+    Raises TypeError for what is no descriptor, ValueError for other combinations of arguments, and
+    what :func:`kernlib.run_kernel` raises.
     """
     if not isinstance(kernel_descriptor, KernelDescriptor):
         raise TypeError(
@@ -220,6 +228,9 @@ def cdist(
 ) -> torch.Tensor:
     """p-norm distances (L, M, N) of the rows of ``a`` (M, K) or (L, M, K) and ``b`` (N, K) or
     (L, N, K); with ``skip_epilogue`` the sums ``sum_k |a - b|^p`` without the root, for every p.
+    ``out`` (M, N) or (L, M, N) is written in place and returned; ``p`` is a number or a tensor of
+    shape () or (L,); ``try_to_align`` is ignored; ``debug=True`` writes the call's events to
+    stderr.
 
     Raises ValueError for ``p=inf`` without root, which has no sums, and what
     :func:`kernlib.run_kernel` raises.
@@ -253,7 +264,12 @@ def cdist_grad(
     """``out[l,o,n,m] = sum_k c[o,k] a[k,m] sign(d[n,m] - b[n,k]) |d[n,m] - b[n,k]|^(p-1)``.
 
     ``a`` (K, M), ``b`` (N, K), ``c`` (O, K), ``d`` (N, M), ``out`` (O, N, M), each with an optional
-    batch in front; without ``out`` the result is (L, O, N, M). See :func:`kernlib.cdist_grad`.
+    batch in front; without ``out`` the result is (L, O, N, M). ``p`` is 0 or greater, ``eps`` the
+    smallest ``|v|`` that counts where p < 1; ``debug=True`` writes the call's events to stderr. See
+    :func:`kernlib.cdist_grad`.
+
+    Raises ValueError for shapes that do not fit and numbers out of range, TypeError for other
+    dtypes, RuntimeError for inputs that require a gradient while gradients are recorded.
     """
     found = points.cdist_grad(a, b, c, d, out=out, p=p, eps=eps, debug=debug)
     return _with_batch(found, out, 4)
@@ -270,9 +286,17 @@ def cdist_expadd(
     try_to_align: bool = False,
     debug: bool = False,
 ) -> torch.Tensor:
-    """``sum_k exp(scale * |a_k - b_k|^p)`` (L, M, N), with ``scale`` of 1 / lengthscale^p, if it is
-    not given; usually it is negative. See :func:`kernlib.cdist_expadd`, whose ``lengthscale`` has
-    the other sign."""
+    """``sum_k exp(scale * |a_k - b_k|^p)`` (L, M, N) of the rows of ``a`` (M, K) or (L, M, K) and
+    ``b`` (N, K) or (L, N, K).
+
+    - ``out`` (M, N) or (L, M, N) is written in place and returned.
+    - ``p``, ``lengthscale``, ``scale``: numbers or tensors of shape () or (L,). ``scale`` is
+      1 / lengthscale^p, if it is not given; usually it is negative.
+    - ``try_to_align``: nothing. ``debug``: True writes the call's events to stderr.
+
+    Raises ValueError if neither ``scale`` nor ``lengthscale`` is given, and what
+    :func:`kernlib.cdist_expadd` raises, whose ``lengthscale`` has the other sign.
+    """
     check_flag("try_to_align", try_to_align)
     refuse_any_overlap(out, lengthscale=lengthscale)
     given = {"p": p, "scale": _scale(p, lengthscale, scale, "a", a), "debug": debug}
@@ -296,9 +320,19 @@ def cdist_grad_expadd(
     try_to_align: bool = False,
     debug: bool = False,
 ) -> torch.Tensor:
-    """The gradient of ``(c0 + S)^q`` of sums S by the query points (L, O, N, M), where ``s_km``
-    (K, M) may take the place of S; ``scale`` as in :func:`cdist_expadd`. See
-    :func:`kernlib.cdist_grad_expadd`."""
+    """The gradient of ``sum_k c[o,k] a[k,m] (c0 + S[k,m])^q`` by the query points ``d``,
+    (L, O, N, M), with the sums S of :func:`cdist_expadd`.
+
+    - ``a`` (K, M), ``b`` (N, K), ``c`` (O, K), ``d`` (N, M), each with an optional batch in front;
+      ``out`` (O, N, M), with a batch or not, is written in place and returned.
+    - ``s_km`` (K, M) may take the place of S.
+    - ``p``, ``q``, ``c0``: numbers or tensors of shape () or (L,); ``scale`` and ``lengthscale`` as
+      in :func:`cdist_expadd`; ``eps`` the smallest ``|v|`` that counts where p < 1.
+    - ``try_to_align``: nothing. ``debug``: True writes the call's events to stderr.
+
+    Raises ValueError if neither ``scale`` nor ``lengthscale`` is given, and what
+    :func:`kernlib.cdist_grad_expadd` raises.
+    """
     check_flag("try_to_align", try_to_align)
     refuse_any_overlap(out, lengthscale=lengthscale)
     given = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, "d", d)}

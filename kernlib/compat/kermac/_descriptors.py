@@ -70,9 +70,13 @@ _KINDS = {
 @dataclass(frozen=True)
 class KernelDescriptor:
     """The four stages of a pairwise kernel, all 150 combinations of them. Immutable, where kermac's
-    could be changed for the whole process. Raises TypeError for a stage of another enum.
+    could be changed for the whole process.
 
-    ``pairwise`` is the same in kernlib's terms.
+    - ``inner_operator``: an :class:`InnerOperator`, of each pair of coordinates.
+    - ``inner_power``, ``outer_power``: a :class:`PowerType`, of each feature and of the sum.
+    - ``kernel_type``: a :class:`KernelType`, of what the outer stage gives.
+
+    ``pairwise`` is the same in kernlib's terms. Raises TypeError for a stage of another enum.
     """
 
     inner_operator: InnerOperator = InnerOperator.DIFF

@@ -83,7 +83,12 @@ class Alignment(Enum):
 
 
 class TensorStats(NamedTuple):
-    """What :func:`tensor_stats` says of a tensor."""
+    """What :func:`tensor_stats` says of a tensor.
+
+    - ``shape``: three sizes, a batch of 1 in front if there is none; ``num_batches`` is the first.
+    - ``majorness``, ``alignment``: a :class:`Majorness` and an :class:`Alignment`.
+    - ``batch_stride``, ``leading_dimension_stride``: in elements; the first is 0 for a batch of 1.
+    """
 
     shape: tuple[int, int, int]  # a batch of 1 in front, if there is none
     majorness: Majorness
@@ -94,8 +99,8 @@ class TensorStats(NamedTuple):
 
 
 def tensor_stats(tensor: torch.Tensor) -> TensorStats:
-    """How a float32 tensor (M, N) or (L, M, N) lies in memory. ``ALIGN_4`` says that loads of 16
-    bytes may read it: its address, leading dimension and batch stride are multiples of them.
+    """How ``tensor``, a float32 one (M, N) or (L, M, N) lies in memory. ``ALIGN_4`` says that loads
+    of 16 bytes may read it: its address, leading dimension and batch stride are multiples of them.
 
     Raises TypeError for another dtype and for what is no tensor, ValueError for another rank and
     for strides that are neither row- nor column-major.
@@ -125,8 +130,8 @@ def tensor_stats(tensor: torch.Tensor) -> TensorStats:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """``a / b`` rounded up, for a b greater than 0. Raises TypeError for what is no int, ValueError
-    for another b."""
+    """``a / b`` rounded up, for an int ``a`` and an int ``b`` greater than 0. Raises TypeError for
+    what is no int, ValueError for another b."""
     a, b = as_int("a", a), as_int("b", b)
     if b <= 0:
         raise ValueError(f"b must be greater than 0, got {b}")
@@ -139,10 +144,11 @@ def pre_compile_descriptors(
     try_to_align: bool = False,
     debug: bool = False,
 ) -> None:
-    """Compile into the cache the kernels of float32 tensors of each layout, row- or column-major,
-    for the GPU ``device`` (None: the current one). Of exponents the code that serves all is made,
-    not that of 1, 2 and the other values with their own. ``try_to_align`` is ignored, as alignment
-    is found out at each call.
+    """Compile into the cache the kernels of ``descriptors``, a :class:`KernelDescriptor` or
+    several, for float32 tensors of each layout, row- or column-major, and the GPU ``device`` (None:
+    the current one). Of exponents the code that serves all is made, not that of 1, 2 and the other
+    values with their own. ``try_to_align`` is ignored, as alignment is found out at each call;
+    ``debug=True`` writes events to stderr.
 
     Raises UnsupportedError for a device that is no GPU, TypeError for what is no descriptor, and
     what :func:`kernlib.compile` raises.

@@ -37,9 +37,16 @@ def solve_cholesky(
 
     ``a`` (N, N) or (L, N, N); ``b`` (C, N) or (L, C, N), any strides. Returns x in b's shape (with
     a's batch, if b has none), and the infos of factorization and solution, int32 (L,), which stay
-    on the device. What is written in place, and what is raised, says
-    :func:`kernlib.linalg.solve_cholesky`; with ``check_errors`` the LinAlgError is a ValueError
-    too, as kermac's was.
+    on the device.
+
+    - ``fill_mode``: a :class:`FillMode`, the triangle of a that is read.
+    - ``overwrite_a``, ``overwrite_b``: whether to write in place, as
+      :func:`kernlib.linalg.solve_cholesky` does.
+    - ``check_errors``: whether to wait for the infos and raise. ``debug``: True writes the call's
+      events to stderr.
+
+    Raises what :func:`kernlib.linalg.solve_cholesky` does; with ``check_errors`` the LinAlgError is
+    a ValueError too, as kermac's was.
     """
     options = {"upper": _is_upper(fill_mode), "overwrite_a": overwrite_a, "debug": debug}
     options |= {"overwrite_b": overwrite_b, "check_errors": check_errors}
@@ -55,7 +62,12 @@ def solve_lu(
     debug: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve ``x a = b`` for any square ``a`` of any layout: kermac's system for a row-major ``a``,
-    where that for a column-major one was ``x a^T = b``. Else as :func:`solve_cholesky`."""
+    where that for a column-major one was ``x a^T = b``.
+
+    ``b``, ``overwrite_a``, ``overwrite_b``, ``check_errors``, ``debug`` and the result are as those
+    of :func:`solve_cholesky`. Raises what :func:`kernlib.linalg.solve_lu` does; with
+    ``check_errors`` the LinAlgError is a ValueError too.
+    """
     options = {"overwrite_a": overwrite_a, "overwrite_b": overwrite_b}
     options |= {"check_errors": check_errors, "debug": debug}
     return _solve_rows(linalg.solve_lu, _transposed("a", a), b, options)
@@ -68,8 +80,10 @@ def eigh(
     check_errors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ascending eigenvalues (L, N), eigenvectors (L, N, N) as columns, infos int32 (L,), of
-    symmetric ``a`` (L, N, N); of ``a`` (N, N) they are (N,), (N, N) and (1,). See
-    :func:`kernlib.linalg.eigh`."""
+    symmetric ``a`` (L, N, N); of ``a`` (N, N) they are (N,), (N, N) and (1,). ``fill_mode`` is the
+    triangle that is read; ``overwrite_a`` and ``check_errors`` are as those of
+    :func:`kernlib.linalg.eigh`. Raises what that does; with ``check_errors`` the LinAlgError is a
+    ValueError too."""
     options = {"overwrite_a": overwrite_a, "check_errors": check_errors}
     _check_rank("a", a)
     with _as_value_errors():

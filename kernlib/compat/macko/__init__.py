@@ -12,6 +12,12 @@ either library reads what the other wrote. What differs is what MACKO refuses or
 - a product reads nothing behind the tensors, and adds up in an order that depends on the GPU alone.
 
 ``torch.ops.macko_spmv.multiply`` is registered when this module is imported, unless it is there.
+
+Example:
+    >>> import kernlib.compat.macko as macko_spmv
+    >>> compressed = macko_spmv.compress(torch.tensor([[0.0, 2.0], [3.0, 0.0]]).half())
+    >>> macko_spmv.multiply(compressed, torch.tensor([1.0, 10.0]).half())
+    tensor([20.,  3.], dtype=torch.float16)
 """
 
 from __future__ import annotations
@@ -39,8 +45,8 @@ SCHEMA = (
 
 
 def compress(M: torch.Tensor) -> Compressed:
-    """The tuple of a float16 matrix (R, C) of any strides, where it lies. On a GPU it synchronises
-    once.
+    """The tuple of ``M``, a float16 matrix (R, C) of any strides, where it lies. On a GPU it
+    synchronises once.
 
     Raises RuntimeError for other dtypes and for 2^31 entries or more, which int32 does not count,
     TypeError or ValueError for what is no matrix.
@@ -62,8 +68,8 @@ def compress(M: torch.Tensor) -> Compressed:
 
 
 def decompress(compressed: Compressed) -> torch.Tensor:
-    """The matrix (R, C) of a tuple, where it lies. Raises ValueError and TypeError for no such
-    tuple, whatever bytes it holds."""
+    """The matrix (R, C) of a ``compressed`` tuple, where it lies. Raises ValueError and TypeError
+    for no such tuple, whatever bytes it holds."""
     tensors, shape = _parts(compressed)
     _check_matrix(*tensors, *shape)
     if 2 * max(1, shape[0]) * max(1, shape[1]) >= 2**63:
@@ -75,8 +81,8 @@ def decompress(compressed: Compressed) -> torch.Tensor:
 
 
 def move_to_device(compressed: Compressed, device: torch.device | str | int) -> Compressed:
-    """The tuple with its tensors on a device. Raises ValueError and TypeError for no such tuple,
-    whatever bytes it holds, and for what is no device."""
+    """The ``compressed`` tuple with its tensors on a ``device``. Raises ValueError and TypeError
+    for no such tuple, whatever bytes it holds, and for what is no device."""
     tensors, shape = _parts(compressed)
     _check_matrix(*tensors, *shape)
     if type(device) not in (torch.device, str, int):
@@ -97,8 +103,8 @@ def move_to_device(compressed: Compressed, device: torch.device | str | int) -> 
 
 
 def multiply(compressed: Compressed, V: torch.Tensor) -> torch.Tensor:
-    """``M @ V`` (R,) of a tuple and a float16 vector of C elements, (C,) or behind dimensions of
-    size 1, summed in float32.
+    """``M @ V`` (R,) of a ``compressed`` tuple and ``V``, a float16 vector of C elements, (C,) or
+    behind dimensions of size 1, summed in float32.
 
     What a tuple holds is looked at once, at its first product, unless it comes from
     :func:`compress` or :func:`move_to_device`; on a GPU the host waits for that. A CUDA graph that

@@ -17,6 +17,14 @@ tensors are ``[Z, H, rows, cols]``. What differs is what Torch-Blocksparse refus
 - ``bench`` is taken and means nothing: time calls with ``torch.cuda.Event``.
 
 ``Linear`` and ``replace_mha``, broken there, work here. ``BatchNorm2d`` is not there.
+
+Example:
+    >>> import kernlib.compat.torch_blocksparse as torch_blocksparse
+    >>> layout = torch.tensor([[[1, 0], [0, 1]]])  # of one head: blocks on the diagonal
+    >>> op = torch_blocksparse.MatMul(layout, 16, "dsd")  # values (Z, nnz, 16, 16) by a matrix
+    >>> values, x = torch.eye(16).expand(1, 2, 16, 16), torch.randn(1, 1, 32, 8)
+    >>> torch.equal(op(values, x), x)
+    True
 """
 
 from importlib import import_module as _import_module

@@ -25,9 +25,14 @@ MODES = ("dense", "fixed")
 
 @hinted
 class SparsityInfo:
-    """What layouts of attention are made of: ``mode`` "dense" or "fixed", the size of a ``block``,
-    and of "fixed" ``stride``, ``unidirectional``, ``numverts`` and ``vertsize``, as those of
-    :func:`kernlib.blocksparse.fixed`. Attributes may be set later, before a layout is made."""
+    """What layouts of attention are made of. Attributes may be set later, before a layout is made.
+
+    - ``mode``: "dense" or "fixed". ``block``: the size of a block.
+    - ``stride``, ``unidirectional``, ``numverts``, ``vertsize``: of "fixed", as those of
+      :func:`kernlib.blocksparse.fixed`.
+
+    What is wrong with them :meth:`layout` raises.
+    """
 
     def __init__(
         self,
@@ -42,8 +47,9 @@ class SparsityInfo:
         self.unidirectional, self.numverts, self.vertsize = unidirectional, numverts, vertsize
 
     def layout(self, heads: int, query_length: int, key_length: int) -> Layout:
-        """The layout of these lengths, which "fixed" has one of. Raises ValueError for other modes
-        and lengths, TypeError and ValueError for attributes of other kinds."""
+        """The layout of ``heads`` matrices (``query_length``, ``key_length``), which "fixed" has
+        for equal lengths alone. Raises ValueError for other modes and lengths, TypeError and
+        ValueError for attributes of other kinds."""
         if self.mode not in MODES:
             raise ValueError(f"mode of the sparsity must be one of {MODES}, got {shown(self.mode)}")
         if self.mode == "dense":
@@ -105,10 +111,15 @@ class MultiheadAttention(BlockSparseMultiheadAttention):
     tensor of 0 and 1 [H, rows / block, cols / block], and its ``block``, which come in this order
     before all that follows, as in the project's newest commit. Called ``op(query, key, value,
     key_padding_mask=None, need_weights=True, attn_mask=None)`` with (L, B, E) inputs it returns
-    ``(output, None)``. ``attn_mask_mode`` is "mul", by which an ``attn_mask`` is 0 or False where
-    nothing is seen.
+    ``(output, None)``.
 
-    Raises TypeError and ValueError for other arguments.
+    ``embed_dim``, ``num_heads``, ``dropout``, ``bias``, ``add_bias_kv``, ``add_zero_attn``,
+    ``kdim``, ``vdim``, ``key_padding_mask_mode`` and ``attn_mask_mode`` are as those of
+    :class:`kernlib.nn.BlockSparseMultiheadAttention`. ``attn_mask_mode`` is "mul" by default, by
+    which an ``attn_mask`` is 0 or False where nothing is seen.
+
+    Raises TypeError and ValueError for other arguments, NotImplementedError for ``add_bias_kv`` and
+    ``add_zero_attn``.
     """
 
     SparsityInfo = SparsityInfo
@@ -151,9 +162,16 @@ class MultiheadAttention(BlockSparseMultiheadAttention):
 class DeepSpeedSparseSelfAttention(nn.Module):
     """Attention of projected queries, keys and values, called ``op(query, key, value, rpe=None,
     key_padding_mask=None, attn_mask=None)`` with [B, H, L, D]; a ``key`` [B, H, D, L], transposed
-    already, is taken where its last sizes say so. Scores are multiplied by ``1 / sqrt(D)``. Masks
-    are those of :func:`kernlib.nn.block_sparse_attention`. Raises TypeError and ValueError for
-    other arguments."""
+    already, is taken where its last sizes say so. Scores are multiplied by ``1 / sqrt(D)``.
+
+    - ``embed_dim``: of the model, H * D; it is kept and not used. ``num_heads``: H.
+    - ``mode``, ``block``, ``stride``, ``unidirectional``, ``numverts``, ``vertsize``: of the
+      layout, as those of :class:`SparsityInfo`.
+    - ``key_padding_mask_mode``, ``attn_mask_mode``: "add" or "mul". Masks are those of
+      :func:`kernlib.nn.block_sparse_attention`.
+
+    Raises TypeError and ValueError for other arguments.
+    """
 
     def __init__(
         self,
@@ -176,7 +194,8 @@ class DeepSpeedSparseSelfAttention(nn.Module):
         self._made: dict[tuple, Layout] = {}
 
     def layout_of(self, query_length: int, key_length: int, device: torch.device) -> Layout:
-        """The layout of these lengths, made once."""
+        """The layout of a ``query_length`` and a ``key_length`` on a ``device``, made once. Raises
+        what :meth:`SparsityInfo.layout` does."""
         key = query_length, key_length, device
         if key not in self._made:
             info = SparsityInfo(
@@ -221,10 +240,12 @@ def make_layout(
     numverts: int,
     vertsize: int,
 ) -> torch.Tensor:
-    """The layout of attention over ``num_blocks`` blocks, as int64 [num_heads, num_blocks,
-    num_blocks]; sizes are counted in blocks. Raises what :meth:`SparsityInfo.layout` does. Where
-    Torch-Blocksparse indexes out of range, in a last window that is cut, and sees columns behind
-    the diagonal, this does not."""
+    """The layout of attention over ``num_blocks`` blocks for ``num_heads`` heads, as int64
+    [num_heads, num_blocks, num_blocks]; sizes are counted in blocks: ``block_stride`` is a stride
+    of so many. ``mode``, ``unidirectional``, ``numverts`` and ``vertsize`` are as those of
+    :class:`SparsityInfo`. Raises what :meth:`SparsityInfo.layout` does. Where Torch-Blocksparse
+    indexes out of range, in a last window that is cut, and sees columns behind the diagonal, this
+    does not."""
     num_heads = checked_count("num_heads", num_heads, 1)
     length = 16 * checked_count("num_blocks", num_blocks, 0)
     stride = 16 * checked_count("block_stride", block_stride, 1)
@@ -234,8 +255,9 @@ def make_layout(
 
 def replace_mha(model: nn.Module, info: Sparsity) -> None:
     """Swap the ``nn.MultiheadAttention`` layers of ``model`` for :class:`MultiheadAttention` in
-    place. Parameters, dtype, device, ``batch_first`` and training mode stay, and masks mean what
-    they meant: both are added. Raises what the new layers do, with ``model`` as it was."""
+    place; ``info`` is the ``sparsity`` of the new ones. Parameters, dtype, device, ``batch_first``
+    and training mode stay, and masks mean what they meant: both are added. Raises what the new
+    layers do, with ``model`` as it was."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.MultiheadAttention):

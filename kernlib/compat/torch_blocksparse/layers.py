@@ -29,6 +29,7 @@ ORDERS = ("NHWC", "CHWN")
 class Linear(BlockSparseModule):
     """``x W + bias`` with a trainable block-sparse W (in_features, out_features).
 
+    - ``in_features``, ``out_features``: multiples of ``block``.
     - ``layout``: a tensor of 0 and 1 [1, in_features / block, out_features / block], that of W as
       it is stored; :class:`kernlib.nn.BlockSparseLinear` has its transpose.
     - ``block``: 16, 32, 64 or 128.
@@ -112,11 +113,16 @@ BlockSparseLinear = Linear
 class Conv2d(BlockSparseConv2d):
     """A convolution with a block-sparse weight, as :class:`kernlib.nn.BlockSparseConv2d`.
 
-    ``layout`` is a tensor of 0 and 1 [K / block, C / block, R, S] for K output channels, C input
-    channels and a kernel of R x S; ``weight`` [nnz, block, block] holds the blocks by output
-    channel, kernel row, kernel column and input channel, and is all that ``state_dict`` holds. The
-    result is (N, K, P, Q), in memory in the ``order`` "NHWC" or "CHWN". Raises ValueError for other
-    orders, NotImplementedError for a bias, TypeError and ValueError for other arguments.
+    - ``in_channels`` C, ``out_channels`` K, ``kernel_size`` R x S, ``padding``, ``stride``: as
+      those of ``nn.Conv2d``. ``bias``: False.
+    - ``layout``: a tensor of 0 and 1 [K / block, C / block, R, S]. ``block``: 16, 32, 64 or 128.
+    - ``order``: "NHWC" or "CHWN", that of the result (N, K, P, Q) in memory.
+
+    ``weight`` [nnz, block, block] holds the blocks by output channel, kernel row, kernel column and
+    input channel, and is all that ``state_dict`` holds.
+
+    Raises ValueError for other orders, NotImplementedError for a bias, TypeError and ValueError for
+    other arguments.
     """
 
     persistent = False

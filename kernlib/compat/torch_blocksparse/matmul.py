@@ -75,6 +75,8 @@ class MatMul:
     def __call__(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """The product of ``a`` and ``b``, written to ``out`` if there is one. Raises as the class
+        says."""
         check_dense(("a", "b"), a=a, b=b, out=out)
         layout = self._layouts.on(a.device)
         run = {"sdd": _sdd, "dsd": _dsd, "dds": _dds}[self.mode]
@@ -99,11 +101,12 @@ class Softmax:
     key_padding_mask=None, attn_mask=None, key_padding_mask_mode="add", attn_mask_mode="add",
     is_causal=False, inplace=False)``.
 
-    x and the result are [Z, nnz, block, block] or [nnz, block, block]; ``rpe`` broadcasts to
-    [Z, H, Lq, Lk], ``key_padding_mask`` is [Z, Lk], ``attn_mask`` [Lq, Lk], all of x's dtype, or
-    masks of bools, of which True takes part. A mask of mode "add" is added, one of "mul" leaves out
-    what it is 0 for. ``inplace=True`` writes x, and is what Torch-Blocksparse does. See
-    :func:`kernlib.blocksparse.softmax`, which computes it.
+    ``layout`` is a tensor of 0 and 1 [H, Lq / block, Lk / block], ``block`` 16, 32, 64 or 128, and
+    ``bench`` means nothing. x and the result are [Z, nnz, block, block] or [nnz, block, block];
+    ``rpe`` broadcasts to [Z, H, Lq, Lk], ``key_padding_mask`` is [Z, Lk], ``attn_mask`` [Lq, Lk],
+    all of x's dtype, or masks of bools, of which True takes part. A mask of mode "add" is added,
+    one of "mul" leaves out what it is 0 for. ``inplace=True`` writes x, and is what
+    Torch-Blocksparse does. See :func:`kernlib.blocksparse.softmax`, which computes it.
 
     Raises ValueError for masks of another dtype, TypeError and ValueError for other arguments.
     """
@@ -125,6 +128,8 @@ class Softmax:
         is_causal: bool = False,
         inplace: bool = False,
     ) -> torch.Tensor:
+        """The probabilities of scores ``x``, or ``x`` itself with ``inplace``. Arguments and errors
+        are those that the class says."""
         check_dense(("x",), x=x)
         check_flag("inplace", inplace)
         given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}

@@ -56,19 +56,31 @@ def block_sparse_attention(
       ``v`` (..., H, Lk, Dv) of one dtype, of any strides; the result is (..., H, Lq, Dv).
     - ``layout``: of H heads, or without heads one for all.
     - ``scale``: a number or a tensor of shape (), by default ``1 / sqrt(D)``.
-    - ``rpe``, masks, their modes and ``causal``: as those of
-      :func:`kernlib.blocksparse.softmax`, with Z for the dimensions in front of H: rpe broadcasts
-      to (Z, H, Lq, Lk), key_padding_mask to (Z, Lk), and attn_mask is (Lq, Lk). In a mask of bools
-      True takes part. Rows that nothing is left of are 0, and so are their gradients.
+    - ``rpe``: added to scores, broadcasts to (Z, H, Lq, Lk), Z being the dimensions in front of H.
+    - ``key_padding_mask`` broadcasts to (Z, Lk), ``attn_mask`` is (Lq, Lk);
+      ``key_padding_mask_mode`` and ``attn_mask_mode`` are ``"add"`` or ``"mul"``, as those of
+      :func:`kernlib.blocksparse.softmax`. In a mask of bools True takes part. ``causal=True``
+      leaves out columns behind the row. Rows that nothing is left of are 0, and so are their
+      gradients.
     - ``precision``: of float32, as in :class:`kernlib.BlockSparseMatmul`.
     - ``dropout_p``, ``seed``: the part of the probabilities that is dropped, by a counter, as those
       of :func:`kernlib.blocksparse.attention`.
 
     float16 and bfloat16 on a GPU, and all with a dropout, are computed as
     :func:`kernlib.blocksparse.attention` is, half types by one kernel; of others scores and
-    probabilities are stored, three kernels one after the other. Raises TypeError and ValueError
-    that name the argument. The operation is that of Torch-Blocksparse, after Child et al.,
-    "Generating Long Sequences with Sparse Transformers" (2019).
+    probabilities are stored, three kernels one after the other. The operation is that of
+    Torch-Blocksparse, after Child et al., "Generating Long Sequences with Sparse Transformers"
+    (2019).
+
+    Raises ValueError for shapes that do not fit the layout and unknown modes, TypeError for other
+    dtypes, mixed devices and what is no Layout.
+
+    Example:
+        >>> layout = kl.blocksparse.Layout(torch.eye(4) > 0, 16)  # blocks on the diagonal
+        >>> q, v = torch.zeros(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
+        >>> y = kl.nn.block_sparse_attention(q, q, v, layout)  # all scores are equal
+        >>> torch.allclose(y[..., :16, :], v[..., :16, :].mean(-2, keepdim=True), atol=1e-6)
+        True
     """
     check_dense(("q", "k", "v"), q=q, k=k, v=v)
     check_flag("key_transposed", key_transposed)
@@ -156,6 +168,7 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
       ``num_heads`` heads or without heads; or its mask, of blocks of size ``block``; or a function
       of the two lengths that makes one, which each module asks once a pair of lengths. It is no
       part of ``state_dict``, moves with the layer, and several modules may share it.
+    - ``block``: the size of a mask's blocks, an int or two (rows, columns); None for other layouts.
     - ``dropout``: the part of the probabilities that is dropped in training, 0 to 1, without 1.
     - ``add_bias_kv``, ``add_zero_attn``: must be False, else NotImplementedError is raised: they
       would change the length of keys.
@@ -172,9 +185,18 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
     (B, H, Lq, Lk) and is added. Rows that masks leave nothing of have an attention of 0, where
     ``nn.MultiheadAttention`` has NaN.
 
-    Raises TypeError and ValueError for other arguments, such as lengths that are not the layout's.
     The layer is Torch-Blocksparse's ``MultiheadAttention``, whose ``attn_mask_mode`` is "mul" by
     default.
+
+    Raises ValueError for sizes, lengths and heads that are not the layout's, TypeError for
+    arguments of other kinds, NotImplementedError for ``add_bias_kv`` and ``add_zero_attn``.
+
+    Example:
+        >>> layout = kl.blocksparse.sliding_window(64, 16, 16)
+        >>> layer = kl.nn.BlockSparseMultiheadAttention(32, 4, layout, batch_first=True)
+        >>> x = torch.randn(2, 64, 32)
+        >>> layer(x, x, x)[0].shape, layer.layout.shape
+        (torch.Size([2, 64, 32]), (64, 64))
     """
 
     def __init__(
@@ -228,8 +250,15 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         return self._layout
 
     def layout_of(self, query_length: int, key_length: int) -> Layout:
-        """The layout of these lengths, on the layer's device. Raises ValueError where there is
-        none, TypeError where the function makes something else."""
+        """The layout of a ``query_length`` and a ``key_length``, on the layer's device. Raises
+        ValueError where there is none, TypeError where the function makes something else.
+
+        Example:
+            >>> layer = kl.nn.BlockSparseMultiheadAttention(
+            ...     32, 4, lambda rows, cols: kl.blocksparse.dense(rows, cols, 16))
+            >>> layer.layout_of(32, 64).shape
+            (32, 64)
+        """
         query_length = _checked_length("query_length", query_length)
         key_length = _checked_length("key_length", key_length)
         found, key = self._layout, (query_length, key_length)

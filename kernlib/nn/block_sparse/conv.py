@@ -43,7 +43,9 @@ class BlockSparseConv2d(BlockSparseModule):
     - ``layout``: a :class:`kernlib.blocksparse.Layout` without heads of that matrix, of which the
       layer holds a copy, such as :func:`taps_layout` makes; or the size of its blocks, an int or
       two (rows, columns), of which then a part ``density`` is drawn.
-    - ``in_channels`` to ``dtype``: as those of ``nn.Conv2d``, of which ``groups`` must be 1.
+    - ``in_channels``, ``out_channels``, ``kernel_size``, ``stride``, ``padding``, ``dilation``,
+      ``groups``, ``bias``, ``padding_mode``, ``device``, ``dtype``: as those of ``nn.Conv2d``;
+      ``groups`` must be 1.
     - ``activation``, ``density``, ``capacity``, ``precision``: as those of
       :class:`kernlib.nn.BlockSparseLinear`, as are initialisation, ``state_dict`` and the methods
       that change which blocks are stored.
@@ -51,10 +53,18 @@ class BlockSparseConv2d(BlockSparseModule):
     x is (N, in_channels, H, W) or (in_channels, H, W), the result as that of ``nn.Conv2d``.
     ``weight`` (capacity, block rows, block columns) is the parameter, in the order of the layout.
     The unfolded image is in memory, kernel rows * kernel columns times as large as x: this layer is
-    for what it stores, not for speed.
+    for what it stores, not for speed. The layer is Torch-Blocksparse's ``Conv2d``.
 
-    Raises NotImplementedError for groups, TypeError and ValueError for arguments that are none of
-    these. The layer is Torch-Blocksparse's ``Conv2d``.
+    Raises NotImplementedError for groups, ValueError for sizes out of range or no multiples of a
+    block's, TypeError for arguments of other kinds.
+
+    Example:
+        >>> conv = kl.nn.BlockSparseConv2d(16, 32, 3, padding=1, layout=16, density=0.5)
+        >>> conv(torch.randn(1, 16, 8, 8)).shape, conv.weight.shape, conv.to_dense().shape
+        (torch.Size([1, 32, 8, 8]), torch.Size([9, 16, 16]), torch.Size([32, 16, 3, 3]))
+        >>> conv.activation, conv.precision
+        ((), None)
+        >>> conv.reset_parameters()
     """
 
     bias: torch.Tensor | None
@@ -205,10 +215,21 @@ def taps_layout(
     capacity: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> Layout:
-    """The layout of a :class:`BlockSparseConv2d` from a ``mask`` of 0 and 1 (blocks of output
-    channels, blocks of input channels, kernel rows, kernel columns), as Torch-Blocksparse has it.
-    The order of its values is that of Torch-Blocksparse's too. ``block``, ``capacity``, ``device``
-    and what is raised are as of :class:`kernlib.blocksparse.Layout`."""
+    """The layout of a :class:`BlockSparseConv2d` from a mask over taps, as Torch-Blocksparse has
+    it; the order of its values is that of Torch-Blocksparse's too.
+
+    - ``mask``: of 0 and 1 (blocks of output channels, blocks of input channels, kernel rows, kernel
+      columns).
+    - ``block``, ``capacity``, ``device``: as those of :class:`kernlib.blocksparse.Layout`.
+
+    Raises ValueError for a mask of other dimensions and a block or capacity out of range, TypeError
+    for what is no tensor of bools or ints.
+
+    Example:
+        >>> layout = kl.nn.taps_layout(torch.ones(2, 1, 3, 3) > 0, 16)  # 32 x 144
+        >>> kl.nn.BlockSparseConv2d(16, 32, 3, layout=layout).weight.shape
+        torch.Size([18, 16, 16])
+    """
     check_dense(("mask",), mask=mask)
     if mask.dim() != 4:
         raise ValueError(

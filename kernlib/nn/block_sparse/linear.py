@@ -51,6 +51,7 @@ class BlockSparseLinear(BlockSparseModule):
     - ``layout``: a :class:`kernlib.blocksparse.Layout` without heads of that matrix, of which the
       layer holds a copy; or the size of its blocks, an int or two (rows, columns), of which then a
       part ``density`` is drawn by torch's generator of the CPU.
+    - ``in_features``, ``out_features``: multiples of a block's columns and rows.
     - ``bias``: whether there is one.
     - ``device``, ``dtype``: as those of ``nn.Linear``, the device by default the layout's; float16,
       bfloat16, float32 or float64.
@@ -73,8 +74,18 @@ class BlockSparseLinear(BlockSparseModule):
     ``density``, :meth:`reset_parameters`. :meth:`drop_`, :meth:`regrow_` and :meth:`update_` change
     in place which blocks are stored. The layout's tensors are neither parameters nor buffers.
 
-    Raises TypeError and ValueError for arguments that are none of these, such as sizes that are no
-    multiple of a block's. The layer is Torch-Blocksparse's ``Linear``.
+    The layer is Torch-Blocksparse's ``Linear``.
+
+    Raises ValueError for sizes that are no multiple of a block's or not the layout's, and for a
+    density or capacity out of range, TypeError for arguments of other kinds.
+
+    Example:
+        >>> layer = kl.nn.BlockSparseLinear(64, 32, 16, density=0.5, activation="relu")
+        >>> layer(torch.randn(7, 64)).shape, layer.weight.shape, layer.to_dense().shape
+        (torch.Size([7, 32]), torch.Size([4, 16, 16]), torch.Size([32, 64]))
+        >>> layer.in_features, layer.out_features, layer.activation, layer.precision
+        (64, 32, (Relu(),), None)
+        >>> layer.reset_parameters()
     """
 
     bias: torch.Tensor | None
@@ -149,6 +160,7 @@ class BlockSparseLinear(BlockSparseModule):
         - ``per``: ``"matrix"`` counts over all blocks, ``"row"`` over each row of blocks, which
           then hold as many each.
         - ``capacity``: for how many blocks there is room, if that is more.
+        - ``activation``, ``precision``: as those of the layer.
 
         Of a weight on "meta" it is a layer there, of the blocks that a state fills it with, or that
         :meth:`reset_parameters` draws behind ``to_empty``.
@@ -157,6 +169,12 @@ class BlockSparseLinear(BlockSparseModule):
         waits for a GPU. Raises TypeError for what is no ``nn.Linear`` of these dtypes,
         ValueError for sizes that are no multiple of a block's, a weight without values, and other
         arguments.
+
+        Example:
+            >>> linear = torch.nn.Linear(64, 32)
+            >>> layer = kl.nn.BlockSparseLinear.from_linear(linear, 16, density=0.25)
+            >>> layer.layout.density, layer.to_linear().weight.count_nonzero()
+            (0.25, tensor(512))
         """
         linear = check_linear(linear)
         weight = linear.weight
@@ -269,6 +287,7 @@ def block_sparsify(
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`BlockSparseLinear` in place, and
     return the new ones by their names.
 
+    - ``model``: an ``nn.Module``.
     - ``block``, ``density``, ``criterion``, ``per``, ``precision``: as of
       :meth:`BlockSparseLinear.from_linear`.
     - ``match``: which layers, as of :func:`sparsify`. Leave out a head that shares the weight of an
@@ -291,6 +310,12 @@ def block_sparsify(
     multiple of the block's, for a weight that another module holds too and for one without values,
     TypeError that names it for one of another dtype than float16, bfloat16, float32 and float64,
     and TypeError for a ``model`` that is an ``nn.Linear`` itself.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 10))
+        >>> new = kl.nn.block_sparsify(model, 16, match="0", density=0.5)
+        >>> new["0"] is model[0], model[0].layout.density
+        (True, 0.5)
     """
     check_model(model, "use BlockSparseLinear.from_linear")
     match = checked_match(match)

@@ -61,11 +61,21 @@ class BlockSparseModule(LayoutModule):
         were stored keep their values, their gradient, and in ``optimizer`` their state; others
         start at 0.
 
-        ``mask`` is as that of :meth:`kernlib.blocksparse.Layout.update_`, which says when too many
-        blocks raise and when they are dropped, and which does not wait for a GPU. What others hold
-        of the weight does not move, such as an average in ``torch.optim.swa_utils.AveragedModel``:
-        :meth:`remap` moves it. Raises TypeError for what is no optimizer, ValueError for one of
-        other parameters, RuntimeError for a weight that is parametrized or pruned.
+        - ``mask``: as that of :meth:`kernlib.blocksparse.Layout.update_`, which says when too many
+          blocks raise and when they are dropped, and which does not wait for a GPU.
+        - ``optimizer``: one of torch.optim that has the weight, or None.
+
+        What others hold of the weight does not move, such as an average in
+        ``torch.optim.swa_utils.AveragedModel``: :meth:`remap` moves it. Raises TypeError for what
+        is no optimizer, ValueError for one of other parameters, RuntimeError for a weight that is
+        parametrized or pruned.
+
+        Example:
+            >>> layer = kl.nn.BlockSparseLinear(64, 32, 16, density=0.5)
+            >>> before = layer.weight.detach().clone()
+            >>> layer = layer.update_(torch.tensor([[1, 0, 0, 1], [0, 1, 1, 0]]))
+            >>> layer.block, layer.layout.density, torch.equal(layer.remap(before), layer.weight)
+            ((16, 16), 0.5, True)
         """
         self._check_change(optimizer)
         before = growth.places(self._own())
@@ -114,8 +124,10 @@ class BlockSparseModule(LayoutModule):
     ) -> Self:
         """Drop the ``count`` stored blocks of smallest Frobenius norm, or so many that a part
         ``density`` of all blocks of the matrix stays, in place, as :meth:`update_` does, and return
-        the layer. Nothing waits for a GPU. Raises TypeError and ValueError unless one of the two is
-        given and right."""
+        the layer. ``optimizer`` is as that of :meth:`update_`. Nothing waits for a GPU.
+
+        Raises TypeError and ValueError unless one of the two is given and right.
+        """
         if (count is None) == (density is None):
             raise ValueError(
                 f"give count or density, one of them; got {shown(count)} and {density!r}"
@@ -172,11 +184,22 @@ class BlockSparseModule(LayoutModule):
         """Store ``count`` more blocks, those that are watched and not stored whose gradient has the
         largest Frobenius norm; their values begin at 0. It happens in place, as :meth:`update_`
         does, and returns the layer. There are never more than the layout's capacity has room for;
-        None takes that many. Begins a new :attr:`growth_gradient`. Nothing waits for a GPU.
+        None takes that many. ``optimizer`` is as that of :meth:`update_`. Begins a new
+        :attr:`growth_gradient`. Nothing waits for a GPU.
 
         With :meth:`drop_` this is a step of RigL: Evci, Gale, Menick, Castro and Elsen, "Rigging
-        the Lottery: Making All Tickets Winners" (2020). Raises RuntimeError if no gradient was
-        computed since :meth:`watch_growth`, TypeError and ValueError for other counts.
+        the Lottery: Making All Tickets Winners" (2020).
+
+        Raises RuntimeError if no gradient was computed since :meth:`watch_growth`, TypeError and
+        ValueError for other counts.
+
+        Example:
+            >>> layer = kl.nn.BlockSparseLinear(64, 64, 16, density=0.5).watch_growth()
+            >>> layer(torch.randn(8, 64)).sum().backward()
+            >>> layer.growth_gradient.shape, layer.growth_candidates.density
+            (torch.Size([16, 16, 16]), 1.0)
+            >>> layer.drop_(2).regrow_(2).layout.density
+            0.5
         """
         layout = self._own()
         count = layout.capacity if count is None else checked_count("count", count, 0)
