@@ -1,10 +1,7 @@
 """Layouts by rule: dense, causal, of windows, of blocks along the diagonal, random, the fixed ones
 of sparse attention, and the best of each row.
 
-Sizes are in elements of the matrix, and a block is stored if the rule lets it have one element. All
-take ``heads``, None for one matrix without a dimension of heads, and ``device``, None for torch's
-default. All raise TypeError and ValueError for arguments that are none of these, such as a length
-that is no multiple of the block.
+Sizes are in elements of the matrix, and a block is stored if the rule lets it have one element.
 """
 
 from __future__ import annotations
@@ -29,15 +26,42 @@ ATTENTIONS = ("unidirectional", "bidirectional")
 def dense(
     rows: int, cols: int, block: Block, heads: int | None = None, device: Device = None
 ) -> Layout:
-    """All blocks of a matrix (rows, cols)."""
+    """The layout that stores all blocks of a matrix (``rows``, ``cols``), sizes in elements.
+
+    ``block`` is an int or two (rows, columns), each of 16, 32, 64 and 128; ``heads`` is how many
+    matrices have it, None for one without a dimension of heads; ``device`` is where it lies,
+    torch's default device for None.
+
+    Raises TypeError for arguments of other kinds, ValueError for sizes that are no multiples of the
+    block, other sizes of blocks and fewer than 1 head.
+
+    Example:
+        >>> layout = kl.blocksparse.dense(32, 64, block=16)
+        >>> layout.shape, layout.nnz
+        ((32, 64), 8)
+    """
     grid, block = _grid(rows, cols, block, heads)
     return _made(torch.ones(grid, dtype=torch.bool, device="cpu"), block, heads, device)
 
 
 def causal(length: int, block: Block, heads: int | None = None, device: Device = None) -> Layout:
-    """The blocks of a matrix (length, length) that touch its lower triangle, columns 0 to r of row
-    r. Blocks are seen whole: those on the diagonal also hold columns beyond the row, so causal
-    attention needs ``causal=True`` as well, and warns without."""
+    """The blocks of a matrix (``length``, ``length``) that touch its lower triangle, columns 0 to r
+    of row r. Blocks are seen whole: those on the diagonal also hold columns beyond the row, so
+    causal attention needs ``causal=True`` as well, and warns without.
+
+    ``block`` is an int or two (rows, columns), each of 16, 32, 64 and 128; ``heads`` is how many
+    matrices have it, None for one without a dimension of heads; ``device`` is where it lies,
+    torch's default device for None.
+
+    Raises TypeError for arguments of other kinds, ValueError for a length that is no multiple of
+    the block, other sizes of blocks, and fewer than 1 head.
+
+    Example:
+        >>> kl.blocksparse.causal(48, block=16).mask().int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
     return _banded(length, block, length, 0, heads, device).set_condition("causal=True")
 
 
@@ -48,9 +72,24 @@ def sliding_window(
     heads: int | None = None,
     device: Device = None,
 ) -> Layout:
-    """The blocks of a matrix (length, length) that touch a band: columns r - left to r + right of
-    row r, for a ``window`` (left, right), or one int for both. Blocks are seen whole, those of
-    (window, 0) on the diagonal too: an exact band takes ``window=`` of attention."""
+    """The blocks of a matrix (``length``, ``length``) that touch a band: columns r - left to r +
+    right of row r, for a ``window`` (left, right) in elements, or one int for both. Blocks are seen
+    whole, those of (window, 0) on the diagonal too: an exact band takes ``window=`` of attention.
+
+    ``block`` is an int or two (rows, columns), each of 16, 32, 64 and 128; ``heads`` is how many
+    matrices have it, None for one without a dimension of heads; ``device`` is where it lies,
+    torch's default device for None.
+
+    Raises TypeError for arguments of other kinds, ValueError for a length that is no multiple of
+    the block, other sizes of blocks, sides of a window below 0 and fewer than 1 head.
+
+    Example:
+        >>> kl.blocksparse.sliding_window(64, block=16, window=(16, 0)).mask().int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [0, 1, 1, 0],
+                [0, 0, 1, 1]], dtype=torch.int32)
+    """
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
         raise TypeError(f"window must be an int or two (left, right), got {shown(window)}")
@@ -67,8 +106,23 @@ def block_diagonal(
     heads: int | None = None,
     device: Device = None,
 ) -> Layout:
-    """Squares of ``size`` x ``size`` elements, by default as large as a block, along the diagonal
-    of a matrix (length, length)."""
+    """The blocks that touch squares of ``size`` x ``size`` elements along the diagonal of a matrix
+    (``length``, ``length``); by default squares are as large as a block.
+
+    ``block`` is an int or two (rows, columns), each of 16, 32, 64 and 128; ``heads`` is how many
+    matrices have it, None for one without a dimension of heads; ``device`` is where it lies,
+    torch's default device for None.
+
+    Raises TypeError for arguments of other kinds, ValueError for a length that is no multiple of
+    the block, other sizes of blocks, a size below 1 and fewer than 1 head.
+
+    Example:
+        >>> kl.blocksparse.block_diagonal(64, block=16, size=32).mask().int()
+        tensor([[1, 1, 0, 0],
+                [1, 1, 0, 0],
+                [0, 0, 1, 1],
+                [0, 0, 1, 1]], dtype=torch.int32)
+    """
     grid, block = _square(length, block, heads)
     size = max(block) if size is None else checked_count("size", size, 1)
     rows, cols = (_first(count, of) for count, of in zip(grid, block, strict=True))
@@ -89,8 +143,22 @@ def random(
     seed: int = 0,
     device: Device = None,
 ) -> Layout:
-    """Of each head's blocks of a matrix (rows, cols) the nearest number to ``density`` times all,
-    drawn by ``seed``: the same on all devices."""
+    """Of each head's blocks of a matrix (``rows``, ``cols``) the nearest number to ``density``
+    times all, drawn by the int ``seed``: the same on all devices. Sizes are in elements, and
+    ``density`` is from 0 to 1.
+
+    ``block`` is an int or two (rows, columns), each of 16, 32, 64 and 128; ``heads`` is how many
+    matrices have it, None for one without a dimension of heads; ``device`` is where it lies,
+    torch's default device for None.
+
+    Raises TypeError for arguments of other kinds, ValueError for sizes that are no multiples of the
+    block, other sizes of blocks, a density outside of 0 to 1 and fewer than 1 head.
+
+    Example:
+        >>> layout = kl.blocksparse.random(64, 64, block=16, density=0.25, heads=2)
+        >>> layout.mask().sum((1, 2))  # of 16 blocks a head
+        tensor([4, 4])
+    """
     grid, block = _grid(rows, cols, block, heads)
     density, seed = as_number("density", density), as_int("seed", seed)
     if not 0 <= density <= 1:
@@ -114,16 +182,29 @@ def fixed(
     heads: int | None = None,
     device: Device = None,
 ) -> Layout:
-    """The fixed pattern of sparse attention, of a matrix (length, length): with s = stride / block,
+    """The fixed pattern of sparse attention, of a matrix (``length``, ``length``): with s =
+    ``stride`` / ``block``,
 
     - rows of blocks in groups of s, each of which sees its group's columns of blocks: all of them
       if ``attention`` is "bidirectional", up to the diagonal if it is "unidirectional";
     - and columns that all rows see, "unidirectional" those up to their diagonal: ``vertsize`` from
-      s - (1 + h % numverts) * vertsize on, for head h, and again every s.
+      s - (1 + h % ``numverts``) * vertsize on, for head h, and again every s.
 
-    Raises ValueError also unless ``stride`` is a multiple of ``block`` and s one of ``vertsize``,
-    and for ``numverts`` above s / vertsize. Of Torch-Blocksparse, after Child et al. 2019; there,
-    columns of unidirectional attention may lie behind the diagonal.
+    ``block`` is one int of 16, 32, 64 and 128; ``heads`` is how many matrices have it, None for one
+    without a dimension of heads; ``device`` is where it lies, torch's default device for None.
+
+    Raises TypeError for arguments of other kinds, ValueError for a length that is no multiple of
+    the block, other sizes of blocks, another attention, and fewer than 1 head; also unless
+    ``stride`` is a multiple of ``block`` and s one of ``vertsize``, and for ``numverts`` above s /
+    vertsize. Of Torch-Blocksparse, after Child et al. 2019; there, columns of unidirectional
+    attention may lie behind the diagonal.
+
+    Example:
+        >>> kl.blocksparse.fixed(64, block=16, stride=32).mask().int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [0, 1, 1, 0],
+                [0, 1, 1, 1]], dtype=torch.int32)
     """
     block = as_int("block", block)
     heads = None if heads is None else checked_count("heads", heads, 1)
@@ -155,12 +236,20 @@ def fixed(
 @takes_debug
 def top_k(scores: torch.Tensor, block: Block, k: int, *, debug: bool = False) -> Layout:
     """Of each row of blocks the ``k`` with the highest ``scores`` (RB, CB) or (heads, RB, CB), one
-    a block; of equal ones those of the lowest columns, and NaN is the highest. Blocks whose score
-    is -inf are left out, so rows may have fewer. The layout lies where the scores do and has room
-    for heads * RB * k blocks; scores on a GPU are not waited for.
+    a block of sizes ``block``; of equal ones those of the lowest columns, and NaN is the highest.
+    Blocks whose score is -inf are left out, so rows may have fewer. The layout lies where the
+    scores do and has room for heads * RB * k blocks; scores on a GPU are not waited for.
+    ``debug=True`` writes to stderr what runs.
 
     Raises TypeError for what is no dense tensor or nested lists of real numbers, ValueError for
-    other shapes and for k beyond CB."""
+    other shapes, other sizes of blocks and for k beyond CB.
+
+    Example:
+        >>> scores = torch.tensor([[0.0, 2.0, 1.0], [5.0, 3.0, 4.0]])
+        >>> kl.blocksparse.top_k(scores, block=16, k=2).mask().int()
+        tensor([[0, 1, 1],
+                [1, 0, 1]], dtype=torch.int32)
+    """
     scores = as_tensor("scores", scores, "(RB, CB) or (heads, RB, CB)").detach()
     if scores.dtype.is_complex:
         raise TypeError(f"scores must be real, got {scores.dtype}")

@@ -59,6 +59,14 @@ class BlockSparseMatmul(Product):
 
     A call raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.
+
+    Example:
+        >>> product = kl.BlockSparseMatmul("dds", transpose_b=True, epilogue=kl.Relu())
+        >>> product.operands, product.transposed, product.axis, product.describe()
+        (('layout', 'a', 'b'), True, -1, 'BlockSparseMatmul(dds, transpose_b, Relu())')
+        >>> layout = kl.blocksparse.block_diagonal(32, block=16)
+        >>> kl.run_kernel(product, layout, torch.ones(1, 32), torch.ones(2, 16, 16))[0, ::16]
+        tensor([16., 16.])
     """
 
     family: ClassVar[str] = "blocksparse"

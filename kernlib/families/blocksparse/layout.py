@@ -55,28 +55,41 @@ _sent: WeakKeyDictionary[object, list] = WeakKeyDictionary()
 
 class Layout:
     """Which blocks of a matrix (R, C), or of one matrix a head, are stored. Sizes and capacity are
-    fixed, contents change by :meth:`update_`, on a GPU without waiting for it.
+    fixed, contents change by :meth:`update_`. Only what says so and copies to CPUs wait for GPUs.
 
     - ``mask``: (RB, CB), or (heads, RB, CB), of bools or ints, or nested lists of them: where it is
       not 0 the block is stored, and then R = RB * rows of a block, C = CB * columns of a block.
     - ``block``: rows and columns of a block, or one int for both, each of 16, 32, 64 and 128.
-    - ``capacity``: how many blocks there is room for. By default as many as the mask has, which for
-      a mask on a GPU waits for that once.
+    - ``capacity``: room for so many blocks, by default the mask's, which waits for one on a GPU.
     - ``device``: where the layout lies, by default where the mask does.
 
     Values of a layout are a tensor (..., capacity, rows of a block, columns of a block), the blocks
     in the order of ``mask.nonzero()``: by head, row and column. Raises TypeError and ValueError for
-    arguments that are none of these, and ValueError for a mask on the CPU with more blocks than
-    ``capacity``; of one on a GPU the last ones are dropped, which :meth:`check` finds. Layouts and
-    the order of values follow Torch-Blocksparse.
+    arguments that are none of these, and ValueError for contents on the CPU with more blocks than
+    ``capacity``; of those on a GPU the last ones are dropped, which :meth:`check` finds. Layouts
+    and the order of values follow Torch-Blocksparse.
 
-    Copies, pickles and ``torch.save`` hold the contents, and ``torch.load`` takes them, checked,
-    once this class is imported; :meth:`state` gives plain values and tensors to save, and
-    :meth:`from_state` checks what was loaded.
+    Copies, pickles and ``torch.save`` hold the contents; ``torch.load`` checks them once this class
+    is imported. ``condition`` is what attention must be told too, such as "causal=True", if its
+    blocks hold more than their rule; else, and of copies and later contents, None.
 
-    ``condition`` is what attention is to be told beside the layout, such as "causal=True", where
-    its blocks hold more than the rule that made them: None if nothing, and of copies and later
-    contents.
+    Example:
+        >>> layout = kl.blocksparse.Layout([[1, 0], [1, 1]], block=16)
+        >>> layout.shape, layout.grid, layout.block, layout.heads, layout.nnz, layout.density
+        ((32, 32), (2, 2), (16, 16), None, 3, 0.75)
+        >>> layout.row_starts.tolist(), layout.col_starts.tolist(), layout.col_order.tolist()
+        ([0, 1, 3], [0, 2, 3], [0, 1, 2])
+        >>> bsr = layout.to_dense(layout.to_blocks(torch.ones(32, 32))).to_sparse_bsr((16, 16))
+        >>> layout.from_bsr(bsr)[0].transpose().mask().tolist(), layout.capacity
+        ([[True, True], [False, True]], 3)
+        >>> layout.update_([[0, 1], [0, 0]]).from_state(*layout.state()).check()  # nothing dropped
+        >>> layout.from_indices([0], [1], (2, 2), 16).update_indices_([1], [0]).check()
+        >>> layout = layout.cuda() if torch.cuda.is_available() else layout.to(layout.cpu().device)
+        >>> layout.from_layout(layout.text, layout.tensors).key == layout.set_condition(None).key
+        True
+        >>> layout.form, len(layout.flat), len(layout.addresses), layout.sizes.rows, layout.nbytes
+        ('16x16 blocks', 7, 6, 16, 64)
+        >>> layout.write_([[1, 0], [0, 0]]).keep_for("BlockSparseLinear")  # which writes by write_
     """
 
     __slots__ = (
@@ -123,13 +136,9 @@ class Layout:
     ) -> Layout:
         """The layout of a ``grid`` of (RB, CB) blocks that stores those of ``rows`` and ``cols``,
         lists or tensors (blocks,) of ints in any order, and of ``n_heads`` heads those of
-        ``heads``. The capacity is by default the length of the lists. Does not wait for tensors on
-        a GPU.
-
-        Raises TypeError and ValueError for arguments that are none of these, and ValueError for
-        indices on the CPU that are out of range, there twice, or more than ``capacity``; those on a
-        GPU are dropped, which :meth:`check` finds.
-        """
+        ``heads``. The capacity is their number by default. Raises TypeError and ValueError as the
+        class does, and for indices on the CPU that are out of range or there twice; a GPU drops
+        these."""
         refuse_traced("Layout.from_indices")
         block, grid = checked_block(block), checked_grid(grid)
         given = checked_indices(rows, cols, heads)
@@ -153,8 +162,8 @@ class Layout:
 
     @classmethod
     def from_bsr(cls, bsr: torch.Tensor) -> tuple[Layout, torch.Tensor]:
-        """The layout of a matrix of torch's layout ``torch.sparse_bsr``, and its values in the
-        layout's order, of which the gradient is recorded. Columns may stand in any order within a
+        """The layout of a matrix ``bsr`` of torch's layout ``torch.sparse_bsr``, and its values in
+        the layout's order, of which the gradient is recorded. Columns may stand in any order in a
         row. Waits for the device. Raises TypeError for other tensors, ValueError for batches, for
         sizes of blocks that no kernel takes and for a block that stands there twice."""
         from kernlib.families.blocksparse import imports  # which only this needs
@@ -168,11 +177,17 @@ class Layout:
 
     @classmethod
     def from_block_mask(cls, block_mask: object, capacity: int | None = None) -> Layout:
-        """The layout of a ``torch.nn.attention.flex_attention.BlockMask``: its full and its partial
-        blocks, whose ``mask_mod`` is not looked at. Heads are the mask's, or none where it has one
-        for all; the batch must be 1 or all the same. Waits for the device without ``capacity``, and
-        for a batch. Raises TypeError for what is no BlockMask, ValueError for blocks of sizes that
-        no kernel takes and for batches that differ."""
+        """The layout of ``block_mask``, a ``torch.nn.attention.flex_attention.BlockMask``: its full
+        and its partial blocks, whole whatever ``mask_mod`` says. Heads are the mask's, or none
+        where it has one for all. Waits for the device without ``capacity``, and for a batch. Raises
+        TypeError for another type, ValueError for other sizes of blocks and differing batches.
+
+        Example:
+            >>> from torch.nn.attention.flex_attention import BlockMask
+            >>> mask = BlockMask.from_kv_blocks(torch.tensor([[[2]]]), torch.tensor([[[[0, 1]]]]))
+            >>> kl.blocksparse.Layout.from_block_mask(mask).shape
+            (128, 256)
+        """
         from kernlib.families.blocksparse import imports
 
         refuse_traced("Layout.from_block_mask")
@@ -184,12 +199,10 @@ class Layout:
     def from_state(
         cls, header: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
     ) -> Layout:
-        """The layout whose :meth:`state` this is, on the device of its tensors, sharing none.
-
-        Waits for the device: everything is made anew of the stored bits and compared, so that no
-        kernel can leave its memory, whatever bytes they hold. Raises ValueError that names what is
-        missing, unknown, damaged or wrong, TypeError for what is no dict or tensor.
-        """
+        """The layout whose :meth:`state` is ``header`` and ``tensors``, on their device, sharing
+        none. Waits for the device: everything is made anew of the stored bits and compared, so that
+        no kernel can leave its memory, whatever bytes they hold. Raises ValueError that names what
+        is missing, unknown, damaged or wrong, TypeError for what is no dict or tensor."""
         from kernlib.families.blocksparse import saved
 
         with outside():
@@ -198,7 +211,7 @@ class Layout:
 
     @classmethod
     def from_layout(cls, text: str, tensors: Sequence[torch.Tensor]) -> Layout:
-        """The layout of a :attr:`text` and its tensors in order, or of a :attr:`form` and its
+        """The layout of a :attr:`text` and its ``tensors`` in order, or of a :attr:`form` and its
         :attr:`flat` tensors, unchecked: in 2 us."""
         made = cls.__new__(cls)
         if is_form(text):
@@ -308,28 +321,23 @@ class Layout:
 
     @property
     def density(self) -> float:
-        """The part of all blocks that is stored, 0 of a layout without any. Waits for the
-        device."""
+        """The part of all blocks that is stored, 0 if there are none. Waits for the device."""
         total = self._grid[0] * self._grid[1] * (self._heads or 1)
         return self.nnz / total if total else 0.0
 
     def mask(self) -> torch.Tensor:
-        """Which blocks are stored: bools (RB, CB) or (heads, RB, CB). Does not wait."""
+        """Which blocks are stored: bools (RB, CB) or (heads, RB, CB)."""
         mask = bits.unpack(self.tensors[0], self._grid[1])
         return mask.view(self._grid if self._heads is None else (self._heads, *self._grid))
 
     def update_(self, mask: Mask) -> Layout:
-        """Store the blocks of another mask of the same shape from now on, and return the layout.
-
-        A mask on the layout's GPU is read there without waiting, also while a CUDA graph is
-        captured; of too many blocks the last ones are dropped, which :meth:`check` finds. A mask on
-        the CPU is copied, and raises ValueError for more blocks than :attr:`capacity`. Products
-        whose gradients are still to be computed raise torch's RuntimeError for tensors that were
-        written in between. Raises TypeError and ValueError for other masks, and CaptureError where
-        the kernels are not loaded yet while a graph is captured: update once before. RuntimeError
-        for the layout of a layer, whose own ``update_`` moves the values along. It ends what
-        ``torch.compile`` makes one program of.
-        """
+        """Store the blocks of another ``mask`` of the same shape from now on, and return the
+        layout. A mask on the layout's GPU is read there, also while a CUDA graph is captured; one
+        on the CPU is copied. Products whose gradients are still to be computed raise torch's
+        RuntimeError for tensors that were written in between. Raises TypeError and ValueError as
+        the class does, CaptureError where the kernels are not loaded yet while a graph is captured:
+        update once before; RuntimeError for the layout of a layer, whose own ``update_`` moves the
+        values along. It ends what ``torch.compile`` makes one program of."""
         self._begin_update()
         return self.write_(mask)
 
@@ -350,9 +358,8 @@ class Layout:
         return self
 
     def update_indices_(self, rows: Indices, cols: Indices, heads: Indices | None = None) -> Layout:
-        """:meth:`update_` by the rows and columns of blocks, and by their heads where the layout
-        has some. Indices on the layout's GPU that are out of range, there twice or too many are
-        dropped, which :meth:`check` finds; on the CPU they raise ValueError."""
+        """:meth:`update_` by the ``rows`` and ``cols`` of blocks, and by their ``heads`` where the
+        layout has some. Raises what that and :meth:`from_indices` do."""
         self._begin_update()
         if (heads is None) != (self._heads is None):
             said = "no heads" if self._heads is None else f"{self._heads} heads"
@@ -365,8 +372,7 @@ class Layout:
         return self
 
     def keep_for(self, keeper: str) -> None:
-        """From now on refuse :meth:`update_`, which would leave the values of ``keeper`` where they
-        are, those of other blocks."""
+        """Refuse :meth:`update_` from now on, which would leave the values of ``keeper`` behind."""
         object.__setattr__(self, "_keeper", keeper)
 
     def _begin_update(self) -> None:
@@ -383,8 +389,7 @@ class Layout:
         object.__setattr__(self, "condition", None)
 
     def check(self) -> None:
-        """Raise ValueError if blocks were dropped when the contents were last written. Waits for
-        the device."""
+        """Raise ValueError if the last write of contents dropped blocks. Waits for the device."""
         live, *dropped = writing.counted(self.tensors)
         found = [f"{n} {why}" for n, why in zip(dropped, DROPPED, strict=True) if n]
         if found:
@@ -394,9 +399,8 @@ class Layout:
             )
 
     def to_dense(self, values: torch.Tensor) -> torch.Tensor:
-        """The matrices (..., R, C), or (..., heads, R, C), of values (..., capacity, rows, columns
-        of a block): 0 where no block is stored. Its gradient is recorded. Does not wait. Raises
-        TypeError and ValueError for what are no values of this layout."""
+        """The matrices (..., R, C), or (..., heads, R, C), of ``values``: 0 where no block is
+        stored. Its gradient is recorded. Raises TypeError and ValueError for other values."""
         check_dense(("values",), values=values)
         matrices.check_values(values, self.sizes)
         check_device("values", values, self._device)
@@ -404,10 +408,9 @@ class Layout:
         return dense.squeeze(-3) if self._heads is None else dense
 
     def to_blocks(self, dense: torch.Tensor) -> torch.Tensor:
-        """The values (..., capacity, rows, columns of a block) of matrices (..., R, C), or
-        (..., heads, R, C), which may be one for all heads: 0 in slots behind the stored blocks. Its
-        gradient is recorded. Does not wait. Raises TypeError and ValueError for what are no
-        matrices of this layout."""
+        """The values (..., capacity, rows, columns of a block) of matrices ``dense`` (..., R, C),
+        or (..., heads, R, C), which may be one for all heads: 0 in slots behind the stored blocks.
+        Its gradient is recorded. Raises TypeError and ValueError for other matrices."""
         check_dense(("dense",), dense=dense)
         check_device("dense", dense, self._device)
         dense = matrices.with_heads(dense, self.sizes, self._heads)
@@ -415,7 +418,7 @@ class Layout:
 
     def transpose(self) -> Layout:
         """The layout of the transposed matrix, of blocks (columns, rows), sharing nothing with this
-        one. Its values are :attr:`col_order` of these, each block transposed. Does not wait."""
+        one. Its values are :attr:`col_order` of these, each block transposed."""
         turned = Layout(self.mask().mT, self._block[::-1], self._capacity, self._device)
         with outside():
             turned.tensors[5].copy_(self.tensors[5])  # what was dropped here is missing there
@@ -423,25 +426,22 @@ class Layout:
 
     @property
     def row_starts(self) -> torch.Tensor:
-        """The first slot of each row of blocks, and the number of stored ones: int32
-        (heads * RB + 1,). Does not wait."""
+        """The first slot of each row of blocks, then the count: int32 (heads * RB + 1,)."""
         return matrices.row_starts(self.sizes, self.tensors)
 
     @property
     def col_starts(self) -> torch.Tensor:
-        """The first entry of each column of blocks in :attr:`col_order`, and the number of stored
-        ones: int32 (heads * CB + 1,). Does not wait."""
+        """Where columns begin in :attr:`col_order`, then the count: int32 (heads * CB + 1,)."""
         return matrices.col_starts(self.sizes, self.tensors)
 
     @property
     def col_order(self) -> torch.Tensor:
-        """The slots by head, column and row, those without a block last: int32 (capacity,). Does
-        not wait."""
+        """The slots by head, column and row, those without a block last: int32 (capacity,)."""
         return matrices.col_order(self.sizes, self.tensors)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Layout:
-        """The layout on a device: itself if it is there, else a copy, which of one made on meta has
-        the blocks of its mask. Raises TypeError and ValueError for what names no device."""
+        """The layout on a ``device``: itself if it is there, else a copy, ``non_blocking`` or not;
+        of one made on meta by its mask. Raises TypeError and ValueError for no device."""
         place = checked_device(device)
         check_flag("non_blocking", non_blocking)
         if place == self._device:
@@ -455,7 +455,7 @@ class Layout:
         return _marked(self.text, moved)
 
     def cuda(self, device: torch.device | int | None = None) -> Layout:
-        """:meth:`to` a CUDA device, the current one by default."""
+        """:meth:`to` a CUDA ``device``, the current one by default."""
         return self.to("cuda" if device is None else torch.device("cuda", device))
 
     def cpu(self) -> Layout:

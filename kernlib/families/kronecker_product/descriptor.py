@@ -60,6 +60,15 @@ class KroneckerProduct(Product):
 
     A call raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.
+
+    Example:
+        >>> product = kl.KroneckerProduct(((2, 2), (2, 3)), transposed=(False, True))
+        >>> product.in_features, product.out_features, product.axis, product.factor_shapes
+        (4, 6, -1, ((2, 2), (3, 2)))
+        >>> product.operands, product.describe()
+        (('x', 'factor1', 'factor2'), 'KroneckerProduct(2x2, 2x3)')
+        >>> kl.run_kernel(product, torch.ones(4), torch.eye(2), torch.ones(3, 2))
+        tensor([2., 2., 2., 2., 2., 2.])
     """
 
     family: ClassVar[str] = "kronecker_product"

@@ -70,17 +70,26 @@ def kron_matmul(
     - ``y``: broadcasts to the result, of any strides. With ``beta=0`` it is not read, and may hold
       NaN.
     - ``alpha``, ``beta``: real numbers, or tensors of shape () that stay on their device.
-    - float32, float16, bfloat16 or float64, one for all tensors; sums of half types are float32,
-      on GPUs those of one factor may be rounded before the next. ``precision`` as for
+    - float32, float16, bfloat16 or float64, one for all tensors; sums of half types are float32, on
+      GPUs those of one factor may be rounded before the next. ``precision`` as for
       :class:`kernlib.KroneckerProduct`.
     - ``out``: the result's shape and dtype, any strides; it may be y itself, and no part of it.
       Nothing is recorded then.
+    - ``debug=True`` writes what runs to stderr.
 
     Gradients of x, the factors, y, alpha and beta are recorded, and those of the gradients.
 
-    Raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
-    gradients are recorded. The operation is ``gemkm`` and ``gekmm`` of the FastKron project; its
-    shuffle algorithm is of Fackler, "Algorithm 993", ACM TOMS 45 (2019).
+    Raises ValueError for shapes and devices that do not fit each other, another side and a beta
+    without y, TypeError for other dtypes and kinds of arguments, each naming the argument, and
+    RuntimeError for an ``out`` while gradients are recorded. The operation is ``gemkm`` and
+    ``gekmm`` of the FastKron project; its shuffle algorithm is of Fackler, "Algorithm 993", ACM
+    TOMS 45 (2019).
+
+    Example:
+        >>> f1, f2, x = torch.randn(2, 3), torch.randn(4, 5), torch.randn(6, 8)
+        >>> y = kl.kron_matmul(x, [f1, f2], alpha=2.0)
+        >>> y.shape, torch.allclose(y, 2 * x @ torch.kron(f1, f2), atol=1e-4)
+        (torch.Size([6, 15]), True)
     """
     if not _is_plain(x) or y is not None or out is not None:
         check_dense(("x",), x=x, y=y, out=out)

@@ -63,6 +63,16 @@ class KroneckerSparse(Product):
 
     A call raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.
+
+    Example:
+        >>> factor = kl.KroneckerSparse(2, 3, 4, 5)
+        >>> factor.pattern == factor.weight_shape, factor.in_features, factor.out_features
+        (True, 40, 30)
+        >>> factor.density, factor.operands, factor.transposed().pattern, len(factor.factors)
+        (0.1, ('x', 'weight'), (2, 4, 3, 5), 1)
+        >>> y = kl.run_kernel(factor, torch.ones(40), torch.ones(factor.pattern))
+        >>> factor.describe(), y.unique()  # each feature of y is a sum of 4
+        ('KroneckerSparse(2, 3, 4, 5)', tensor([4.]))
     """
 
     family: ClassVar[str] = "kronecker_sparse"
@@ -134,6 +144,7 @@ class KroneckerSparse(Product):
 
     @property
     def operands(self) -> tuple[str, ...]:
+        """x and the weight."""
         return "x", "weight"
 
     def transposed(self) -> KroneckerSparse:
@@ -144,6 +155,7 @@ class KroneckerSparse(Product):
         )
 
     def describe(self) -> str:
+        """One line for people."""
         parts = [str(size) for size in self.pattern]
         parts += ["batch_last"] * self.batch_last
         parts += [str(epilogue) for epilogue in self.epilogue]
@@ -154,11 +166,21 @@ class KroneckerSparse(Product):
 @dataclass(frozen=True, slots=True, repr=False)
 class KroneckerSparseChain(Descriptor):
     """``y = factor_n(... factor_1(x))``: the right-most factor of the product comes first, and has
-    its own weight and epilogue. A call takes the weights in that order.
+    its own weight and epilogue. ``factors`` is a tuple of :class:`kernlib.KroneckerSparse`, or one,
+    in the order in which they are applied. A call takes a weight for each, in that order:
+    ``kernlib.run_kernel(chain, x, weight1, ..., weightn, out=None, **parameters)``.
 
     Raises ValueError, naming the factor, where one does not take the features, the layout or the
     parameter names that the others leave to it; TypeError for what is no
     :class:`KroneckerSparse`.
+
+    Example:
+        >>> first = kl.KroneckerSparse(1, 2, 2, 2, epilogue=kl.Bias("shift"))
+        >>> chain = kl.KroneckerSparseChain((first, kl.KroneckerSparse(2, 2, 2, 1)))
+        >>> chain.operands, chain.parameters, chain.vectors, chain.positive
+        (('x', 'weight1', 'weight2'), ('shift',), ('shift',), frozenset())
+        >>> chain.in_features, chain.out_features, chain.batch_last, chain.describe()
+        (4, 4, False, "KroneckerSparseChain(KroneckerSparse(1, 2, 2, 2, Bias(...)), ...")
     """
 
     family: ClassVar[str] = "kronecker_sparse"
@@ -188,18 +210,22 @@ class KroneckerSparseChain(Descriptor):
 
     @property
     def operands(self) -> tuple[str, ...]:
+        """x, and a name for each factor's weight."""
         return "x", *(f"weight{index}" for index in range(1, len(self.factors) + 1))
 
     @property
     def batch_last(self) -> bool:
+        """Whether features are the first dimension of x and of the result, not the last."""
         return self.factors[0].batch_last
 
     @property
     def in_features(self) -> int:
+        """Those of the factor that comes first."""
         return self.factors[0].in_features
 
     @property
     def out_features(self) -> int:
+        """Those of the factor that comes last."""
         return self.factors[-1].out_features
 
     @property
@@ -218,6 +244,7 @@ class KroneckerSparseChain(Descriptor):
         return frozenset(name for factor in self.factors for name in factor.positive)
 
     def describe(self) -> str:
+        """One line for people, of all factors."""
         return f"KroneckerSparseChain({', '.join(f.describe() for f in self.factors)})"
 
 

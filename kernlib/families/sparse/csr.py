@@ -23,16 +23,23 @@ def from_csr(
     *,
     debug: bool = False,
 ) -> SparseMatrix:
-    """:func:`kernlib.sparse.compress` of a matrix in CSR form: row ``r`` holds
-    ``values[crow[r]:crow[r + 1]]`` in the columns ``col[crow[r]:crow[r + 1]]``, each of them once,
-    in any order. ``values`` (nnz,) are float16, bfloat16 or float32, the indices ``crow`` (R + 1,)
-    and ``col`` (nnz,) int32 or int64. No dense matrix is made: beside the result this takes some
-    300 MB at most, and 60 bytes a row. The host waits for the device, since indices are checked
-    before they are used.
+    """A matrix in CSR form, compressed: :func:`kernlib.sparse.compress` of a matrix of a ``shape``
+    (R, C) whose row ``r`` holds ``values[crow[r]:crow[r + 1]]`` in the columns ``col[crow[r]:crow[r
+    + 1]]``, each of them once, in any order. ``values`` (nnz,) are float16, bfloat16 or float32,
+    the indices ``crow`` (R + 1,) and ``col`` (nnz,) int32 or int64. ``format``, ``columns`` and
+    ``debug`` are those of compress. No dense matrix is made: beside the result this takes some 300
+    MB at most, and 60 bytes a row. The host waits for the device, since indices are checked before
+    they are used.
 
     Raises TypeError for what is no dense tensor, and for a ``shape`` that is not two ints;
     ValueError for other dtypes, sizes and devices, and for indices that cannot be those of such a
     matrix; and what :func:`kernlib.sparse.compress` raises.
+
+    Example:
+        >>> crow, col, values = torch.tensor([0, 1, 3]), torch.tensor([1, 2, 0]), torch.ones(3)
+        >>> kl.sparse.from_csr(crow, col, values, (2, 4), format="bitmap").to_dense()
+        tensor([[0., 1., 0., 0.],
+                [1., 0., 1., 0.]])
     """
     check_dense(("crow", "col", "values"), crow=crow, col=col, values=values)
     refuse_distributed(crow=crow, col=col, values=values)

@@ -49,6 +49,14 @@ class SparseMatmul(Product):
 
     A call raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.
+
+    Example:
+        >>> product = kl.SparseMatmul(kl.Relu())
+        >>> product.operands, product.describe()
+        (('w', 'x'), 'SparseMatmul(Relu())')
+        >>> w = kl.sparse.compress(torch.tensor([[0.0, 2.0], [-3.0, 0.0]]), format="bitmap")
+        >>> kl.run_kernel(product, w, torch.ones(2))
+        tensor([2., 0.])
     """
 
     family: ClassVar[str] = "sparse"

@@ -54,15 +54,23 @@ SPARSE_LAYOUTS = (
 
 
 class SparseMatrix:
-    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense",
-    made by :func:`kernlib.sparse.compress`. It does not change, except that :meth:`transpose` keeps
-    what it has made. If its tensors are written all the same, products see that. The transpose and
+    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense", made
+    by :func:`kernlib.sparse.compress`. It does not change, except that :meth:`transpose` keeps what
+    it has made. If its tensors are written all the same, products see that. The transpose and
     ``nnz`` are made again after writes that torch counts. Code that writes by other means than
     torch's operations must call ``torch.autograd.graph.increment_version``.
 
     ``kernlib.run_kernel(SparseMatmul(), w, x)`` and :func:`kernlib.sparse.matmul` multiply with it.
     Copies, pickles and ``torch.save`` hold its tensors without the transpose; :meth:`state` gives
     plain values and tensors to save, :meth:`from_state` checks what was loaded.
+
+    Example:
+        >>> w = kl.sparse.compress(torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0]]), "bitmap")
+        >>> w.shape, w.dtype, w.device, w.nnz, w.known_nnz(), w.density, w.convert("u8").format
+        ((2, 3), torch.float32, device(type='cpu'), 3, 3, 0.5, 'u8')
+        >>> w.transpose().to_dense(), w.transpose() is w.known_transpose()
+        (tensor([[0., 1.], [2., 0.], [0., 3.]]), True)
+        >>> w = w.cuda() if torch.cuda.is_available() else w.to(w.cpu().device)
     """
 
     __slots__ = (
@@ -81,8 +89,9 @@ class SparseMatrix:
         facts: Mapping[str, int],
         nnz: int | None = None,
     ):
-        """From what a format's ``encode`` has returned, without checks. Use :func:`compress` or
-        :meth:`from_state` instead."""
+        """Unchecked, from what a format's ``encode`` returns: ``format``, ``shape`` (R, C),
+        ``dtype``, ``tensors`` and ``facts`` by name, ``nnz`` if known; :func:`compress` is for
+        users. Raises ValueError for an unknown format, KeyError for a missing tensor."""
         codec = format_of(format)
         operands = tuple(placed(tensors[name]) for name in codec.TENSORS)
         if hasattr(codec, "together") and not stand_ins(*operands) and not operands[0].is_meta:
@@ -94,13 +103,20 @@ class SparseMatrix:
     def from_state(
         cls, header: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
     ) -> SparseMatrix:
-        """The matrix whose :meth:`state` this is, on the device of the tensors. It shares them, but
-        those of "u8", "u4" and "u2", which it copies into one tensor unless they lie in one.
+        """The matrix whose :meth:`state` is ``header`` and ``tensors``, on the device of these. It
+        shares them, but copies those of "u8", "u4" and "u2" into one tensor unless they lie in one.
 
         Waits for the device: the tensors are checked, so that no product can read beyond their
         memory, whatever bytes they hold. Raises ValueError that names what is missing, unknown or
-        wrong, such as a version that this kernlib does not know; TypeError for what is no dict or
-        tensor.
+        wrong, such as another version; TypeError for what is no dict or tensor.
+
+        Example:
+            >>> w = kl.sparse.compress(torch.eye(64), "u8")
+            >>> header, tensors = w.state()
+            >>> header["version"] == w.version, header["facts"] == w.facts, list(w.tensors)
+            (True, True, ['data', 'offsets', 'rows'])
+            >>> kl.sparse.SparseMatrix.from_state(header, tensors).to_dense().equal(torch.eye(64))
+            True
         """
         fields = checked_header(header)
         parts = fields["format"], fields["shape"], DTYPES[fields["dtype"]]
@@ -109,7 +125,15 @@ class SparseMatrix:
 
     @classmethod
     def from_layout(cls, layout: str, operands: tuple[torch.Tensor, ...]) -> SparseMatrix:
-        """The matrix of a :attr:`layout` and its tensors, in order, without checks: in 2 us."""
+        """The matrix of a :attr:`layout` and its tensors ``operands``, in order, without checks: in
+        2 us. Raises ValueError for a text that is no layout.
+
+        Example:
+            >>> w = kl.sparse.compress(torch.eye(64), "u8")
+            >>> w.layout, w.form, len(w.operands), len(w.listed), w.nbytes
+            ('u8 64x64 float32 parts=1 width=64', 'u8 float32 parts width joined', 3, 2, ...)
+            >>> same = kl.sparse.SparseMatrix.from_layout(w.layout, w.operands)
+        """
         made = cls.__new__(cls)
         _fill(made, layout, tuple(operands), None)
         return made
@@ -157,9 +181,8 @@ class SparseMatrix:
 
     @property
     def listed(self) -> tuple[torch.Tensor, ...]:
-        """What operators take as tensors: the :attr:`operands`, or one tensor that holds them, and
-        behind them an empty one whose shape says the numbers of the layout, unless :attr:`form` has
-        them."""
+        """The tensors that operators take: the :attr:`operands`, or one tensor that holds them, and
+        an empty one whose shape says the numbers of the layout, unless :attr:`form` has them."""
         return self._listed
 
     @property
@@ -223,8 +246,8 @@ class SparseMatrix:
             return format.decode(tensors, self._facts, self._shape, self._dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
-        """The matrix on a device: itself if it is there, else a copy. Raises TypeError for what is
-        no device, such as a dtype, ValueError for a text that names none."""
+        """The matrix on a ``device``: itself if it is there, else a copy, ``non_blocking`` or not.
+        Raises TypeError for what is no device, such as a dtype, ValueError for another device."""
         device = as_backend_device(device, "; for another dtype compress to_dense().to(dtype)")
         check_flag("non_blocking", non_blocking)
         if torch.empty(0, dtype=torch.uint8, device=device).device == self._device:
@@ -242,7 +265,7 @@ class SparseMatrix:
         return made
 
     def cuda(self, device: torch.device | int | None = None) -> SparseMatrix:
-        """:meth:`to` a CUDA device, the current one by default."""
+        """:meth:`to` a CUDA ``device``, the current one by default. Raises what that does."""
         return self.to("cuda" if device is None else torch.device("cuda", device))
 
     def cpu(self) -> SparseMatrix:
@@ -300,6 +323,11 @@ class SparseMatrix:
         (through ``.data``, DLPack, a storage, a collective, another kernel or the replay of a
         graph) makes products wrong. :meth:`thaw` takes the promise back. Copies are not frozen.
         Raises CaptureError while a CUDA graph is captured.
+
+        Example:
+            >>> w = kl.sparse.compress(torch.eye(64), "u8").freeze()
+            >>> w.frozen, w.thaw().frozen
+            (True, False)
         """
         freeze(self)
         return self
@@ -502,11 +530,18 @@ def compress(
       takes for this matrix and by measured rates.
     - ``columns``: for "auto", how many vectors products mostly have at a time. "bitmap" multiplies
       several at nearly the price of one, the others do not. More than 32 are fastest with "dense".
+    - ``debug=True`` writes what runs to stderr.
 
     Warns with a :class:`kernlib.KernlibWarning` where "auto" keeps a matrix dense because it has
     too few zeros. Raises TypeError for what is no tensor; ValueError for another dtype or number of
     dimensions, for a format that is not known or cannot hold the matrix, and for ``columns`` that
     are no positive int. Formats and their comparison follow MACKO-SpMV and SpInfer.
+
+    Example:
+        >>> weight = kl.sparse.magnitude(torch.randn(64, 64), density=0.1)
+        >>> w = kl.sparse.compress(weight)
+        >>> w.nnz, w.to_dense().equal(weight), w.nbytes < weight.nbytes
+        (410, True, True)
     """
     made = compressed(dense, format, columns)
     if format == "auto" and is_unpruned(made):

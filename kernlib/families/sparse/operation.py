@@ -311,13 +311,23 @@ def matmul(
     out: torch.Tensor | None = None,
     **parameters: float | torch.Tensor,
 ) -> torch.Tensor:
-    """``y[..., r] = epilogue(sum_c W[r, c] * x[..., c] + bias[r])`` for a compressed matrix.
+    """``y[..., r] = epilogue(sum_c W[r, c] * x[..., c] + bias[r])`` for a compressed matrix ``w``.
 
-    ``x`` (..., C), ``bias`` (R,) or None, the result (..., R) as from
-    ``torch.nn.functional.linear``; ``epilogue`` of :mod:`kernlib.descriptors.epilogues` with one
-    keyword argument for each of its parameters. It is :func:`kernlib.run_kernel` of a
-    :class:`kernlib.SparseMatmul`, and raises what that does. The model is MACKO-SpMV's
-    ``multiply``.
+    ``x`` (..., C) has the dtype of w, ``bias`` is (R,) or None, and the result (..., R) as from
+    ``torch.nn.functional.linear``; ``epilogue`` is none, one or several of
+    :mod:`kernlib.descriptors.epilogues`, with one keyword argument for each of its ``parameters``.
+    ``out`` (..., R) is written in place.
+
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.SparseMatmul`. Raises ValueError for
+    shapes and devices that do not fit each other and for parameters that are missing, TypeError for
+    other dtypes, kinds of arguments and names, RuntimeError for an ``out`` while gradients are
+    recorded. The model is MACKO-SpMV's ``multiply``.
+
+    Example:
+        >>> w = kl.sparse.compress(torch.tensor([[0.0, 2.0], [-3.0, 0.0]]), format="bitmap")
+        >>> x, bias = torch.tensor([1.0, 10.0]), torch.tensor([0.5, 0.5])
+        >>> kl.sparse.matmul(w, x, bias, epilogue=kl.Relu())
+        tensor([20.5000,  0.0000])
     """
     if bias is None:
         descriptor = _descriptor(epilogue, False) if epilogue else PLAIN

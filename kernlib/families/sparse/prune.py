@@ -42,11 +42,18 @@ def magnitude(
       dimension.
     - ``inplace``: write into ``weight``, which is returned; else a new tensor. No gradient is
       recorded either way.
+    - ``debug=True`` writes what runs to stderr.
 
     Works on floats of any dtype that has a zero, of any shape and strides, on any device and
     without a host synchronisation. Raises TypeError for a ``weight`` that holds no such floats and
     an ``inplace`` that is no bool, ValueError for a ``density`` outside of 0 to 1, an unknown
     ``per``, and a ``weight`` to write whose elements share memory, such as an expanded one.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, -5.0, 4.0, 0.5], [2.0, 0.1, -0.2, 3.0]])
+        >>> kl.sparse.magnitude(weight, density=0.5, per="row")
+        tensor([[ 0., -5.,  4.,  0.],
+                [ 2.,  0.,  0.,  3.]])
     """
     check_flag("inplace", inplace)
     dropped = ~largest(weight, density, per)

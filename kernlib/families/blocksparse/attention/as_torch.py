@@ -34,12 +34,25 @@ def scaled_dot_product_attention(
       and the same dimensions in front; HK is H, or with ``enable_gqa`` divides it.
     - ``attn_mask``: broadcasts to (..., H, L, S); of bools True takes part, floats are added. Or a
       ``torch.nn.attention.bias.CausalBias`` of L and S: row i sees the columns up to i, of a lower
-      right one those up to i + S - L. Unlike torch's a mask may stand beside ``is_causal``.
-    - ``dropout_p`` is applied whenever it is above 0, as torch's is.
+      right one those up to i + S - L. Unlike torch's a mask may stand beside ``is_causal``, by
+      which row i sees the columns up to i.
+    - ``dropout_p``, from 0 to 1 without 1, is applied whenever it is above 0, as torch's is.
+    - ``scale``: a number, 1 / sqrt(E) by default.
     - ``layout``: as that of :func:`kernlib.blocksparse.attention`, whose rules this has for queries
       that no key is left of.
+    - ``debug=True`` writes what runs to stderr.
 
-    Raises TypeError and ValueError that name the argument.
+    The result is (..., H, L, EV). Raises ValueError for shapes, devices and a layout that do not
+    fit each other, TypeError for other dtypes and kinds of arguments; each names the argument.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 64, 16)
+        >>> layout = kl.blocksparse.causal(64, block=16)
+        >>> attend = kl.blocksparse.scaled_dot_product_attention
+        >>> out = attend(q, k, v, is_causal=True, layout=layout)
+        >>> dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> torch.allclose(out, dense, atol=1e-5)
+        True
     """
     tensors = {"query": query, "key": key, "value": value}
     check_dense(NAMES, **tensors)

@@ -83,6 +83,14 @@ class BlockSparseAttention(Descriptor):
 
     A call raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.
+
+    Example:
+        >>> score, axes = "v + slope * col", {"slope": ("head",)}
+        >>> attention = kl.BlockSparseAttention(score=score, captured=axes, causal=True)
+        >>> attention.operands, attention.names, attention.required, [*attention.options]
+        (('layout', 'q', 'k', 'v'), ('slope',), ('slope',), ['scale', 'return_lse', 'out', 'debug'])
+        >>> attention.describe()
+        "BlockSparseAttention(causal, score='v + slope * col')"
     """
 
     family: ClassVar[str] = "blocksparse"

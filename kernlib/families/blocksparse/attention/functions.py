@@ -112,20 +112,31 @@ def attention(
     debug: bool = False,
     **captured: torch.Tensor,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``softmax(score(scale * q k^T)) v`` over the stored blocks of a layout, without storing
+    """``softmax(score(scale * q k^T)) v`` over the stored blocks of a ``layout``, without storing
     scores.
 
     q (B, H, LQ, E), k (B, HK, LK, E) and v (B, HK, LK, EV), H a multiple of HK, give (B, H, LQ,
     EV). ``score`` is an expression of ``v``, the scaled product, of ``row``, ``col``, ``head`` and
-    ``batch``, and of captured tensors, which are further keyword arguments; ``mask`` is a
-    condition of the others alone, and leaves out where it does not hold, as do ``causal``,
-    ``window`` and lengths.
-    ``axes`` names the dimensions of captured tensors, such as ``{"slope": "head"}``; without it
-    those of 4, 3, 2 and 0 dimensions are (batch, head, row, col), (head, row, col), (row, col) and
-    (). With ``return_lse`` the result is the pair of it and the log-sum-exp of each row.
+    ``batch``, and of captured tensors, which are further keyword arguments (``captured``); ``mask``
+    is a condition of the others alone, and leaves out where it does not hold, as do ``causal``,
+    ``window`` (left, right) and the lengths ``q_lengths`` and ``kv_lengths``, ints (B,). ``axes``
+    names the dimensions of captured tensors, such as ``{"slope": "head"}``; without it those of 4,
+    3, 2 and 0 dimensions are (batch, head, row, col), (head, row, col), (row, col) and ().
+    ``dropout_p`` is the part of the probabilities that is dropped, by the int ``seed`` or one that
+    torch's generator draws. With ``return_lse`` the result is the pair of it and the log-sum-exp of
+    each row. ``out`` is written in place; ``debug=True`` writes what runs to stderr.
 
-    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseAttention`, which has the rest,
-    and raises what that does.
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseAttention`, which has the rest.
+    Raises ValueError for shapes, devices, a layout and numbers that do not fit, TypeError for other
+    dtypes, kinds of arguments and names, RuntimeError for an ``out`` while gradients are recorded.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
+        >>> layout = kl.blocksparse.sliding_window(64, block=16, window=(16, 0))
+        >>> slope = torch.tensor([0.5, 0.25, 0.125, 0.0625])  # of ALiBi, one a head
+        >>> bias = dict(score="v - slope * (row - col)", axes={"slope": "head"}, slope=slope)
+        >>> kl.blocksparse.attention(q, k, v, layout, window=(16, 0), **bias).shape
+        torch.Size([1, 4, 64, 16])
     """
     named = _axes(axes, captured, (score, mask)) if captured or axes is not None else ()
     lengths = q_lengths is not None or kv_lengths is not None

@@ -52,6 +52,13 @@ class BlockSparseScaledMatmul(Product):
     What a block that is not stored would meet is not read, nor is what lies in slots without a
     block. A call raises ValueError and TypeError that name the argument, RuntimeError for an
     ``out`` while gradients are recorded.
+
+    Example:
+        >>> product = kl.BlockSparseScaledMatmul("dds", transpose_b=True, out_dtype="float16")
+        >>> product.operands, product.transposed, product.axis
+        (('layout', 'a', 'b', 'scale_a', 'scale_b'), True, -1)
+        >>> product.describe()
+        'BlockSparseScaledMatmul(dds, transpose_b, float16)'
     """
 
     family: ClassVar[str] = "blocksparse"

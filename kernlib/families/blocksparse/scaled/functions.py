@@ -30,10 +30,17 @@ def quantize(
     all are 0.
 
     With the default a block has a scale, of values (..., capacity, rows, columns); with ``-1`` each
-    row of a dense operand (..., M, C). NaN and infinity make the scale what they are. Raises
-    TypeError for what is no tensor of float32, float64, float16 or bfloat16, and for what is
+    row of a dense operand (..., M, C). NaN and infinity make the scale what they are.
+    ``debug=True`` writes what runs to stderr.
+
+    Raises TypeError for what is no tensor of float32, float64, float16 or bfloat16, and for what is
     neither an int nor a tuple of ints, ValueError for a dimension that x has not, which is an
     IndexError too, and for one that is there twice.
+
+    Example:
+        >>> q, scale = kl.blocksparse.quantize(torch.tensor([[896.0, -2.0], [0.0, 112.0]]), dim=-1)
+        >>> scale, q.float()
+        (tensor([2.0000, 0.2500]), tensor([[448., -1.], [ 0., 448.]]))
     """
     check_dense(("x",), x=x)
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
@@ -87,13 +94,24 @@ def scaled_dsd(
     """``op(S) op(b)`` of float8, S with a scale for each stored block, b with one or one for each
     column: :func:`kernlib.blocksparse.dsd` of what :func:`quantize` made.
 
-    values (..., capacity, block rows, block columns) have scales ``scale_a`` (..., capacity),
-    op(b) (..., C, N) has ``scale_b`` () or (..., N), and the result (..., R, N) is of
-    ``out_dtype``, torch.bfloat16 or torch.float16. Blocks of 128 are multiplied by tensor cores of
-    sm_90a where S is not transposed, fastest with b along the sum: ``transpose_b`` of (..., N, C).
+    ``values`` (..., capacity, block rows, block columns) of a ``layout`` of R rows and C columns
+    have scales ``scale_a`` (..., capacity), op(b) (..., C, N) has ``scale_b`` () or (..., N), and
+    the result (..., R, N) is of ``out_dtype``, torch.bfloat16 or torch.float16. ``transpose_a``
+    transposes S, ``transpose_b`` b. Blocks of 128 are multiplied by tensor cores of sm_90a where S
+    is not transposed, fastest with b along the sum: ``transpose_b`` of (..., N, C). ``out`` has the
+    result's shape and dtype and is written in place. ``debug=True`` writes what runs to stderr.
 
-    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseScaledMatmul`, and raises what
-    that does.
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseScaledMatmul`. Raises
+    ValueError for shapes, devices and layouts that do not fit each other, TypeError for other
+    dtypes and kinds of arguments, RuntimeError for an ``out`` while gradients are recorded.
+
+    Example:
+        >>> layout = kl.blocksparse.dense(128, 128, block=128)
+        >>> values, scale_a = kl.blocksparse.quantize(torch.ones(1, 128, 128))
+        >>> b, scale_b = kl.blocksparse.quantize(torch.ones(4, 128), dim=-1)
+        >>> y = kl.blocksparse.scaled_dsd(values, b, layout, scale_a, scale_b, transpose_b=True)
+        >>> y.shape, y.dtype, y[0, 0].item()
+        (torch.Size([128, 4]), torch.bfloat16, 128.0)
     """
     descriptor = _descriptor("dsd", transpose_a, transpose_b, out_dtype)
     return run_kernel(descriptor, layout, values, b, scale_a, scale_b, out=out, debug=debug)
@@ -115,13 +133,24 @@ def scaled_dds(
     """``op(a) op(S)`` of float8, a with one scale or one for each row, S with one for each stored
     block: :func:`kernlib.blocksparse.dds` of what :func:`quantize` made.
 
-    op(a) (..., M, R) has scales ``scale_a`` () or (..., M), values (..., capacity, block rows,
-    block columns) have ``scale_b`` (..., capacity), and the result (..., M, C) is of ``out_dtype``,
-    torch.bfloat16 or torch.float16. A linear layer is ``transpose_b``: x (..., M, C) times the
-    transpose of a weight; blocks of 128 are multiplied by tensor cores of sm_90a then.
+    op(a) (..., M, R) has scales ``scale_a`` () or (..., M), ``values`` (..., capacity, block rows,
+    block columns) of a ``layout`` of R rows and C columns have ``scale_b`` (..., capacity), and the
+    result (..., M, C) is of ``out_dtype``, torch.bfloat16 or torch.float16. ``transpose_a``
+    transposes a, ``transpose_b`` S. A linear layer is ``transpose_b``: x (..., M, C) times the
+    transpose of a weight; blocks of 128 are multiplied by tensor cores of sm_90a then. ``out`` has
+    the result's shape and dtype and is written in place. ``debug=True`` writes what runs to stderr.
 
-    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseScaledMatmul`, and raises what
-    that does.
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseScaledMatmul`. Raises
+    ValueError for shapes, devices and layouts that do not fit each other, TypeError for other
+    dtypes and kinds of arguments, RuntimeError for an ``out`` while gradients are recorded.
+
+    Example:
+        >>> layout = kl.blocksparse.block_diagonal(256, block=128)
+        >>> weight, scale_b = kl.blocksparse.quantize(torch.ones(2, 128, 128))
+        >>> x, scale_a = kl.blocksparse.quantize(torch.ones(4, 256), dim=-1)
+        >>> y = kl.blocksparse.scaled_dds(x, weight, layout, scale_a, scale_b, transpose_b=True)
+        >>> y.shape, y.dtype, y[0, 0].item()
+        (torch.Size([4, 256]), torch.bfloat16, 128.0)
     """
     descriptor = _descriptor("dds", transpose_a, transpose_b, out_dtype)
     return run_kernel(descriptor, layout, a, values, scale_a, scale_b, out=out, debug=debug)

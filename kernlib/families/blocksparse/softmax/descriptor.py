@@ -60,6 +60,14 @@ class BlockSparseSoftmax(Descriptor):
 
     A call raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
     gradients are recorded.
+
+    Example:
+        >>> softmax = kl.BlockSparseSoftmax(causal=True, attn_mask="add")
+        >>> softmax.operands, softmax.parameters, softmax.options["scale"], softmax.describe()
+        (('layout', 'x'), ('attn_mask',), 1.0, 'BlockSparseSoftmax(causal, attn_mask=add)')
+        >>> x, layout = torch.zeros(1, 16, 16), kl.blocksparse.dense(16, 16, block=16)
+        >>> kl.run_kernel(softmax, layout, x, attn_mask=torch.zeros(16, 16))[0, 3, :5]
+        tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.0000])
     """
 
     family: ClassVar[str] = "blocksparse"

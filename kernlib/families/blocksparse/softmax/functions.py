@@ -30,14 +30,26 @@ def softmax(
     """Softmax of ``x * scale + rpe + key_padding_mask + attn_mask`` over the stored blocks of each
     row of a block-sparse matrix (R, C), or of one matrix a head.
 
-    x are values (..., capacity, block rows, block columns) of the layout, and so is the result;
-    with Z for the dimensions in front of these, rpe broadcasts to (Z, [heads,] R, C),
-    key_padding_mask to (Z, C), and attn_mask is (R, C). A mask of mode "add" is added, one of "mul"
-    leaves out what it is 0 for; of a mask of bools True takes part in either mode. ``causal``
-    leaves out columns behind the row. Rows that nothing is left of are 0. ``out`` may be x itself.
+    ``x`` are values (..., capacity, block rows, block columns) of the ``layout``, float32, float16,
+    bfloat16 or float64, and so is the result; with Z for the dimensions in front of these, ``rpe``
+    broadcasts to (Z, [heads,] R, C), ``key_padding_mask`` to (Z, C), and ``attn_mask`` is (R, C).
+    ``scale`` is a number or a tensor (). ``key_padding_mask_mode`` and ``attn_mask_mode`` are "add"
+    or "mul": a mask of mode "add" is added, one of "mul" leaves out what it is 0 for; of a mask of
+    bools True takes part in either mode. ``causal`` leaves out columns behind the row. Rows that
+    nothing is left of are 0. ``out`` may be x itself. ``debug=True`` writes what runs to stderr.
 
-    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseSoftmax`, which has
-    the rest, and raises what that does. The operation is Torch-Blocksparse's ``Softmax``.
+    It is :func:`kernlib.run_kernel` of a :class:`kernlib.BlockSparseSoftmax`, which has the rest.
+    Raises ValueError for another mode and for shapes and devices that do not fit the layout,
+    TypeError for other dtypes and kinds of arguments, RuntimeError for an ``out`` while gradients
+    are recorded. The operation is Torch-Blocksparse's ``Softmax``.
+
+    Example:
+        >>> layout = kl.blocksparse.sliding_window(32, block=16, window=(0, 0))
+        >>> p = kl.blocksparse.softmax(torch.zeros(2, 16, 16), layout, causal=True)
+        >>> p[0, :3, :3]  # row r sees r + 1 columns
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
     """
     modes = key_padding_mask_mode, attn_mask_mode
     for name, mode in zip(("key_padding_mask_mode", "attn_mask_mode"), modes, strict=True):
