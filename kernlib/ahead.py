@@ -43,7 +43,8 @@ def compile(
     debug: bool = False,
     **arguments: Any,
 ) -> list[Entry]:
-    """Compile kernels into the cache, for GPUs that need not be here.
+    """Compile kernels of ``descriptors``, one or several, into the cache, for GPUs that need not be
+    here: those of ``archs``, targets such as ``"sm_80"``.
 
     ``specs`` are tensors as for :func:`kernlib.run_kernel`, and ``arguments`` the call's other
     arguments. The data of the tensors is not read, so ``meta`` tensors will do. With them, what is
@@ -65,12 +66,20 @@ def compile(
     ``workers`` threads compile, by default one for each core that the process may use.
     ``progress`` shows a bar on stderr if that is a terminal or a notebook's, else a line every ten
     seconds, which work of less than that does not reach. False shows nothing, True the end too.
+    ``debug=True`` writes a line to stderr for each event. ``misplaced`` takes nothing: tensors go
+    into ``specs``.
 
     :func:`kernlib.recording` compiles the calls that a program makes, into a bundle.
 
     Returns the entries in order. The first failure cancels what has not begun and is raised:
     CompileError, or UnsupportedError when no compiler is installed. Raises ValueError for an
     unknown arch, TypeError and ValueError for bad arguments.
+
+    Example:
+        >>> x = torch.empty(100, 8, device="meta")
+        >>> entries = kl.compile(kl.gaussian(), archs="sm_80", specs=(x, x), bandwidth=1.0)
+        >>> [entry.meta["description"] for entry in entries]
+        ['gaussian few pairs float32']
     """
     _check_named(misplaced, arguments, descriptors)
     if specs is None and arguments:
@@ -96,13 +105,13 @@ def prepare(
     debug: bool = False,
     **arguments: Any,
 ) -> None:
-    """Compile and load what :func:`kernlib.run_kernel` would use for these arguments, with each of
-    the descriptors, and launch nothing. Gradients and a ``reduction`` are asked for as in
-    :func:`kernlib.compile`.
+    """Compile and load what :func:`kernlib.run_kernel` would use for these ``tensors`` and
+    ``arguments``, with each of ``descriptors``, one or several, and launch nothing. Gradients and a
+    ``reduction`` are asked for as in :func:`kernlib.compile`.
 
     After it the same call, on any stream, may be captured in a CUDA graph. ``meta`` tensors stand
     for tensors of the current CUDA device with the same shapes, strides and offsets. CPU tensors
-    are checked; for them nothing is compiled. ``workers`` and ``progress`` are those of
+    are checked; for them nothing is compiled. ``workers``, ``progress`` and ``debug`` are those of
     :func:`kernlib.compile`; the calling thread loads what the workers have compiled.
 
     :func:`kernlib.recording` around one step of a program takes all its kernels to other machines,
@@ -110,6 +119,12 @@ def prepare(
 
     Raises what :func:`kernlib.run_kernel` raises, CaptureError if something is not loaded while the
     stream captures a CUDA graph, and UnsupportedError for ``meta`` tensors without a usable GPU.
+
+    Example:
+        >>> x = torch.randn(100, 8)
+        >>> kl.prepare(kl.gaussian(), x, x, bandwidth=1.0)  # on a GPU its kernel is loaded then
+        >>> kl.run_kernel(kl.gaussian(), x, x, bandwidth=1.0).shape
+        torch.Size([100, 100])
     """
     _check_options(workers, progress, debug)
     with events.on_stderr() if debug else nullcontext():

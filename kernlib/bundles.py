@@ -38,15 +38,8 @@ def recording(
     progress: bool | None = None,
 ) -> Iterator[None]:
     """Write all kernels that the block uses into a bundle, with which the same calls elsewhere
-    compile nothing::
-
-        with kernlib.recording("bundle", archs=("sm_80", "sm_90a")):
-            loss = model(x).sum()
-            loss.backward()
-
-    and elsewhere, with the cache first and the bundle behind it::
-
-        KERNLIB_CACHE_DIR=$HOME/.cache/kernlib:/path/to/bundle
+    compile nothing: with ``KERNLIB_CACHE_DIR=$HOME/.cache/kernlib:/path/to/bundle``, the cache
+    first and the bundle behind it.
 
     Calls on CUDA tensors are recorded, of all threads of this process, backward passes included.
     The program may have run before: the block drops all plans, so each call makes its plan again,
@@ -76,6 +69,11 @@ def recording(
 
     :func:`kernlib.prepare` loads the kernels of single calls into this process, which a CUDA graph
     needs; :func:`kernlib.compile` and ``kernlib compile`` compile calls that nobody makes.
+
+    Example:
+        >>> x = torch.randn(100, 8, requires_grad=True)
+        >>> with kl.recording("bundle", archs=("sm_80", "sm_90a")):  # doctest: +SKIP
+        ...     kl.cdist(x.cuda(), x.cuda()).sum().backward()
     """
     path, targeted = _path(folder), _targets(archs)
     check_flag("replace", replace)

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Event(NamedTuple):
-    """``name`` is one of :data:`NAMES`; ``key`` is the kernel's digest in hex; ``fields`` holds
-    what is worth knowing of this event (``ms``, ``registers``, ``spill_bytes``, ``shared_bytes``,
-    ``where``, ``grid``, ``block`` ...), units in the names. "torch" is a call without a kernel,
-    computed by torch's own operators, as on a CPU; "evict" is of kernels that made room for
-    another, and has no key."""
+    """``name`` is one of :data:`NAMES`; ``key`` is the kernel's digest in hex, ``arch`` its target
+    and ``description`` its line for people; ``fields`` holds what is worth knowing of this event
+    (``ms``, ``registers``, ``spill_bytes``, ``shared_bytes``, ``where``, ``grid``, ``block`` ...),
+    units in the names. "torch" is a call without a kernel, computed by torch's own operators, as on
+    a CPU; "evict" is of kernels that made room for another, and has no key."""
 
     name: str
     key: str
@@ -58,14 +58,29 @@ _environment_read = False
 
 
 def listening() -> bool:
-    """Whether anybody would see an event."""
+    """Whether anybody would see an event.
+
+    Example:
+        >>> end = kl.events.subscribe(print)
+        >>> kl.events.listening(), end()
+        (True, None)
+    """
     if not _environment_read:
         _read_environment()
     return bool(_subscribers) or _on_stderr.get() is not None
 
 
 def emit(name: str, key: str, arch: str, description: str, **fields: object) -> None:
-    """Hand an event to everybody who listens. What a listener raises reaches the caller."""
+    """Hand an event to everybody who listens: ``name``, ``key``, ``arch``, ``description`` and
+    ``fields`` are those of :class:`Event`. Raises what a listener raises, and KeyError for a name
+    that is none of :data:`NAMES`.
+
+    Example:
+        >>> end = kl.events.subscribe(print)
+        >>> kl.events.emit("torch", "", "", "gaussian on a CPU", ms=0.1)
+        kernlib torch   ms=0.1 gaussian on a CPU
+        >>> end()
+    """
     is_logged = name not in _CALLS and log not in _subscribers and _is_enabled(LEVELS[name])
     if not (is_logged or listening()):
         return
@@ -83,7 +98,16 @@ def emit(name: str, key: str, arch: str, description: str, **fields: object) -> 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
     """Call ``listener`` with every later :class:`Event`; returns the function that ends it. Raises
-    TypeError for what cannot be called."""
+    TypeError for what cannot be called.
+
+    Example:
+        >>> seen = []
+        >>> end = kl.events.subscribe(seen.append)
+        >>> y = kl.cdist(torch.randn(4, 3), torch.randn(5, 3))
+        >>> end()
+        >>> [event.name for event in seen]
+        ['torch']
+    """
     if not callable(listener):
         raise TypeError(f"listener must be a function of an Event, got {listener!r}")
     watched.append(listener)
@@ -101,14 +125,27 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 def is_debugging() -> bool:
     """Whether the call under way has ``debug=True``. Such a call may wait for the device, to find
-    what is wrong with values there."""
+    what is wrong with values there.
+
+    Example:
+        >>> with kl.events.on_stderr():
+        ...     kl.events.is_debugging()
+        True
+    """
     return bool(watched) and _on_stderr.get() is not None
 
 
 @contextmanager
 def on_stderr() -> Iterator[list[str]]:
     """Write the events of this block, in this thread or task, to stderr; the list grows by the name
-    of each."""
+    of each.
+
+    Example:
+        >>> with kl.events.on_stderr() as names:
+        ...     y = kl.cdist(torch.randn(4, 3), torch.randn(5, 3))
+        >>> names
+        ['torch']
+    """
     block: list[str] = []
     token, mark = _on_stderr.set(block), object()
     watched.append(mark)
@@ -120,7 +157,14 @@ def on_stderr() -> Iterator[list[str]]:
 
 
 def write_line(event: Event) -> None:
-    """The listener behind ``KERNLIB_DEBUG=1``."""
+    """The listener behind ``KERNLIB_DEBUG=1``: writes ``event`` to stderr. Raises OSError where
+    that cannot be written.
+
+    Example:
+        >>> end = kl.events.subscribe(kl.events.write_line)
+        >>> y = kl.cdist(torch.randn(4, 3), torch.randn(5, 3))  # writes a line
+        >>> end()
+    """
     # One text with its end of line, since print would write that separately, and another thread's
     # event may come in between.
     if sys.stderr is not None:  # None where it is closed: print would write to stdout then
@@ -128,9 +172,16 @@ def write_line(event: Event) -> None:
 
 
 def log(event: Event) -> None:
-    """Hand an event to the logger ``kernlib``: what is compiled or evicted as information, what
+    """Hand ``event`` to the logger ``kernlib``: what is compiled or evicted as information, what
     fails to compile as a warning, everything else for debugging; with it as ``record.event``.
-    Subscribed, it passes launches and calls of torch too, which do not go there by themselves."""
+    Subscribed, it passes launches and calls of torch too, which do not go there by themselves.
+    Raises KeyError for an event whose name is none of :data:`NAMES`.
+
+    Example:
+        >>> end = kl.events.subscribe(kl.events.log)
+        >>> y = kl.cdist(torch.randn(4, 3), torch.randn(5, 3))  # logged for debugging
+        >>> end()
+    """
     if _is_enabled(LEVELS[event.name]):
         text = str(event).removeprefix("kernlib ")
         _logger().log(LEVELS[event.name], "%s", text, extra={"event": event})

@@ -67,6 +67,11 @@ def register_operators() -> None:
     call this first.
 
     A process that traces or compiles a call itself need not: the call registers them.
+
+    Example:
+        >>> kl.register_operators()
+        >>> hasattr(torch.ops.kernlib, "pairwise")
+        True
     """
     for name in OPERATORS.values():
         import_module(f"kernlib.families.{name}")
@@ -108,7 +113,8 @@ def run_kernel(
       scale=None, return_lse=False, out=None)``, with those of window, lengths, dropout and captured
       tensors that the descriptor names. q (B, H, LQ, E) gives (B, H, LQ, EV).
 
-    Each call takes ``debug=False`` too.
+    Each call takes ``debug=False`` too. ``tensors`` are those in front of the ``*``, ``arguments``
+    those behind it.
 
     Tensors are float32, float16, bfloat16 or float64, as far as the class takes them. CUDA tensors
     run on their device, on torch's current stream, without waiting for the device. The kernel is
@@ -123,6 +129,11 @@ def run_kernel(
     operator of ``torch.library``, so ``fullgraph=True`` works. They treat a number as a constant,
     and torch.compile compiles again for another one (8 times by default): pass what changes as a
     tensor.
+
+    Example:
+        >>> points = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+        >>> kl.run_kernel(kl.gaussian(), points, points, bandwidth=5.0)
+        tensor([[1.0000, 0.6065], [0.6065, 1.0000]])
     """
     if debug is not False:
         check_flag("debug", debug)

@@ -37,7 +37,8 @@ _BOOLS |= {"0": False, "false": False, "no": False, "off": False}
 
 
 class Variable(NamedTuple):
-    """One row of the table that the documentation and the command line print."""
+    """One row of the table that the documentation and the command line print: the ``name`` of a
+    variable of the environment, its ``default`` as a text, and its ``meaning``."""
 
     name: str
     default: str
@@ -78,7 +79,10 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says. The first of `cache_dir` is the cache, the others are bundles."""
+    """What the environment says, a field for each of :data:`VARIABLES`. The first of ``cache_dir``
+    is the cache, the others are bundles. ``cache_bytes`` is the size at which kernels are evicted,
+    ``lock_timeout`` in seconds; ``debug``, ``nvtx``, ``assert_cached`` and ``portable`` are
+    bools."""
 
     cache_dir: tuple[Path, ...]
     cache_bytes: int = DEFAULT_CACHE_BYTES
@@ -90,7 +94,13 @@ class Settings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """The settings of an environment, by default the process's. Raises ValueError."""
+        """The settings of an environment ``environ``, by default the process's. Raises ValueError
+        for a value that cannot be used, naming the variable.
+
+        Example:
+            >>> kl.settings.Settings.read({"KERNLIB_CACHE_BYTES": "64M"}).cache_bytes
+            67108864
+        """
         env = os.environ if environ is None else environ
         return cls(
             cache_dir=_paths(env.get("KERNLIB_CACHE_DIR", "")),
@@ -107,7 +117,14 @@ _current: Settings | None = None
 
 
 def current() -> Settings:
-    """The settings in force; the environment is read the first time. Raises ValueError."""
+    """The settings in force; the environment is read the first time. Raises ValueError for a
+    value that cannot be used, naming the variable.
+
+    Example:
+        >>> with kl.settings.override(lock_timeout=5.0):
+        ...     kl.settings.current().lock_timeout
+        5.0
+    """
     global _current
     if _current is None:
         _current = Settings.read()
@@ -115,14 +132,28 @@ def current() -> Settings:
 
 
 def reset() -> None:
-    """Forget what was read: the next `current()` reads the environment again."""
+    """Forget what was read: the next `current()` reads the environment again.
+
+    Example:
+        >>> with kl.settings.override(lock_timeout=5.0):
+        ...     kl.settings.reset()
+        ...     kl.settings.current() == kl.settings.Settings.read()
+        True
+    """
     global _current
     _current = None
 
 
 @contextmanager
 def override(**fields: object) -> Iterator[Settings]:
-    """Other values for some fields inside the block, in every thread. For tests."""
+    """Other values for some ``fields`` of :class:`Settings` inside the block, in every thread. For
+    tests. Raises TypeError for a name that is no field.
+
+    Example:
+        >>> with kl.settings.override(nvtx=True) as settings:
+        ...     settings.nvtx
+        True
+    """
     global _current
     before = current()
     _current = replace(before, **fields)
@@ -158,7 +189,13 @@ def _expanded(part: str) -> Path:
 
 
 def unread(environ: Mapping[str, str]) -> list[str]:
-    """Variables of an environment that look like kernlib's, and that it does not read."""
+    """Variables of an environment, ``environ``, that look like kernlib's, and that it does not
+    read. Raises nothing.
+
+    Example:
+        >>> kl.settings.unread({"KERNLIB_DEBUG": "1", "KERNLIB_CACHE": "/tmp"})
+        ['KERNLIB_CACHE']
+    """
     names = {variable.name for variable in VARIABLES}
     return sorted(name for name in environ if name.upper().startswith(PREFIX) and name not in names)
 
@@ -179,8 +216,13 @@ def _size(env: Mapping[str, str], name: str, default: int) -> int:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of ``512M``, ``64 KiB`` and the like, None for what is no size. Of a number with more
-    digits than any disk has bytes, one that is as far too large."""
+    """Bytes of a ``text`` such as ``512M`` or ``64 KiB``, None for what is no size: it raises
+    nothing. Of a number with more digits than any disk has bytes, one that is as far too large.
+
+    Example:
+        >>> kl.settings.parse_size("64 KiB"), kl.settings.parse_size("many")
+        (65536, None)
+    """
     match = re.fullmatch(_SIZE, text.strip())
     if match is None:
         return None

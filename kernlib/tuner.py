@@ -119,16 +119,24 @@ def tune(
     debug: bool = False,
     **arguments: Any,
 ) -> Tuning:
-    """Time every kernel that could compute :func:`kernlib.run_kernel` of these arguments, and keep
-    the fastest for all later calls with these sizes, layouts and dtypes on this model of GPU.
+    """Time every kernel that could compute :func:`kernlib.run_kernel` of ``descriptor``,
+    ``tensors`` and ``arguments``, and keep the fastest for all later calls with these sizes,
+    layouts and dtypes on this model of GPU.
 
     The kernels run on the tensors' device and current stream, for some seconds at most unless one
     launch takes longer. They write into an output of their own, as large as the call's; ``out`` is
     not touched. ``progress`` shows a bar and the table on stderr: True always, False never, None if
     stderr is a terminal or a notebook's; elsewhere None writes a line every ten seconds.
+    ``debug=True`` writes a line to stderr for each event.
 
     Raises what run_kernel raises, UnsupportedError for tensors that are on no GPU, and CaptureError
     while the stream captures a CUDA graph, since nothing runs then that could be timed.
+
+    Example:
+        >>> x = torch.randn(4096, 64)
+        >>> result = kl.tune(kl.gaussian(), x.cuda(), x.cuda(), bandwidth=8.0)  # doctest: +SKIP
+        >>> print(result.conclusion)  # doctest: +SKIP
+        Fastest is ...: kept for this call on every ...
     """
     check_progress(progress)
     found = candidates(descriptor, *tensors, **arguments)

@@ -57,30 +57,54 @@ class Descriptor(Part):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """What its call takes behind the descriptor, in order."""
+        """What its call takes behind the descriptor, in order.
+
+        Example:
+            >>> kl.gaussian().operands
+            ('a', 'b')
+        """
         return ()
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The keyword arguments that its call must be given."""
+        """The keyword arguments that its call must be given.
+
+        Example:
+            >>> kl.laplace_pq().required
+            ('p', 'bandwidth', 'q')
+        """
         return getattr(self, "parameters", ())
 
     @property
     def options(self) -> dict[str, object]:
-        """The keyword arguments that its call may be given, and their defaults."""
+        """The keyword arguments that its call may be given, and their defaults.
+
+        Example:
+            >>> kl.KroneckerProduct((2, 3)).options
+            {'out': None, 'debug': False}
+        """
         return {"out": None, "debug": False}
 
     @property
     def signature(self) -> str:
-        """Its call with all arguments, such as ``run_kernel(descriptor, w, x, *, bias, out=None,
-        debug=False)``; what stands there without a default is required."""
+        """Its call with all arguments; what stands there without a default is required.
+
+        Example:
+            >>> kl.SparseMatmul(kl.Bias()).signature
+            'run_kernel(descriptor, w, x, *, bias, out=None, debug=False)'
+        """
         optional = [f"{name}={value!r}" for name, value in self.options.items()]
         arguments = ["descriptor", *self.operands, "*", *self.required, *optional]
         return f"run_kernel({', '.join(arguments)})"
 
     @property
     def call(self) -> str:
-        """Its call with what is required, such as ``run_kernel(descriptor, w, x, bias=...)``."""
+        """Its call with what is required.
+
+        Example:
+            >>> kl.SparseMatmul(kl.Bias()).call
+            'run_kernel(descriptor, w, x, bias=...)'
+        """
         given = [f"{name}=..." for name in self.required]
         return f"run_kernel({', '.join(['descriptor', *self.operands, *given])})"
 
@@ -97,15 +121,35 @@ class Descriptor(Part):
         return f"{render(self)}  # {self.call}"
 
     def canonical(self) -> bytes:
-        """Bytes that equal descriptors share in every process."""
+        """Bytes that equal descriptors share in every process.
+
+        Example:
+            >>> kl.gaussian().canonical() == kl.Pairwise(
+            ...     inner=kl.Square(), epilogue=kl.Gaussian()
+            ... ).canonical()
+            True
+        """
         return encode(self)
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for people.
+
+        Example:
+            >>> kl.matern52(symmetric=True).describe()
+            'matern52(symmetric)'
+        """
         return render(self)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, validated again."""
+        """A copy with some fields changed, validated again.
+
+        ``changes`` are fields by name. Raises TypeError for a name that is no field, and what the
+        constructor raises for a value.
+
+        Example:
+            >>> kl.gaussian().replace(symmetric=True) == kl.gaussian(symmetric=True)
+            True
+        """
         return dataclasses.replace(self, **changes)
 
     def __reduce__(self):

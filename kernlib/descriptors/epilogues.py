@@ -23,34 +23,53 @@ class Epilogue(Part):
     one for each element of the result, to which they broadcast; the others are scalars. Those
     listed in ``positive`` must be greater than zero: a host value that is not raises ValueError; a
     device tensor is not looked at, which would wait for the device.
+
+    Example:
+        >>> epilogue = kl.RationalQuadratic()
+        >>> epilogue.expression
+        '(1 + v / (2 * alpha * bandwidth * bandwidth)) ** -alpha'
+        >>> epilogue.parameters, epilogue.positive
+        (('bandwidth', 'alpha'), ('bandwidth', 'alpha'))
+        >>> kl.Bias().vectors, kl.Add().summands
+        (('bias',), (('y', 'beta'),))
     """
 
     __slots__ = ()
 
     @property
     def expression(self) -> str:
+        """What is computed of ``v`` and the parameters."""
         raise NotImplementedError
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """Names of the arguments that the call takes for it, in order."""
         return ()
 
     @property
     def vectors(self) -> tuple[str, ...]:
+        """The parameters that hold one value for each output feature."""
         return ()
 
     @property
     def summands(self) -> tuple[tuple[str, str | None], ...]:
-        """Each with the scalar that it is multiplied by, and where that is 0 it is not read; None
-        for one that always is."""
+        """The parameters that hold one value for each element of the result, each with the scalar
+        that it is multiplied by, and where that is 0 it is not read; None for one that always
+        is."""
         return ()
 
     @property
     def positive(self) -> tuple[str, ...]:
+        """The parameters that must be greater than zero."""
         return ()
 
     def tree(self):
-        """The parsed expression."""
+        """The parsed expression.
+
+        Example:
+            >>> kl.Custom("2 * v").tree().operator
+            '*'
+        """
         return parse(self.expression, self.parameters)
 
 
@@ -67,7 +86,13 @@ class _Bandwidth(Epilogue):
 
 
 class Laplace(Value, _Bandwidth):
-    """``exp(-v / bandwidth)``; ``v`` is a distance."""
+    """``exp(-v / bandwidth)``; ``v`` is a distance.
+
+    Example:
+        >>> x, y = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
+        >>> kl.run_kernel(kl.l1_distance(epilogue=kl.Laplace()), x, y, bandwidth=7.0)
+        tensor([[0.3679]])
+    """
 
     __slots__ = ()
 
@@ -77,7 +102,13 @@ class Laplace(Value, _Bandwidth):
 
 
 class Gaussian(Value, _Bandwidth):
-    """``exp(-v / (2 * bandwidth**2))``; ``v`` is a squared distance."""
+    """``exp(-v / (2 * bandwidth**2))``; ``v`` is a squared distance.
+
+    Example:
+        >>> x, y = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
+        >>> kl.run_kernel(kl.squared_distance(epilogue=kl.Gaussian()), x, y, bandwidth=5.0)
+        tensor([[0.6065]])
+    """
 
     __slots__ = ()
 
@@ -93,6 +124,11 @@ class Matern(_Bandwidth):
 
     Raises ValueError for another ``nu``, TypeError for what is no number; ``nu = 0.5`` is
     :class:`Laplace`.
+
+    Example:
+        >>> x, y = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
+        >>> kl.run_kernel(kl.l2_distance(epilogue=kl.Matern(2.5)), x, y, bandwidth=5.0)
+        tensor([[0.5240]])
     """
 
     nu: float = 1.5
@@ -111,7 +147,14 @@ class Matern(_Bandwidth):
 
 
 class RationalQuadratic(Value, Epilogue):
-    """``(1 + v / (2 * alpha * bandwidth**2)) ** -alpha``; ``v`` is a squared distance."""
+    """``(1 + v / (2 * alpha * bandwidth**2)) ** -alpha``; ``v`` is a squared distance.
+
+    Example:
+        >>> x, y = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
+        >>> kernel = kl.squared_distance(epilogue=kl.RationalQuadratic())
+        >>> kl.run_kernel(kernel, x, y, bandwidth=5.0, alpha=1.0)
+        tensor([[0.6667]])
+    """
 
     __slots__ = ()
 
@@ -129,7 +172,13 @@ class RationalQuadratic(Value, Epilogue):
 
 
 class Cauchy(Value, _Bandwidth):
-    """``1 / (1 + v / bandwidth**2)``; ``v`` is a squared distance."""
+    """``1 / (1 + v / bandwidth**2)``; ``v`` is a squared distance.
+
+    Example:
+        >>> x, y = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
+        >>> kl.run_kernel(kl.squared_distance(epilogue=kl.Cauchy()), x, y, bandwidth=5.0)
+        tensor([[0.5000]])
+    """
 
     __slots__ = ()
 
@@ -139,7 +188,14 @@ class Cauchy(Value, _Bandwidth):
 
 
 class PowerExponential(Value, Epilogue):
-    """``exp(-(v / bandwidth) ** q)``; ``v`` is a distance, usually with ``0 < q <= p``."""
+    """``exp(-(v / bandwidth) ** q)``; ``v`` is a distance, usually with ``0 < q <= p``.
+
+    Example:
+        >>> x, y = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
+        >>> kernel = kl.l1_distance(epilogue=kl.PowerExponential())
+        >>> kl.run_kernel(kernel, x, y, bandwidth=3.5, q=0.5)
+        tensor([[0.2431]])
+    """
 
     __slots__ = ()
 
@@ -158,7 +214,15 @@ class PowerExponential(Value, Epilogue):
 
 @dataclass(frozen=True, slots=True)
 class Polynomial(Epilogue):
-    """``(gamma * v + offset) ** degree``; ``v`` is a dot product, ``degree`` 1 to 16."""
+    """``(gamma * v + offset) ** degree``; ``v`` is a dot product, ``degree`` 1 to 16.
+
+    Raises ValueError for another ``degree``.
+
+    Example:
+        >>> kernel = kl.dot_product(epilogue=kl.Polynomial(2))
+        >>> kl.run_kernel(kernel, torch.ones(1, 3), torch.ones(1, 3), gamma=1.0, offset=2.0)
+        tensor([[25.]])
+    """
 
     degree: int = 3
 
@@ -179,7 +243,15 @@ class Polynomial(Epilogue):
 
 @dataclass(frozen=True, slots=True)
 class Scale(Epilogue):
-    """``scale * v``; ``parameter`` renames the argument when there are several."""
+    """``scale * v``; ``parameter`` renames the argument when there are several.
+
+    Raises ValueError for a ``parameter`` that is no ASCII identifier, or that has another meaning.
+
+    Example:
+        >>> kernel = kl.dot_product(epilogue=kl.Scale("gain"))
+        >>> kl.run_kernel(kernel, torch.ones(1, 3), torch.ones(1, 3), gain=0.5)
+        tensor([[1.5000]])
+    """
 
     parameter: str = "scale"
 
@@ -200,7 +272,13 @@ class Bias(Epilogue):
     """``v + bias``, one value for each output feature: a tensor (features,) of the inputs' dtype.
 
     ``parameter`` renames the argument when there are several. For families whose outputs have
-    features, such as :class:`kernlib.KroneckerSparse`.
+    features, such as :class:`kernlib.KroneckerSparse`. Raises ValueError for a ``parameter`` that
+    is no ASCII identifier, or that has another meaning.
+
+    Example:
+        >>> product = kl.KroneckerProduct((2,), epilogue=kl.Bias())
+        >>> kl.run_kernel(product, torch.ones(1, 2), torch.eye(2), bias=torch.tensor([5.0, 7.0]))
+        tensor([[6., 8.]])
     """
 
     parameter: str = "bias"
@@ -228,6 +306,11 @@ class Add(Value, Epilogue):
 
     For :class:`kernlib.KroneckerProduct` and :class:`kernlib.BlockSparseMatmul`, whose kernels read
     y where they write the result.
+
+    Example:
+        >>> product, y = kl.KroneckerProduct((2,), epilogue=kl.Add()), torch.tensor([[5.0, 7.0]])
+        >>> kl.run_kernel(product, torch.ones(1, 2), torch.eye(2), y=y, beta=2.0)
+        tensor([[11., 15.]])
     """
 
     __slots__ = ()
@@ -246,7 +329,13 @@ class Add(Value, Epilogue):
 
 
 class Relu(Value, Epilogue):
-    """``max(v, 0)``."""
+    """``max(v, 0)``.
+
+    Example:
+        >>> x = torch.tensor([[-1.0], [2.0]])
+        >>> kl.run_kernel(kl.dot_product(epilogue=kl.Relu()), x, torch.ones(1, 1))
+        tensor([[0.], [2.]])
+    """
 
     __slots__ = ()
 
@@ -260,6 +349,11 @@ class LeakyRelu(Epilogue):
     """``v`` where it is positive, else ``negative_slope * v``.
 
     Raises TypeError for a slope that is no number, ValueError for one that is not finite.
+
+    Example:
+        >>> kernel = kl.dot_product(epilogue=kl.LeakyRelu(0.1))
+        >>> kl.run_kernel(kernel, torch.tensor([[-1.0], [2.0]]), torch.ones(1, 1))
+        tensor([[-0.1000], [ 2.0000]])
     """
 
     negative_slope: float = 0.01
@@ -281,6 +375,11 @@ class Gelu(Epilogue):
     ``v * (1 + tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))) / 2``, as ``torch.nn.GELU``.
 
     Raises ValueError for another ``approximate``.
+
+    Example:
+        >>> x = torch.tensor([[-1.0], [2.0]])
+        >>> kl.run_kernel(kl.dot_product(epilogue=kl.Gelu()), x, torch.ones(1, 1))
+        tensor([[-0.1587], [ 1.9545]])
     """
 
     approximate: str = "none"
@@ -303,7 +402,13 @@ _SIGMOID = "exp(min(v, 0)) / (exp(min(v, 0)) + exp(-max(v, 0)))"
 
 
 class Sigmoid(Value, Epilogue):
-    """``1 / (1 + exp(-v))``."""
+    """``1 / (1 + exp(-v))``.
+
+    Example:
+        >>> x = torch.tensor([[-1.0], [2.0]])
+        >>> kl.run_kernel(kl.dot_product(epilogue=kl.Sigmoid()), x, torch.ones(1, 1))
+        tensor([[0.2689], [0.8808]])
+    """
 
     __slots__ = ()
 
@@ -313,7 +418,13 @@ class Sigmoid(Value, Epilogue):
 
 
 class Silu(Value, Epilogue):
-    """``v / (1 + exp(-v))``, also called swish."""
+    """``v / (1 + exp(-v))``, also called swish.
+
+    Example:
+        >>> x = torch.tensor([[-1.0], [2.0]])
+        >>> kl.run_kernel(kl.dot_product(epilogue=kl.Silu()), x, torch.ones(1, 1))
+        tensor([[-0.2689], [ 1.7616]])
+    """
 
     __slots__ = ()
 
@@ -323,7 +434,13 @@ class Silu(Value, Epilogue):
 
 
 class Tanh(Value, Epilogue):
-    """``tanh(v)``."""
+    """``tanh(v)``.
+
+    Example:
+        >>> x = torch.tensor([[-1.0], [2.0]])
+        >>> kl.run_kernel(kl.dot_product(epilogue=kl.Tanh()), x, torch.ones(1, 1))
+        tensor([[-0.7616], [ 0.9640]])
+    """
 
     __slots__ = ()
 
@@ -340,6 +457,11 @@ class Custom(Epilogue):
     The language is numbers, ``v``, the parameters, ``pi``, ``e``, ``+ - * / **``, parentheses and
     the functions of :data:`kernlib.descriptors.expression.FUNCTIONS`. Raises ValueError for
     anything else, for a parameter that is not used, and for names that are not identifiers.
+
+    Example:
+        >>> kernel = kl.dot_product(epilogue=kl.Custom("min(v, top) ** 2", ("top",)))
+        >>> kl.run_kernel(kernel, torch.tensor([[-1.0], [5.0]]), torch.ones(1, 1), top=3.0)
+        tensor([[1.], [9.]])
     """
 
     expression: str = field()  # without it the base's property were its default
@@ -426,7 +548,15 @@ def refuse_vectors(epilogues: tuple[Epilogue, ...], family: str) -> None:
 
 class Product(Descriptor):
     """Base of products of which a field, ``epilogue``, finishes each value. The features of their
-    results are what vectors hold a value for."""
+    results are what vectors hold a value for.
+
+    Example:
+        >>> product = kl.KroneckerProduct((2, 3), epilogue=(kl.Scale(), kl.Bias(), kl.Add()))
+        >>> product.parameters
+        ('scale', 'bias', 'beta', 'y')
+        >>> product.vectors, product.summands, product.positive
+        (('bias',), ('y',), frozenset())
+    """
 
     __slots__ = ()
     epilogue: Epilogue | tuple[Epilogue, ...]

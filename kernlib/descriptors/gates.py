@@ -31,6 +31,11 @@ class Gate(Epilogue):
     (2020). With the product by one weight as ``gate``, that by the other is finished in its own
     kernel. For :class:`kernlib.KroneckerProduct` and :class:`kernlib.BlockSparseMatmul`, whose
     kernels read ``gate`` where they write the result. Raises ValueError for another activation.
+
+    Example:
+        >>> product, gate = kl.KroneckerProduct((2,), epilogue=kl.Gate("relu")), torch.ones(1, 2)
+        >>> kl.run_kernel(product, torch.tensor([[5.0, 7.0]]), torch.eye(2), gate=2 * gate)
+        tensor([[10., 14.]])
     """
 
     activation: str = "silu"

@@ -101,6 +101,13 @@ class Pairwise(Descriptor):
     :func:`kernlib.families.pairwise.operation.run` has the details. A call raises ValueError and
     TypeError that name the argument, RuntimeError for an ``out`` while gradients are recorded.
     :attr:`signature` is the call that this descriptor takes.
+
+    Example:
+        >>> kernel = kl.Pairwise(inner=kl.Square(), epilogue=kl.Gaussian())
+        >>> kl.run_kernel(kernel, torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), bandwidth=5.0)
+        tensor([[0.6065]])
+        >>> kernel.parameters, kernel.positive, kernel.signed, kernel.takes_products
+        (('bandwidth',), frozenset({'bandwidth'}), False, True)
     """
 
     family: ClassVar[str] = "pairwise"
@@ -339,7 +346,12 @@ def l1_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sum_k |b[n, k] - a[m, k]|``, the L1 distance.
 
     ``kernlib.run_kernel(kernlib.l1_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
-    Fields and further arguments of the call are those of :class:`Pairwise`.
+    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further
+    arguments of the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.l1_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
+        tensor([[7.]])
     """
     return Pairwise(inner=norms.Abs(), **fields)
 
@@ -349,7 +361,12 @@ def l2_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sqrt(sum_k (b[n, k] - a[m, k])^2)``, the Euclidean distance.
 
     ``kernlib.run_kernel(kernlib.l2_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
-    Fields and further arguments of the call are those of :class:`Pairwise`.
+    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further
+    arguments of the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.l2_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
+        tensor([[5.]])
     """
     return Pairwise(inner=norms.Square(), outer=norms.Sqrt(), **fields)
 
@@ -359,7 +376,12 @@ def squared_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sum_k (b[n, k] - a[m, k])^2``, the squared Euclidean distance.
 
     ``kernlib.run_kernel(kernlib.squared_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give
-    (M, N). Fields and further arguments of the call are those of :class:`Pairwise`.
+    (M, N). Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further
+    arguments of the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.squared_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
+        tensor([[25.]])
     """
     return Pairwise(inner=norms.Square(), **fields)
 
@@ -370,7 +392,12 @@ def p_distance(**fields: Unpack[_Stages]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.p_distance(), a, b, p=1.5)``: ``a`` (M, K) and ``b`` (N, K) give
     (M, N). ``p``, 0 or greater, counts differing features for 0 and takes the largest difference
-    for inf. Fields and further arguments of the call are those of :class:`Pairwise`.
+    for inf. Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``),
+    further arguments of the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.p_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), p=3.0)
+        tensor([[4.4979]])
     """
     return Pairwise(inner=norms.Power(), outer=norms.Root(), **fields)
 
@@ -380,8 +407,12 @@ def power_sum(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sum_k |b[n, k] - a[m, k]|^p``, without the root of :func:`p_distance`.
 
     ``kernlib.run_kernel(kernlib.power_sum(), a, b, p=1.5)``: ``a`` (M, K) and ``b`` (N, K) give
-    (M, N). ``p`` is 0 or greater. Fields and further arguments of the call are those of
-    :class:`Pairwise`.
+    (M, N). ``p`` is 0 or greater. Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``,
+    ``categories``), further arguments of the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.power_sum(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), p=3.0)
+        tensor([[91.]])
     """
     return Pairwise(inner=norms.Power(), **fields)
 
@@ -392,7 +423,13 @@ def exp_power_sum(**fields: Unpack[_Stages]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.exp_power_sum(), a, b, p=2.0, inner_scale=-0.5)``: ``a`` (M, K) and
     ``b`` (N, K) give (M, N). ``p`` is 0 or greater and finite, ``inner_scale`` any number. Fields
-    and further arguments of the call are those of :class:`Pairwise`.
+    (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further arguments of
+    the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> a, b = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> kl.run_kernel(kl.exp_power_sum(), a, b, p=1.0, inner_scale=-0.1)
+        tensor([[1.8097]])
     """
     return Pairwise(inner=norms.ExpPower(), **fields)
 
@@ -402,7 +439,12 @@ def dot_product(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sum_k b[n, k] * a[m, k]``, the dot product.
 
     ``kernlib.run_kernel(kernlib.dot_product(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
-    Fields and further arguments of the call are those of :class:`Pairwise`.
+    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further
+    arguments of the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.dot_product(), torch.ones(1, 2), torch.tensor([[3.0, 4.0]]))
+        tensor([[7.]])
     """
     return Pairwise("dot", inner=norms.Identity(), **fields)
 
@@ -412,8 +454,13 @@ def laplace_l1(**fields: Unpack[_Options]) -> Pairwise:
     """``out[m, n] = exp(-|b[n] - a[m]|_1 / bandwidth)``, the Laplace kernel of the L1 distance.
 
     ``kernlib.run_kernel(kernlib.laplace_l1(), a, b, bandwidth=10.0)``: ``a`` (M, K) and ``b``
-    (N, K) give (M, N). ``bandwidth`` is greater than 0, in the units of the distance. Fields and
-    further arguments of the call are those of :class:`Pairwise`.
+    (N, K) give (M, N). ``bandwidth`` is greater than 0, in the units of the distance. Fields
+    (``precision``, ``symmetric``, ``direct``, ``categories``), further arguments of the call and
+    what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.laplace_l1(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=2.0)
+        tensor([[0.3679]])
     """
     return l1_distance(epilogue=Laplace(), **fields)
 
@@ -423,8 +470,13 @@ def laplace_l2(**fields: Unpack[_Options]) -> Pairwise:
     """``out[m, n] = exp(-|b[n] - a[m]|_2 / bandwidth)``, the Laplace kernel of the L2 distance.
 
     ``kernlib.run_kernel(kernlib.laplace_l2(), a, b, bandwidth=10.0)``: ``a`` (M, K) and ``b``
-    (N, K) give (M, N). ``bandwidth`` is greater than 0, in the units of the distance. Fields and
-    further arguments of the call are those of :class:`Pairwise`.
+    (N, K) give (M, N). ``bandwidth`` is greater than 0, in the units of the distance. Fields
+    (``precision``, ``symmetric``, ``direct``, ``categories``), further arguments of the call and
+    what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.laplace_l2(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=1.0)
+        tensor([[0.2431]])
     """
     return l2_distance(epilogue=Laplace(), **fields)
 
@@ -435,8 +487,13 @@ def laplace_pq(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.laplace_pq(), a, b, p=1.5, bandwidth=10.0, q=1.0)``: ``a`` (M, K)
     and ``b`` (N, K) give (M, N). ``p`` is 0 or greater; ``bandwidth``, in the units of the
-    distance, and ``q`` are greater than 0. Fields and further arguments of the call are those of
-    :class:`Pairwise`.
+    distance, and ``q`` are greater than 0. Fields (``precision``, ``symmetric``, ``direct``,
+    ``categories``), further arguments of the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> a, b = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> kl.run_kernel(kl.laplace_pq(), a, b, p=1.0, bandwidth=2.0, q=2.0)
+        tensor([[0.3679]])
     """
     return p_distance(epilogue=PowerExponential(), **fields)
 
@@ -446,8 +503,13 @@ def gaussian(**fields: Unpack[_Options]) -> Pairwise:
     """``out[m, n] = exp(-|b[n] - a[m]|_2^2 / (2 bandwidth^2))``, the Gaussian or RBF kernel.
 
     ``kernlib.run_kernel(kernlib.gaussian(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
-    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields and further
-    arguments of the call are those of :class:`Pairwise`.
+    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields (``precision``,
+    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
+    raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.gaussian(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=1.0)
+        tensor([[0.3679]])
     """
     return squared_distance(epilogue=Gaussian(), **fields)
 
@@ -458,8 +520,13 @@ def matern32(**fields: Unpack[_Options]) -> Pairwise:
     kernel with ``nu = 3/2``.
 
     ``kernlib.run_kernel(kernlib.matern32(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
-    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields and further
-    arguments of the call are those of :class:`Pairwise`.
+    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields (``precision``,
+    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
+    raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.matern32(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=1.0)
+        tensor([[0.2978]])
     """
     return l2_distance(epilogue=Matern(1.5), **fields)
 
@@ -470,8 +537,13 @@ def matern52(**fields: Unpack[_Options]) -> Pairwise:
     the Matérn kernel with ``nu = 5/2``.
 
     ``kernlib.run_kernel(kernlib.matern52(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
-    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields and further
-    arguments of the call are those of :class:`Pairwise`.
+    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields (``precision``,
+    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
+    raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.matern52(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=1.0)
+        tensor([[0.3173]])
     """
     return l2_distance(epilogue=Matern(2.5), **fields)
 
@@ -482,7 +554,13 @@ def rational_quadratic(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.rational_quadratic(), a, b, bandwidth=8.0, alpha=1.0)``: ``a``
     (M, K) and ``b`` (N, K) give (M, N). ``bandwidth``, in the units of the points, and ``alpha``
-    are greater than 0. Fields and further arguments of the call are those of :class:`Pairwise`.
+    are greater than 0. Fields (``precision``, ``symmetric``, ``direct``, ``categories``), further
+    arguments of the call and what either raises: see :class:`Pairwise`.
+
+    Example:
+        >>> a, b = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> kl.run_kernel(kl.rational_quadratic(), a, b, bandwidth=1.0, alpha=1.0)
+        tensor([[0.5000]])
     """
     return squared_distance(epilogue=RationalQuadratic(), **fields)
 
@@ -492,8 +570,13 @@ def cauchy(**fields: Unpack[_Options]) -> Pairwise:
     """``out[m, n] = 1 / (1 + |b[n] - a[m]|_2^2 / bandwidth^2)``, the Cauchy kernel.
 
     ``kernlib.run_kernel(kernlib.cauchy(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
-    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields and further
-    arguments of the call are those of :class:`Pairwise`.
+    give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields (``precision``,
+    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
+    raises: see :class:`Pairwise`.
+
+    Example:
+        >>> kl.run_kernel(kl.cauchy(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), bandwidth=5.0)
+        tensor([[0.5000]])
     """
     return squared_distance(epilogue=Cauchy(), **fields)
 
@@ -503,7 +586,13 @@ def polynomial(degree: int = 3, **fields: Unpack[_Options]) -> Pairwise:
     """``out[m, n] = (gamma * <a[m], b[n]> + offset)^degree``, with a ``degree`` from 1 to 16.
 
     ``kernlib.run_kernel(kernlib.polynomial(), a, b, gamma=0.1, offset=1.0)``: ``a`` (M, K) and
-    ``b`` (N, K) give (M, N). ``gamma`` and ``offset`` are any numbers. Fields and further arguments
-    of the call are those of :class:`Pairwise`.
+    ``b`` (N, K) give (M, N). ``gamma`` and ``offset`` are any numbers. Fields (``precision``,
+    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
+    raises: see :class:`Pairwise`.
+
+    Example:
+        >>> a, b = torch.ones(1, 2), torch.ones(1, 2)
+        >>> kl.run_kernel(kl.polynomial(), a, b, gamma=1.0, offset=1.0)
+        tensor([[27.]])
     """
     return dot_product(epilogue=Polynomial(degree), **fields)

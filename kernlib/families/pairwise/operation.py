@@ -183,6 +183,19 @@ def cdist(
     differences; the ``compute_mode`` "donot_use_mm_for_euclid_dist" computes all from differences.
     A NaN reaches the result for every p, where torch drops some for p = inf, and autocast does not
     change the dtype.
+
+    ``p`` is 0 or greater: a real number, or a tensor of shape (), or (L,) for one batch dimension.
+    float32, float64, float16 or bfloat16. ``out``, of the result's shape and dtype and any strides,
+    is written in place. ``debug=True`` writes a line to stderr for each event.
+
+    Raises ValueError and TypeError that name the argument, RuntimeError for an ``out`` while
+    gradients are recorded.
+
+    Example:
+        >>> kl.cdist(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
+        tensor([[5.]])
+        >>> kl.cdist(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), p=float("inf"))
+        tensor([[4.]])
     """
     checks.compute_mode(compute_mode)
     descriptor, arguments = _distance(p, root, compute_mode == "donot_use_mm_for_euclid_dist")

@@ -108,7 +108,8 @@ def agop(
     - ``centred=True`` subtracts from each gradient the mean over the queries of its output.
     - ``hyperparameters`` are the descriptor's, such as ``bandwidth``: numbers, or tensors of shape
       (), (L,) or (L, 1, 1). In place of a ``feature_map`` M pass the mapped points: of the points
-      themselves the result is then ``M A M^T``.
+      themselves the result is then ``M A M^T``. ``descriptor`` is a kernel such as ``gaussian()``.
+    - ``debug=True`` writes a line to stderr for each event.
 
     Gradients exist for a block of queries at a time, so memory is O(block (T + O K) + K^2). Where
     a query is one of the points, a distance that is not smooth at 0 contributes 0. Descriptors are
@@ -120,6 +121,11 @@ def agop(
 
     Raises ValueError and TypeError that name the argument, RuntimeError for tensors that require a
     gradient while gradients are recorded.
+
+    Example:
+        >>> x, z = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
+        >>> kl.agop(kl.squared_distance(), x, z, torch.ones(1))  # the gradient is 2 (x - z)
+        tensor([[ 4.,  8.], [ 8., 16.]])
     """
     check_dense(("x", "z", "coefficients"), x=x, z=z, coefficients=coefficients, out=out)
     refuse_own_names("agop", descriptor, ("z", "coefficients", "diagonal", "centred"))

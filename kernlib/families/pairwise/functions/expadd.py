@@ -66,12 +66,16 @@ def cdist_expadd(
     range, as it may for a tensor or a number far from 1, the points are first multiplied by a power
     of two near its reciprocal. A scale below -1e30 (-1e300 for float64) counts as that, unless it
     is a tensor.
-    Gradients of all tensors are recorded. Semantics of the kermac project, whose ``lengthscale``
-    has the other sign.
+    Gradients of all tensors are recorded. ``debug=True`` writes a line to stderr for each event.
+    Semantics of the kermac project, whose ``lengthscale`` has the other sign.
 
     Raises ValueError unless exactly one of ``lengthscale`` and ``scale`` is given, for a host
     lengthscale that is not positive, a host p that is negative or infinite, and what
     :func:`kernlib.run_kernel` raises.
+
+    Example:
+        >>> kl.cdist_expadd(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]), lengthscale=1.0)
+        tensor([[1.3679]])
     """
     given = {"p": p, "lengthscale": lengthscale, "scale": scale}
     for value in given.values():
@@ -130,11 +134,16 @@ def cdist_grad_expadd(
       ``q`` is the number 1, it is computed. Where ``c0 + S`` is 0 so is the gradient.
     - ``p``, ``q``, ``c0``, ``lengthscale`` and ``scale`` are real numbers or tensors of shape () or
       (L,), as in :func:`cdist_expadd`. ``eps`` is the smallest ``|v|`` that counts where p < 1;
-      equal coordinates add 0.
+      equal coordinates add 0. ``debug=True`` writes a line to stderr for each event.
 
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
     gradient while gradients are recorded. Semantics of the kermac project, whose ``lengthscale``
     has the other sign.
+
+    Example:
+        >>> a, c, b, d = torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1, 1), torch.ones(1, 1)
+        >>> kl.cdist_grad_expadd(a, b, c, d, scale=-1.0)  # -2 v exp(-v^2) for v = 1
+        tensor([[[-0.7358]]])
     """
     tensors = {"a": a, "b": b, "c": c, "d": d, "s_km": s_km}
     numbers = {"p": p, "q": q, "c0": c0, "lengthscale": lengthscale, "scale": scale}

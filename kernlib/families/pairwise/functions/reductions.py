@@ -49,13 +49,16 @@ def kernel_matmul(
 
     - ``a`` (M, K) or (L, M, K), ``b`` (N, K) or (L, N, K), and the keyword arguments are those of
       :func:`kernlib.families.pairwise.operation.run`; with a ``symmetric`` descriptor ``b`` may be
-      None. float32, float64, float16 or bfloat16, any strides.
+      None. float32, float64, float16 or bfloat16, any strides. ``hyperparameters`` are those of
+      the descriptor, such as ``bandwidth``.
     - ``v`` (N,), (N, C) or (L, N, C), of the inputs' dtype. The result is (M,), (M, C) or
       (L, M, C), with a batch where an argument has one, of the inputs' dtype.
     - ``out``, of the result's shape, is written in place; half types also take a float32 one.
     - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
       multiplied first (:func:`kernlib.families.pairwise.feature_map.apply`);
       ``lengthscale``: a value for each feature, (K,), by which they are divided first.
+    - ``row_offset``, ``col_offset``: ints by which the diagonal that ``regularization`` is added to
+      is shifted. ``debug=True`` writes a line to stderr for each event.
 
     Half types are summed in float32. On a GPU, kernels that keep no entry of K compute up to 16
     columns of v (64 of them for up to 16 features), and on sm_90 any number for squared differences
@@ -67,6 +70,11 @@ def kernel_matmul(
 
     Raises ValueError and TypeError that name the argument; RuntimeError for an ``out`` where a
     gradient is asked for. After the kernel products of the KeOps and kermac projects.
+
+    Example:
+        >>> a, b, v = torch.zeros(1, 2), torch.eye(2), torch.tensor([1.0, 2.0])
+        >>> kl.kernel_matmul(kl.squared_distance(), a, b, v)
+        tensor([3.])
     """
     if v is None:
         raise TypeError("v must be a tensor, got NoneType")
@@ -87,8 +95,13 @@ def kernel_sum(
 ) -> torch.Tensor:
     """``out[l,m] = sum_n K[l,m,n]``, (M,) or (L, M): the product with ones.
 
-    Arguments, dtypes, gradients and errors are those of :func:`kernel_matmul`, without ``v`` and
-    ``out``. After the Sum reduction of the KeOps project.
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients and what
+    it raises. After the Sum reduction of the KeOps project.
+
+    Example:
+        >>> kl.kernel_sum(kl.l1_distance(), torch.zeros(1, 2), torch.eye(2))
+        tensor([2.])
     """
     offsets = row_offset, col_offset
     return _run("sum", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters, debug)
@@ -109,9 +122,14 @@ def kernel_logsumexp(
     no n. Values of ``gaussian()`` and its like are exponentials already: for the logarithm of a sum
     of kernel values pass their exponent, ``squared_distance(epilogue=Custom("-s * v", ("s",)))``.
 
-    Arguments, dtypes, gradients and errors are those of :func:`kernel_matmul`, without ``v`` and
-    ``out``. float64 on a GPU goes by blocks of K from 11 features on, and where powers take
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients and what
+    it raises. float64 on a GPU goes by blocks of K from 11 features on, and where powers take
     logarithms. After the LogSumExp reduction of the KeOps project.
+
+    Example:
+        >>> kl.kernel_logsumexp(kl.l1_distance(), torch.zeros(1, 2), torch.eye(2))  # ln(2 e)
+        tensor([1.6931])
     """
     offsets = row_offset, col_offset
     return _run(
@@ -134,9 +152,14 @@ def kernel_min(
     indices, both (M,) or (L, M). The lowest index of equal ones; a NaN is smaller than any number,
     as in ``torch.min``.
 
-    Arguments and errors are those of :func:`kernel_matmul`, without ``v`` and ``out``, and
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises, and
     ValueError where b has no points. Blocks of K are those of :func:`kernel_logsumexp`. Values are
     differentiable, each by its own pair. After the Min_ArgMin reduction of the KeOps project.
+
+    Example:
+        >>> kl.kernel_min(kl.l2_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0], [0, 2]]))
+        (tensor([2.]), tensor([1]))
     """
     if debug is not False:
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
@@ -168,7 +191,16 @@ def kernel_argmin(
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """The column of the smallest entry of each row of K, int64, (M,) or (L, M): the nearest point,
-    for a distance. As the indices of :func:`kernel_min`, with its arguments and errors."""
+    for a distance.
+
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`. The indices are those of
+    :func:`kernel_min`, which says what is raised: a call raises the same.
+
+    Example:
+        >>> kl.kernel_argmin(kl.l2_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4], [0, 2]]))
+        tensor([1])
+    """
     maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
     if debug is not False:
         return heard(debug, kernel_argmin, descriptor, a, b, **maps, **hyperparameters)
@@ -197,9 +229,15 @@ def kernel_topk(
     features fewer, as shared memory has room) are kept beside the distances, without storing an
     entry of K; more, and float64, are found by sorting blocks of it.
 
-    Arguments and errors are those of :func:`kernel_matmul`, without ``v`` and ``out``, and
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises, and
     ValueError for a k that is not from 1 to N. Values are differentiable, each by its own pair.
     After the KMin_ArgKMin reduction of the KeOps project.
+
+    Example:
+        >>> points = torch.tensor([[3.0, 4.0], [0.0, 2.0], [0.0, 1.0]])
+        >>> kl.kernel_topk(kl.l2_distance(), torch.zeros(1, 2), points, k=2)
+        (tensor([[1., 2.]]), tensor([[2, 1]]))
     """
     if debug is not False:
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}

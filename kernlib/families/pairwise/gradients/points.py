@@ -39,6 +39,7 @@ def cdist_grad(
     - ``p`` is 0 or greater, and finite: a real number, or a tensor of shape () or (L,) that stays
       on the device and is not looked at. For p < 1 differences other than 0 count as ``eps`` at
       least. A NaN reaches every sum that it is part of.
+    - ``debug=True`` writes a line to stderr for each event.
     - Equal coordinates add exactly 0, but in large calls on a GPU with the number 2 for p: those
       are matrix products of columns without their mean, of an error of about 2^-22 of
       ``sum_k |c a| (|d| + |b|)``, where equal coordinates cancel to that and no further. p as a
@@ -46,6 +47,11 @@ def cdist_grad(
 
     Raises ValueError and TypeError that name the argument, RuntimeError for inputs that require a
     gradient while gradients are recorded.
+
+    Example:
+        >>> a, c, b = torch.ones(1, 1), torch.ones(1, 1), torch.zeros(2, 1)
+        >>> kl.cdist_grad(a, b, c, d=torch.tensor([[3.0], [-2.0]]), p=3.0)  # sign(v) v^2
+        tensor([[[ 9.], [-4.]]])
     """
     if is_dynamo_compiling():
         from kernlib.eager import eagerly
