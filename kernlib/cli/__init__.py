@@ -10,6 +10,8 @@ from kernlib.cli.cache import cache
 from kernlib.cli.compile import compile_kernels
 from kernlib.cli.demo import demo
 from kernlib.cli.doctor import doctor
+from kernlib.cli.explain import explain
+from kernlib.cli.show import show
 
 EXIT_CODES = """\b
 Exit codes:
@@ -29,4 +31,6 @@ main.add_command(demo)
 main.add_command(bench)
 main.add_command(doctor)
 main.add_command(compile_kernels)
+main.add_command(explain)
+main.add_command(show)
 main.add_command(cache)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import re
 import time
 from collections import defaultdict
-from itertools import product, zip_longest
-from typing import NamedTuple
 
 import click
 
-from kernlib import progress
-from kernlib.cli import kernels, lookup, machine, places
-from kernlib.cli.options import Argument, Shape, Sizes, arch_option, json_option
+from kernlib.cli import calls, kernels, lookup, places
+from kernlib.cli.calls import Call, bad
+from kernlib.cli.options import (
+    TARGETS,
+    Sizes,
+    arch_option,
+    argument_option,
+    dtype_option,
+    json_option,
+    shape_option,
+)
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
 
 COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "left"}
@@ -26,25 +31,9 @@ REDUCTIONS = (
 
 @click.command("compile")
 @click.argument("names", metavar="DESCRIPTOR...", nargs=-1, required=True)
-@arch_option(
-    "Target such as sm_80, or native; may be repeated. By default this machine's GPUs, else sm_90a."
-)
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    metavar="DTYPE",
-    help="Of the tensors, such as float16; may be repeated. By default float32.",
-)
-@click.option(
-    "--shape",
-    "shapes",
-    type=Shape(),
-    multiple=True,
-    metavar="SHAPE",
-    help="Of one tensor of a call, such as 1000x64, or bias=384 for one with a name; once for "
-    "each: only that call's kernels. A letter is a size that --size gives.",
-)
+@arch_option(TARGETS)
+@dtype_option
+@shape_option("only that call's kernels. A letter is a size that --size gives.")
 @click.option(
     "--size",
     "sizes",
@@ -54,14 +43,7 @@ REDUCTIONS = (
     help="What a letter of --shape stands for, such as M=1000, or M=1000..100000 for a range: the "
     "kernels of calls of its ends, of the powers of two between, and of each plus one.",
 )
-@click.option(
-    "--argument",
-    "arguments",
-    type=Argument(),
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Of the call that --shape describes, such as bandwidth=8.0; may be repeated.",
-)
+@argument_option
 @click.option(
     "--reduction",
     type=click.Choice(REDUCTIONS),
@@ -99,13 +81,13 @@ def compile_kernels(
 
     Exits with 1 if a kernel does not compile or cannot be kept on disk.
     """
-    call = _call(arguments, shapes, sizes, reduction, gradients)
+    call = calls.described(arguments, shapes, sizes, reduction, gradients)
     with plain_errors():
         # First what needs no torch: a misspelt name should not wait for it.
         descriptors = [found for name in names for found in lookup.descriptors(name)]
-        known = _dtypes(dtypes)
+        known = calls.dtypes_of(dtypes)
         places.disk_layers()
-        targets = archs or _archs_here()
+        targets = archs or calls.archs_here("Compiling")
         facts = _compile(descriptors, targets, known, call, workers)
     if as_json:
         print_json(facts)
@@ -117,78 +99,6 @@ def compile_kernels(
         raise click.ClickException(f"{said}; `kernlib doctor` says how full it is")
 
 
-class Call(NamedTuple):
-    """The calls that the options describe: of each the sizes of its operands, and for all of them
-    the arguments by name, numbers and sizes of tensors; a reduction and names of gradients."""
-
-    operands: list[tuple[tuple[int, ...], ...]]
-    arguments: dict
-    reduction: str | None
-    gradients: tuple[str, ...]
-
-
-def _call(arguments, shapes, sizes, reduction, gradients) -> Call:
-    """Raises UsageError, BadParameter."""
-    named: dict = {}
-    given = [("--argument", *pair) for pair in arguments]
-    given += [("--shape", *pair) for pair in shapes if pair[0]]
-    for option, name, value in given:
-        if name in named:
-            raise _bad(f"{name} is given twice.", option)
-        named[name] = value
-    operands = tuple(shape for name, shape in shapes if not name)
-    for option, value in (
-        ("--argument", named), ("--reduction", reduction), ("--gradient", gradients),
-        ("--size", sizes),
-    ):  # fmt: skip
-        if value and not operands:
-            raise click.UsageError(f"{option} is about one call: give its --shape too.")
-    for name, value in named.items():
-        if isinstance(value, tuple) and not all(isinstance(size, int) for size in value):
-            raise _bad(f"the sizes of {name}, which has a name, are numbers.", "--shape")
-    return Call(_several(operands, sizes), named, reduction, gradients)
-
-
-def _several(operands: tuple, sizes: tuple) -> list[tuple]:
-    """The operands of each call, with sizes in the place of letters. Raises BadParameter."""
-    letters = dict.fromkeys(part for shape in operands for part in shape if isinstance(part, str))
-    known = dict(sizes)
-    if len(known) < len(sizes):
-        raise _bad("a letter is given twice.", "--size")
-    for letter in letters:
-        if letter not in known:
-            raise _bad(f"{letter} of --shape has no size: {letter}=1000 would do.", "--size")
-    for letter in known:
-        if letter not in letters:
-            raise _bad(f"{letter} is in no --shape.", "--size")
-    made = []
-    for chosen in product(*(known[letter] for letter in letters)):
-        by_letter = dict(zip(letters, chosen, strict=True))
-        made.append(tuple(tuple(by_letter.get(n, n) for n in shape) for shape in operands))
-    return made
-
-
-def _dtypes(names: tuple[str, ...]) -> tuple:
-    with progress.busy("loading torch"):
-        import torch
-
-    found = tuple(getattr(torch, name, None) for name in names)
-    for name, dtype in zip(names, found, strict=True):
-        if not isinstance(dtype, torch.dtype):
-            raise _bad(f"{name!r} is no dtype of torch; float32 or float16 would do.", "--dtype")
-    return found or (torch.float32,)
-
-
-def _archs_here() -> tuple[str, ...]:
-    found = machine.archs()
-    if found:
-        click.echo(f"Compiling for this machine's {', '.join(found)}.", err=True)
-        return tuple(found)
-    arch = machine.ARCH_WITHOUT_GPU
-    click.echo(f"Compiling for {arch}: no GPU is here to ask, and no --arch is given.", err=True)
-    return (arch,)
-
-
 def _compile(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers) -> dict:
     """Compile or find them; all that is printed. Raises what kernlib.compile raises for kernels,
     UsageError for what it says of arguments."""
@@ -198,13 +108,8 @@ def _compile(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
     unsubscribe = events.subscribe(seen.append)
     start = time.perf_counter()
     try:
-        made = _entries(descriptors, archs, dtypes, call, workers)
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(_in_options(str(error), descriptors)) from error
-    except RuntimeError as error:
-        if "overflow" not in str(error):
-            raise
-        raise _bad("the output of such a call is too large for torch.", "--shape") from error
+        with calls.plain_refusals(descriptors):
+            made = _entries(descriptors, archs, dtypes, call, workers)
     finally:
         unsubscribe()
     compiled = [event.key for event in seen if event.name == "compile"]
@@ -234,9 +139,9 @@ def _entries(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
 
     own = set(inspect.signature(kernlib.compile).parameters)
     for name in own.intersection(call.arguments):
-        raise _bad(f"{name} is no argument of a call.", "--argument")
+        raise bad(f"{name} is no argument of a call.", "--argument")
     common = {"archs": archs, "workers": workers}
-    if call.operands == [()]:
+    if not calls.has_shapes(call):
         made = kernlib.compile(descriptors, dtypes=dtypes, **common)
         return list({id(entry): entry for entry in made}.values())
     made = []
@@ -244,9 +149,9 @@ def _entries(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
     groups = [[each] for each in descriptors] if call.gradients else [descriptors]
     for dtype in dtypes:
         for group in groups:
-            tensors, given = _tensors(group[0], call, dtype)
+            tensors, given = calls.tensors_of(group[0], call, dtype)
             for descriptor in group:
-                _check_operands(descriptor, call)
+                calls.check_operands(descriptor, call)
             if len(tensors) == 1:
                 made += kernlib.compile(group, specs=tensors[0], **common, **given)
             else:
@@ -254,7 +159,7 @@ def _entries(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
     return list({id(entry): entry for entry in made}.values())
 
 
-def _of_range(descriptors: list, archs: tuple, calls: list, given: dict, workers) -> list:
+def _of_range(descriptors: list, archs: tuple, several: list, given: dict, workers) -> list:
     """The entries of many calls, which take few kernels: so these are listed first."""
     from kernlib.ahead import build_all, specs
 
@@ -262,93 +167,10 @@ def _of_range(descriptors: list, archs: tuple, calls: list, given: dict, workers
         (spec, arch): None
         for arch in archs
         for descriptor in descriptors
-        for tensors in calls
+        for tensors in several
         for spec in specs(descriptor, arch, tensors, given)
     }
     return build_all(list(jobs), workers, None)
-
-
-def _tensors(descriptor, call: Call, dtype) -> tuple[list[tuple], dict]:
-    """The operands of each call, and the arguments of all. Raises BadParameter for a gradient by
-    what a call has not."""
-    names = _operands_of(descriptor, call)
-    given = {name: _given(value, dtype) for name, value in call.arguments.items()}
-    for name in call.gradients:
-        if name not in names and name not in given:
-            listed = ", ".join((*names, *given))
-            raise _bad(f"{name!r} is nothing that this call is given: {listed}.", "--gradient")
-        if name in given:
-            given[name] = _differentiated(given[name], dtype)
-    if call.reduction:
-        given["reduction"] = call.reduction
-    made = [
-        tuple(
-            _tensor(shape, dtype).requires_grad_(name in call.gradients)
-            for name, shape in zip_longest(names[: len(shapes)], shapes)
-        )
-        for shapes in call.operands
-    ]
-    return made, given
-
-
-def _differentiated(value, dtype):
-    """An argument as a tensor whose gradient is recorded: of a number that of the arithmetic."""
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        value = _tensor((), wide)
-    return value.requires_grad_()
-
-
-def _given(value, dtype):
-    """An argument of a call: a number, or in place of its sizes a tensor."""
-    return _tensor(value, dtype) if isinstance(value, tuple) else value
-
-
-def _operands_of(descriptor, call: Call) -> tuple[str, ...]:
-    """The names of what a call takes by place."""
-    if call.reduction and descriptor.family == "pairwise":
-        from kernlib.families.pairwise.operation import operands_of
-
-        return operands_of(descriptor, call.reduction)
-    return descriptor.operands
-
-
-def _tensor(shape: tuple[int, ...], dtype):
-    """A tensor without data. Raises BadParameter."""
-    import torch
-
-    try:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    except (RuntimeError, TypeError, ValueError) as error:  # whose text holds frames of C++
-        text = "x".join(map(str, shape))
-        raise _bad(f"torch has no tensor of {text}: that is too large.", "--shape") from error
-
-
-def _check_operands(descriptor, call: Call) -> None:
-    """Raises UsageError for a call of too few tensors, of which what is said in Python helps
-    nobody here."""
-    takes, given = _operands_of(descriptor, call), len(call.operands[0])
-    if given < len(takes):
-        who = f"{call.reduction} of {descriptor.describe()}" if call.reduction else ""
-        raise click.UsageError(
-            f"{takes[given]} is missing: {who or descriptor.describe()} takes {', '.join(takes)}, "
-            "and one --shape gives the sizes of each."
-        )
-
-
-def _in_options(text: str, descriptors: list) -> str:
-    """What kernlib.compile says of a call, as a sentence; where that advises a call in Python for
-    arguments that are missing, with the options that give them."""
-    found = re.search(r" needs ([^:]+): (run_kernel\(.*\))$", text)
-    if found:
-        epilogues = [each for one in descriptors for each in getattr(one, "epilogue", ())]
-        tensors = {name for each in epilogues for name in (*each.vectors, *dict(each.summands))}
-        names = [name.split()[0] for name in found[1].split(", ")]  # of "p (or inner_p)" the first
-        options = [f"--shape {n}=384" if n in tensors else f"--argument {n}=1.0" for n in names]
-        text = f"{text[: found.end(1)]}, such as {' '.join(options)}"
-    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def _facts(made: list, seen: list) -> list[dict]:
@@ -385,7 +207,3 @@ def _print(facts: dict) -> None:
         f"{facts['compiled']} compiled, {facts['found']} found, in {facts['seconds']:.1f} s; "
         f"kernels are kept in {facts['path']}"
     )
-
-
-def _bad(message: str, option: str) -> click.BadParameter:
-    return click.BadParameter(message, param_hint=option)

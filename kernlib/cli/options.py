@@ -138,6 +138,24 @@ def _number(text: str) -> float | int | bool:
         return float(text)
 
 
+TARGETS = (
+    "Target such as sm_80, or native; may be repeated. By default this machine's GPUs, else sm_90a."
+)
+dtype_option = click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    metavar="DTYPE",
+    help="Of the tensors, such as float16; may be repeated. By default float32.",
+)
+argument_option = click.option(
+    "--argument",
+    "arguments",
+    type=Argument(),
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of the call that --shape describes, such as bandwidth=8.0; may be repeated.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
@@ -152,6 +170,19 @@ def arch_option(purpose: str):
         metavar="ARCH",
         callback=_expanded,
         help=purpose,
+    )
+
+
+def shape_option(purpose: str):
+    """``--shape``, once for each tensor of a call; ``purpose`` follows what it is."""
+    return click.option(
+        "--shape",
+        "shapes",
+        type=Shape(),
+        multiple=True,
+        metavar="SHAPE",
+        help="Of one tensor of a call, such as 1000x64, or bias=384 for one with a name; once for "
+        f"each: {purpose}",
     )
 
 

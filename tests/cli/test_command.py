@@ -25,7 +25,7 @@ def commands(group, path=()):
 def test_the_commands():
     found = {" ".join(path) for path, _ in commands(main)}
     cache = {"info", "list", "show", "verify", "prune", "clear", "export", "import"}
-    plain = {"", "bench", "demo", "doctor", "compile", "cache"}
+    plain = {"", "bench", "demo", "doctor", "compile", "explain", "show", "cache"}
     assert found == plain | {f"cache {name}" for name in cache}
 
 
@@ -109,6 +109,8 @@ def test_a_command_line_that_cannot_be_used_says_why(run, line):
         ("bench",),
         ("demo",),
         ("compile", "gaussian"),
+        ("explain", "gaussian"),
+        ("show", "gaussian", "--source"),
         ("cache", "info"),
         ("cache", "list"),
         ("cache", "show", "0"),
