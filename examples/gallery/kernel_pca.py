@@ -1,14 +1,15 @@
 """Kernel PCA: the leading components of points in the feature space of a kernel.
 
 Three rings that no line separates become three layers of the first component of a Gaussian kernel.
-The components are the leading eigenvectors of the centred kernel matrix `H K H`, with `H = I - 1/n`.
+The components are the leading eigenvectors of the centred kernel matrix `H K H`, `H = I - 1/n`.
 They are computed by subspace iteration: `kl.kernel_matmul` multiplies K with a few vectors without
 storing K, so the memory grows with n, not with its square. The plain way stores K, and computes all
 eigenvectors.
 
 **Your own data.** Put your points (n, features) in the place of `x`, and choose the bandwidth: the
 median distance of a sample is a good first value. Any kernel of kernlib stands in the place of
-`kl.gaussian()`. New points are projected by `kl.kernel_matmul(kernel, new, x, vectors / values)`.
+`kl.gaussian()`. New points are projected, up to a constant for each component, by
+`kl.kernel_matmul(kernel, new, x, vectors / values.sqrt())`.
 """
 
 import torch
