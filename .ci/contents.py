@@ -48,6 +48,11 @@ def wanted_sdist() -> dict[str, bytes]:
     return wanted
 
 
+def words(text: str) -> str:
+    """Markdown without pictures, and with the words of its links alone."""
+    return re.sub(r"!\[[^\]]*\]\([^)]*\)|\[([^\]]*)\]\([^)]*\)", r"\1", text).strip()
+
+
 def in_wheel(path: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
@@ -73,8 +78,11 @@ def faults_of_metadata(metadata: Message) -> list[str]:
     """What is wrong with the name card of an archive."""
     version = re.search(r'^__version__ = "(.*)"', (ROOT / "kernlib/__init__.py").read_text(), re.M)
     faults = [] if metadata["Version"] == version[1] else [f"is version {metadata['Version']}"]
-    if metadata.get_payload().strip() != (ROOT / "README.md").read_text().strip():
+    text = metadata.get_payload()
+    if words(text) != words((ROOT / "README.md").read_text()):
         faults.append("describes itself by another text than README.md")
+    if broken := re.findall(r"\]\((?!https?:)([^)]*)\)", text):
+        faults.append(f"links to {broken[0]}, which no page elsewhere has")
     for extra, names in BROUGHT.items():
         brought = {
             re.match(r"[\w-]+", line)[0]

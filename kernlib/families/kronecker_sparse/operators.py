@@ -31,7 +31,6 @@ from kernlib.runtime.arguments import (
 )
 from kernlib.runtime.dtypes import FLOAT_TYPES
 from kernlib.runtime.operators import is_one_step, register, takes_lists
-from kernlib.runtime.products import requires_gradient
 from kernlib.runtime.schema import PARAMETERS, Schema, all_placed
 from kernlib.runtime.tensors import check_dense
 
@@ -349,9 +348,9 @@ def _chain(text: str, operands: tuple, parameters: dict, debug: bool) -> torch.T
     descriptor = from_text(text)
     check_dense(tuple(descriptor.operands), **dict(zip(descriptor.operands, operands, strict=True)))
     masters = False
-    if torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands):
+    if torch.is_grad_enabled() and all(weight.requires_grad for weight in operands[1:]):
         operands, parameters, masters = master_weights.autocast(descriptor, operands, parameters)
-    else:  # by kernels of the program around it, which it may compute once
+    else:  # by kernels of the program around it, which may round frozen weights once
         operands, parameters = autocast(operands, parameters)
     (x, *weights), shown = operands, (operands, parameters)
     if masters:

@@ -169,6 +169,22 @@ def test_gradients_are_widened(on_host, name, needs):
             assert torch.equal(y, other.to(y.dtype))
 
 
+def test_gradients_of_weights_of_another_layout(on_host):
+    """As hooks of saved tensors may return them."""
+    first, last, rows = CHAINS["two l"]
+    torch.manual_seed(rows)
+    x, grad = (torch.randn(rows, p[0] * p[n] * p[3]).half() for p, n in ((first, 2), (last, 1)))
+    weights = [torch.randn(each) / each[2] ** 0.5 for each in (first, last)]
+    turned = [weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in weights]
+    request = (True,) * 4, OPTIONS
+    some, others = (
+        gradient.by_plans(gpus.gpu(grad), [gpus.gpu(x)], list(map(gpus.gpu, each)), *request)
+        for each in (weights, turned)
+    )
+    for y, other in zip(some, others, strict=True):
+        assert torch.equal(gpus.host(y), gpus.host(other))
+
+
 def recorded(x, weights: list, bias, grad, *wanted: str) -> tuple:
     """A call under autocast, and the gradients of a backward pass by the ``wanted``."""
     named = {"x": x, "first": weights[0], "second": weights[1], "bias": bias}
@@ -197,3 +213,26 @@ def test_recorded_calls(on_host, wanted, rows):
         for name, t, other in zip(wanted, grads, others, strict=True):
             assert t.dtype is (torch.float16 if name == "x" else torch.float32)
             assert torch.equal(t, other.to(t.dtype))
+
+
+def test_weights_of_inference_mode(on_host):
+    """Which no backward pass may save: they are cast before, as by a linear layer."""
+    x, *weights, bias = tensors()
+    with torch.inference_mode():
+        frozen = [gpus.gpu(t.clone()) for t in (*weights, bias)]
+    leaf = gpus.gpu(x).requires_grad_()
+    with torch.autocast("cuda", torch.float16):
+        y = kl.run_kernel(chain(), leaf, *frozen[:2], bias=frozen[2])
+    assert "cast" not in kinds(on_host)
+    assert torch.equal(gpus.host(y), called(chain(), x, *weights, bias=bias))
+
+
+def test_of_a_bias_alone_no_weight_is_saved(on_host):
+    """A step between forward and backward may change the weights then."""
+    x, *weights, bias = tensors()
+    leaf, (first, second) = gpus.gpu(bias).requires_grad_(), map(gpus.gpu, weights)
+    with torch.autocast("cuda", torch.float16):
+        y = kl.run_kernel(chain(), gpus.gpu(x.half()), first, second, bias=leaf)
+    first.mul_(2)
+    (to_bias,) = torch.autograd.grad(y, [leaf], gpus.gpu(torch.ones(ROWS, 384).half()))
+    assert to_bias.dtype is torch.float32 and torch.equal(to_bias, torch.full((384,), float(ROWS)))

@@ -53,7 +53,7 @@ def gradients(
     ``inner``, those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` are x and these h, None
     where there is no need of the weight's gradient; or x alone, where h is computed again. Those of
     master weights are rounded and then widened, as autocast does."""
-    dtype = weights[0].dtype
+    dtype = grad.dtype if weights[0] is None else weights[0].dtype
     if dtype is not grad.dtype:
         weights = [weight.to(grad.dtype) for weight in weights]
         request = grad, hidden, weights, needs, options, product, weight_gradient, inner
@@ -85,6 +85,8 @@ def gradients(
 
 def by_plans(grad, hidden, weights, needs: tuple, options: tuple, forward: object = None) -> list:
     """:func:`gradients` by the kernels alone, for the route of the forward pass if it has one."""
+    if weights[0] is not None and weights[0].dtype is not grad.dtype:
+        weights = [weight.contiguous() for weight in weights]  # as plans read master weights
     if len(hidden) < len(weights) and any(needs[1:-1]) and grad.numel():
         return calls.execute(grad, *hidden, tuple(weights), needs, options)
     tensors = [None if t is None else signature(t) for t in (grad, *hidden, *weights)]

@@ -110,10 +110,12 @@ def _are_taken(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -
     bias = bias_name(chain)
     if bias is not None:
         masters.append(parameters.get(bias))
-    place = x.get_device()
+    place, is_grad_enabled = x.get_device(), torch.is_grad_enabled()
     for t in masters:
         if not isinstance(t, torch.Tensor) or t.dtype is not _FLOAT32:
             return False
         if t.get_device() != place or not t.dim() or not t.is_contiguous():
+            return False
+        if is_grad_enabled and t.is_inference():  # which no backward pass may save
             return False
     return x.dtype in _READ

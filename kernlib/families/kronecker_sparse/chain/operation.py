@@ -296,7 +296,9 @@ class _Chain(torch.autograd.Function):
         _, by_x, _, *by_weights = ctx.needs_input_grad
         ctx.route, hidden, h = route, [], x
         if not route.keeps_h:
-            ctx.save_for_backward(x if any(by_weights) else None, *weights)
+            is_needed = by_x or any(by_weights)  # else the bias alone has a gradient
+            saved = weights if is_needed else [None] * len(weights)
+            ctx.save_for_backward(x if any(by_weights) else None, *saved)
             return _product(route, x, bias, weights)
         for index, (plan, factor) in enumerate(zip(route.plans, route.factors, strict=True)):
             hidden.append(h if by_weights[index] else None)
