@@ -15,6 +15,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 FILE = Path("gallery", "gallery.json")
 CPU = "cpu"
 ON_A_CPU = "On a CPU torch computes everything: those times say nothing of the kernels."
+ONE_THREAD = """\
+On a CPU that others use too, put `OMP_NUM_THREADS=1` in front: threads of OpenMP wait for each
+other there."""
 WIDTH = 280  # pixels of a picture in the overview
 OVERVIEW = """\
 # Gallery
@@ -53,6 +56,7 @@ def page(script: Script, results: Results) -> str:
         *_times(script, results),
         "## Run it",
         f"```bash\npython {path}\n```",
+        ONE_THREAD,
         "## The script",
         f"`{path}`; what it imports from `harness`\nis in `examples/gallery/{SHARED}`.",
         f"```py\n{script.code.rstrip()}\n```",
