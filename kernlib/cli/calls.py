@@ -28,9 +28,9 @@ class Call(NamedTuple):
 def described(arguments, shapes, sizes, reduction, gradients) -> Call:
     """Raises UsageError, BadParameter."""
     named: dict = {}
-    given = [("--argument", *pair) for pair in arguments]
-    given += [("--shape", *pair) for pair in shapes if pair[0]]
-    for option, name, value in given:
+    options = [("--argument", *pair) for pair in arguments]
+    options += [("--shape", *pair) for pair in shapes if pair[0]]
+    for option, name, value in options:
         if name in named:
             raise bad(f"{name} is given twice.", option)
         named[name] = value
@@ -63,38 +63,38 @@ def has_shapes(call: Call) -> bool:
 def _several(operands: tuple, sizes: tuple) -> list[tuple]:
     """The operands of each call, with sizes in the place of letters. Raises BadParameter."""
     letters = dict.fromkeys(part for shape in operands for part in shape if isinstance(part, str))
-    known = dict(sizes)
-    if len(known) < len(sizes):
+    ranges = dict(sizes)
+    if len(ranges) < len(sizes):
         raise bad("a letter is given twice.", "--size")
     for letter in letters:
-        if letter not in known:
+        if letter not in ranges:
             raise bad(f"{letter} of --shape has no size: {letter}=1000 would do.", "--size")
-    for letter in known:
+    for letter in ranges:
         if letter not in letters:
             raise bad(f"{letter} is in no --shape.", "--size")
-    made = []
-    for chosen in product(*(known[letter] for letter in letters)):
+    calls = []
+    for chosen in product(*(ranges[letter] for letter in letters)):
         by_letter = dict(zip(letters, chosen, strict=True))
-        made.append(tuple(tuple(by_letter.get(n, n) for n in shape) for shape in operands))
-    return made
+        calls.append(tuple(tuple(by_letter.get(n, n) for n in shape) for shape in operands))
+    return calls
 
 
 def dtypes_of(names: tuple[str, ...]) -> tuple:
     with progress.busy("loading torch"):
         import torch
 
-    found = tuple(getattr(torch, name, None) for name in names)
-    for name, dtype in zip(names, found, strict=True):
+    dtypes = tuple(getattr(torch, name, None) for name in names)
+    for name, dtype in zip(names, dtypes, strict=True):
         if not isinstance(dtype, torch.dtype):
             raise bad(f"{name!r} is no dtype of torch; float32 or float16 would do.", "--dtype")
-    return found or (torch.float32,)
+    return dtypes or (torch.float32,)
 
 
 def archs_here(doing: str) -> tuple[str, ...]:
-    found = machine.archs()
-    if found:
-        click.echo(f"{doing} for this machine's {', '.join(found)}.", err=True)
-        return tuple(found)
+    archs = machine.archs()
+    if archs:
+        click.echo(f"{doing} for this machine's {', '.join(archs)}.", err=True)
+        return tuple(archs)
     arch = machine.ARCH_WITHOUT_GPU
     click.echo(f"{doing} for {arch}: no GPU is here to ask, and no --arch is given.", err=True)
     return (arch,)
@@ -104,23 +104,23 @@ def tensors_of(descriptor, call: Call, dtype) -> tuple[list[tuple], dict]:
     """The operands of each call, and the arguments of all. Raises BadParameter for a gradient by
     what a call has not."""
     names = operands_of(descriptor, call)
-    given = {name: _given(value, dtype) for name, value in call.arguments.items()}
+    arguments = {name: _given(value, dtype) for name, value in call.arguments.items()}
     for name in call.gradients:
-        if name not in names and name not in given:
-            listed = ", ".join((*names, *given))
+        if name not in names and name not in arguments:
+            listed = ", ".join((*names, *arguments))
             raise bad(f"{name!r} is nothing that this call is given: {listed}.", "--gradient")
-        if name in given:
-            given[name] = _differentiated(given[name], dtype)
+        if name in arguments:
+            arguments[name] = _differentiated(arguments[name], dtype)
     if call.reduction:
-        given["reduction"] = call.reduction
-    made = [
+        arguments["reduction"] = call.reduction
+    operands = [
         tuple(
             _tensor(shape, dtype).requires_grad_(name in call.gradients)
             for name, shape in zip_longest(names[: len(shapes)], shapes)
         )
         for shapes in call.operands
     ]
-    return made, given
+    return operands, arguments
 
 
 def _differentiated(value, dtype):
@@ -161,11 +161,11 @@ def _tensor(shape: tuple[int, ...], dtype):
 def check_operands(descriptor, call: Call) -> None:
     """Raises UsageError for a call of too few tensors, of which what is said in Python helps
     nobody here."""
-    takes, given = operands_of(descriptor, call), len(call.operands[0])
-    if given < len(takes):
+    takes, count = operands_of(descriptor, call), len(call.operands[0])
+    if count < len(takes):
         who = f"{call.reduction} of {descriptor.describe()}" if call.reduction else ""
         raise click.UsageError(
-            f"{takes[given]} is missing: {who or descriptor.describe()} takes {', '.join(takes)}, "
+            f"{takes[count]} is missing: {who or descriptor.describe()} takes {', '.join(takes)}, "
             "and one --shape gives the sizes of each."
         )
 
@@ -191,13 +191,13 @@ def specs_of(descriptor, arch: str, dtypes: tuple, call: Call) -> list:
 def in_options(text: str, descriptors: list) -> str:
     """What kernlib.compile says of a call, as a sentence; where that advises a call in Python for
     arguments that are missing, with the options that give them."""
-    found = re.search(r" needs ([^:]+): (run_kernel\(.*\))$", text)
-    if found:
+    match = re.search(r" needs ([^:]+): (run_kernel\(.*\))$", text)
+    if match:
         epilogues = [each for one in descriptors for each in getattr(one, "epilogue", ())]
         tensors = {name for each in epilogues for name in (*each.vectors, *dict(each.summands))}
-        names = [name.split()[0] for name in found[1].split(", ")]  # of "p (or inner_p)" the first
+        names = [name.split()[0] for name in match[1].split(", ")]  # of "p (or inner_p)" the first
         options = [f"--shape {n}=384" if n in tensors else f"--argument {n}=1.0" for n in names]
-        text = f"{text[: found.end(1)]}, such as {' '.join(options)}"
+        text = f"{text[: match.end(1)]}, such as {' '.join(options)}"
     return text if text.endswith((".", "?")) else f"{text}."
 
 

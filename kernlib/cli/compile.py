@@ -85,10 +85,10 @@ def compile_kernels(
     with plain_errors():
         # First what needs no torch: a misspelt name should not wait for it.
         descriptors = [found for name in names for found in lookup.descriptors(name)]
-        known = calls.dtypes_of(dtypes)
+        listed = calls.dtypes_of(dtypes)
         places.disk_layers()
         targets = archs or calls.archs_here("Compiling")
-        facts = _compile(descriptors, targets, known, call, workers)
+        facts = _compile(descriptors, targets, listed, call, workers)
     if as_json:
         print_json(facts)
     else:
@@ -109,12 +109,12 @@ def _compile(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
     start = time.perf_counter()
     try:
         with calls.plain_refusals(descriptors):
-            made = _entries(descriptors, archs, dtypes, call, workers)
+            entries = _entries(descriptors, archs, dtypes, call, workers)
     finally:
         unsubscribe()
     compiled = [event.key for event in seen if event.name == "compile"]
     kept = {event.key for event in seen if event.name == "store"}
-    rows = _facts(made, seen)
+    rows = _facts(entries, seen)
     return {
         "archs": list(archs),
         "compiled": len(compiled),

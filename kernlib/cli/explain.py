@@ -193,9 +193,9 @@ def _target(descriptor, target: Target, several: list[Place], tensors, arguments
     specs = list(dict.fromkeys(spec for place in several for spec in place.specs))
     entries = build_all([(spec, target.arch) for spec in specs], None, None)
     rows = {spec: _row(spec, e, target.arch) for spec, e in zip(specs, entries, strict=True)}
-    asked = (descriptor, target.arch, tensors, arguments)
+    request = (descriptor, target.arch, tensors, arguments)
     with progress.busy("listing what else could compute it"):
-        others = reasons.alternatives(*asked) if tensors else {}
+        others = reasons.alternatives(*request) if tensors else {}
     return {
         "arch": target.arch,
         "gpu": target.gpu and target.gpu.name,
@@ -209,7 +209,7 @@ def _target(descriptor, target: Target, several: list[Place], tensors, arguments
         ],
         "reasons": reasons.reasons(specs),
         "candidates": others,
-        "estimates_us": reasons.estimates(*asked) if tensors else {},
+        "estimates_us": reasons.estimates(*request) if tensors else {},
     }
 
 
