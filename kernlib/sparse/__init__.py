@@ -6,7 +6,8 @@ Names are loaded when first used. The model of the family is the MACKO-SpMV proj
 from importlib import import_module as _import_module
 
 _NAMES = {
-    "kernlib.families.sparse.matrix": ("SparseMatrix", "compress"),
+    "kernlib.families.sparse.matrix": ("SparseMatrix",),
+    "kernlib.families.sparse.compression": ("compress",),
     "kernlib.families.sparse.csr": ("from_csr",),
     "kernlib.families.sparse.operation": ("matmul",),
     "kernlib.families.sparse.prune": ("magnitude",),

@@ -27,6 +27,7 @@
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
 #include "common/parameters.cuh"
+#include "sparse/bitmap/instructions.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int CHUNK_COLUMNS = 256, WORDS = 128, BITMAP_BYTES = 4 * WORDS;
@@ -59,25 +60,12 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 // about: else it works addresses out again, from the CTA's place in its cluster, wherever used.
 __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
 
-// So that the compiler does not know how to make a value again.
-__device__ __forceinline__ void keep(u32& value) { asm volatile("" : "+r"(value)); }
-
-#if COPY_ENGINE
-// True in one thread of a warp. The copy engine's instructions take their operands of a whole warp:
-// behind `lane == 0` the compiler would loop over lanes.
-__device__ __forceinline__ bool elect_lane() {
-    u32 elected;
-    asm volatile("{\n\t"
-                 ".reg .pred p;\n\t"
-                 "elect.sync _|p, 0xffffffff;\n\t"
-                 "selp.b32 %0, 1, 0, p;\n\t"
-                 "}" : "=r"(elected));
-    return elected;
-}
-#endif
-
 #include "sparse/bitmap/ring.cuh"
+#ifdef CODES
+#include "sparse/bitmap/quantised/fragments.cuh"
+#else
 #include "sparse/bitmap/fragments.cuh"
+#endif
 #include "sparse/bitmap/meeting.cuh"
 
 // x of a warp's 256 columns: the right operands of the mma of each 16 of them, in the order in
@@ -99,6 +87,9 @@ struct Vectors {
                 if (n >= p.columns || column >= p.cols) continue;
                 to = load_vector<u32, 4>(reinterpret_cast<const u32*>(from + column));
                 if (column + 8 > p.cols) keep(to, p.cols - column);
+#ifdef CODES
+                arrange(to);
+#endif
             }
         }
     }

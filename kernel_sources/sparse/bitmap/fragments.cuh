@@ -13,37 +13,6 @@ constexpr u32 BYTES = 0x01010101;
 
 using Fragment = u32[4];
 
-__device__ __forceinline__ u32 load_word(u32 address) {
-    u32 value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ u32 load_value(u32 address) {
-    u32 value;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(address));
-    return value;
-}
-
-__device__ __forceinline__ Vector<u32, 4> load_words(u32 address) {
-    Vector<u32, 4> x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.element[0]), "=r"(x.element[1]), "=r"(x.element[2]), "=r"(x.element[3])
-                 : "r"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ void store_word(u32 address, u32 value) {
-    asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
-}
-
-// Bytes of two registers; unlike __byte_perm without two masks of the selector a group.
-__device__ __forceinline__ u32 permute(u32 low, u32 high, u32 select) {
-    u32 value;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(select));
-    return value;
-}
-
 // What a lane needs of its place, worked out once: for each chunk anew it would be 30 instructions.
 // The words of rows 2q, 2q + 1 of a block of 32 columns are 16 bytes, of its groups half * 2 +
 // plane, and lie at block * 64 + (q ^ block / 2) * 16, which spreads the same q of all blocks over
@@ -74,19 +43,6 @@ struct Lane {
         keep(fourth);
     }
 };
-
-// Adds up the warp's values up to and with that of a lane: a shuffle knows whether it found one.
-__device__ __forceinline__ int add_before(int sum) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2)
-        asm volatile("{\n\t"
-                     ".reg .pred found;\n\t"
-                     ".reg .s32 other;\n\t"
-                     "shfl.sync.up.b32 other|found, %0, %1, 0, 0xffffffff;\n\t"
-                     "@found add.s32 %0, %0, other;\n\t"
-                     "}" : "+r"(sum) : "r"(step));
-    return sum;
-}
 
 // Where each word's values begin. A lane counts a group.
 __device__ __forceinline__ void make_ranks(u32 chunk, const Lane& lane) {

@@ -37,26 +37,12 @@ struct Meeting {
         barrier_wait(&empty[place], turn / DEPTH % 2 ^ 1);
 #endif
         if (COLUMN_TILES == 0) {
+            // Rows g and g + 8.
             store_pair(to, threadIdx.x % 4, sums[0][0], sums[0][2]);
         } else {
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) store_sums(to + tile * 512, sums[tile]);
         }
-    }
-
-    // Rows g and g + 8, by the lanes t = 0: a branch would take as long as the stores.
-    __device__ static void store_pair(u32 to, int t, float upper, float lower) {
-        asm volatile("{\n\t"
-                     ".reg .pred first;\n\t"
-                     "setp.eq.s32 first, %1, 0;\n\t"
-                     "@first st.shared.f32 [%0], %2;\n\t"
-                     "@first st.shared.f32 [%0 + 32], %3;\n\t"
-                     "}" :: "r"(to), "r"(t), "f"(upper), "f"(lower) : "memory");
-    }
-
-    __device__ static void store_sums(u32 to, const float (&x)[4]) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-                     :: "r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
     }
 
     __device__ __forceinline__ void arrive(u32 turn) { barrier_arrive(&full[turn % DEPTH]); }

@@ -47,8 +47,7 @@ struct Ring {
         // The places of the first chunks together: one after the other they would take 1 us each.
         if (lane <= p.stages && lane < units) {
             Walk walk(p, unit + lane);
-            if (warp < walk.chunks)
-                asm volatile("prefetch.global.L1 [%0];" :: "l"(walk.place(p, warp)));
+            if (warp < walk.chunks) prefetch(walk.place(p, warp));
         }
         enter(Walk(p, unit));
         read_place();

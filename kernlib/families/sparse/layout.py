@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from kernlib.families.sparse.lowering.value_codes import QUANTISED
 from kernlib.runtime.dtypes import KERNEL_TYPES
 
 if TYPE_CHECKING:
+    from kernlib.families.sparse.formats.quantised import QuantisedFormat
     from kernlib.families.sparse.formats.slices import SlicesFormat
 
-VERSION = 2  # of what SparseMatrix.state() returns
+# Of what SparseMatrix.state() returns, and of that for formats whose values have fewer bits.
+VERSION, QUANTISED_VERSION = 2, 3
 DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
 
 
-def format_of(format: str) -> ModuleType | SlicesFormat:
+def format_of(format: str) -> ModuleType | SlicesFormat | QuantisedFormat:
     """A format by its name: TENSORS, encode, decode, nbytes, check. Raises ValueError for one that
     is not known."""
     return formats().format_of(format)
@@ -31,6 +34,11 @@ def format_of(format: str) -> ModuleType | SlicesFormat:
 def formats() -> ModuleType:
     """The module of all formats, imported when it is first asked for."""
     return import_module("kernlib.families.sparse.formats.registry")
+
+
+def version_of(format: str) -> int:
+    """The version of the states of a format."""
+    return QUANTISED_VERSION if format in QUANTISED else VERSION
 
 
 def layout_text(format: str, shape: tuple[int, int], dtype: torch.dtype, facts: Mapping) -> str:

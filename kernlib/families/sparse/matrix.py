@@ -1,4 +1,5 @@
-"""Compressed matrices: :class:`SparseMatrix`, which holds plain tensors, and what makes them."""
+"""Compressed matrices: :class:`SparseMatrix`, which holds plain tensors, and what makes them of
+checked arguments."""
 
 from __future__ import annotations
 
@@ -10,21 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.debug import eager_only
 from kernlib.descriptors.base import check_flag
-from kernlib.errors import warn
 from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.layout import (
     DTYPES,
-    VERSION,
     format_of,
     formats,
     layout_text,
     parse_layout,
     split,
     untransformed,
+    version_of,
 )
 from kernlib.families.sparse.lowering.rates import check_columns
+from kernlib.families.sparse.lowering.value_codes import QUANTISED
 from kernlib.families.sparse.tensors import (
     TURNED,
     State,
@@ -54,8 +54,9 @@ SPARSE_LAYOUTS = (
 
 
 class SparseMatrix:
-    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense", made
-    by :func:`kernlib.sparse.compress`. It does not change, except that :meth:`transpose` keeps what
+    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense", or of
+    values in fewer bits, "bitmap-int8", "bitmap-fp8" and "bitmap-int4", made by
+    :func:`kernlib.sparse.compress`. It does not change, except that :meth:`transpose` keeps what
     it has made. If its tensors are written all the same, products see that. The transpose and
     ``nnz`` are made again after writes that torch counts. Code that writes by other means than
     torch's operations must call ``torch.autograd.graph.increment_version``.
@@ -90,8 +91,8 @@ class SparseMatrix:
         nnz: int | None = None,
     ):
         """Unchecked, from what a format's ``encode`` returns: ``format``, ``shape`` (R, C),
-        ``dtype``, ``tensors`` and ``facts`` by name, ``nnz`` if known; :func:`compress` is for
-        users. Raises ValueError for an unknown format, KeyError for a missing tensor."""
+        ``dtype``, ``tensors`` and ``facts`` by name, ``nnz`` if known; :func:`kernlib.sparse.compress`
+        is for users. Raises ValueError for an unknown format, KeyError for a missing tensor."""
         codec = format_of(format)
         operands = tuple(placed(tensors[name]) for name in codec.TENSORS)
         if hasattr(codec, "together") and not stand_ins(*operands) and not operands[0].is_meta:
@@ -140,7 +141,8 @@ class SparseMatrix:
 
     @property
     def format(self) -> str:
-        """ "bitmap", "u8", "u4", "u2", "macko" or "dense"."""
+        """ "bitmap", "u8", "u4", "u2", "macko", "dense", "bitmap-int8", "bitmap-fp8" or
+        "bitmap-int4"."""
         return self._format
 
     @property
@@ -161,7 +163,7 @@ class SparseMatrix:
     @property
     def version(self) -> int:
         """The version of what :meth:`state` returns."""
-        return VERSION
+        return version_of(self._format)
 
     @property
     def layout(self) -> str:
@@ -203,11 +205,13 @@ class SparseMatrix:
 
     @property
     def nnz(self) -> int:
-        """How many entries are not zero. Counted when it is first asked for, and again after a
-        write, which waits for the device."""
+        """How many entries are not zero, or in fewer bits were not before that. Counted when it is
+        first asked for, and again after a write, which waits for the device."""
         count = self.known_nnz()
         if count is None:
-            if _is_laid_out(self):
+            if is_quantised(self):
+                count = format_of(self._format).stored(self.tensors)
+            elif _is_laid_out(self):
                 count = int(torch.count_nonzero(dense_of(self)))
             else:
                 count = sum(part.bits.numel() for part in _entries(self))
@@ -229,9 +233,9 @@ class SparseMatrix:
         return self.nnz / total if total else 0.0
 
     def to_dense(self) -> torch.Tensor:
-        """W (R, C), contiguous, with the bits that were compressed. There are two exceptions: the
-        sign of zeros, which only the format "dense" keeps, and NaNs in "macko", which has a single
-        one. Does not wait for the device."""
+        """W (R, C), contiguous, with the bits that were compressed. There are three exceptions: the
+        sign of zeros, which only the format "dense" keeps, NaNs in "macko", which has a single one,
+        and values in fewer bits, each a code times its scale. Does not wait for the device."""
         if is_dynamo_compiling():
             from kernlib import run
 
@@ -274,8 +278,8 @@ class SparseMatrix:
 
     def convert(self, format: str, columns: int = 1) -> SparseMatrix:
         """The same matrix in another format, or with "auto" in the one that is fastest for so many
-        vectors (``columns``). Itself if it is in that format. Raises ValueError for a format that
-        cannot hold it."""
+        vectors (``columns``). Itself if it is in that format. Of values in fewer bits it is the
+        matrix that :meth:`to_dense` gives. Raises ValueError for a format that cannot hold it."""
         check_columns(columns)
         formats().check_format(format)
         if format == self._format:
@@ -291,8 +295,9 @@ class SparseMatrix:
         return self if format == self._format else compressed(dense, format)
 
     def transpose(self) -> SparseMatrix:
-        """The transpose (C, R), compressed in the same format if that can hold it. Gradients with
-        respect to x multiply by it. It is made once, on the matrix's device, for which the caller
+        """The transpose (C, R), compressed in the same format if that can hold it. Of values in
+        fewer bits it is that of :meth:`to_dense`, in the format "bitmap", since its rows would have
+        other scales. Gradients with respect to x multiply by it. It is made once, on the matrix's device, for which the caller
         waits, and kept until torch counts a write to one of the two. For tensors of inference mode
         it is not kept."""
         known = self.known_transpose()
@@ -354,7 +359,7 @@ class SparseMatrix:
     def _header(self) -> dict:
         return {
             "format": self._format,
-            "version": VERSION,
+            "version": self.version,
             "shape": list(self._shape),
             "dtype": KERNEL_TYPES[self._dtype],
             "nnz": self.nnz,
@@ -447,6 +452,11 @@ def _is_small(shape: tuple[int, int], dtype: torch.dtype) -> bool:
     return shape[0] * shape[1] * dtype.itemsize <= LAID_OUT_BYTES
 
 
+def is_quantised(w: SparseMatrix) -> bool:
+    """Whether the values of a matrix have fewer bits than its dtype."""
+    return w._format in QUANTISED
+
+
 def _is_laid_out(w: SparseMatrix) -> bool:
     """Whether a matrix is laid out densely, or may be on the way to something else."""
     return w._format == "dense" or _is_small(w._shape, w._dtype)
@@ -472,8 +482,12 @@ def _entries(w: SparseMatrix) -> Iterator[Triplets]:
 
 
 def rounded(w: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
-    """A matrix in another dtype: in its format, or in the best one where that cannot hold it."""
+    """A matrix in another dtype: in its format, or in the best one where that cannot hold it. Codes
+    and scales of fewer bits say the same values in every dtype."""
     format = format_of(w.format)
+    if is_quantised(w):
+        tensors = {name: t.clone() for name, t in w.tensors.items()}
+        return SparseMatrix(w.format, w.shape, dtype, tensors, w.facts, w.nnz)
     if not _is_laid_out(w):
         entries = by_entries(w, False).to(dtype)
         fits = format.measure_entries(entries) is not None
@@ -493,14 +507,16 @@ def by_entries(w: SparseMatrix, turned: bool) -> Entries:
 
 
 def _turned(w: SparseMatrix) -> SparseMatrix:
+    format = "bitmap" if is_quantised(w) else w.format
     if not _is_laid_out(w):
         entries = by_entries(w, True)
-        fits = format_of(w.format).measure_entries(entries) is not None
-        return of_entries(entries, w.format if fits else "auto", 1)
+        fits = format_of(format).measure_entries(entries) is not None
+        return of_entries(entries, format if fits else "auto", 1)
     dense = dense_of(w).t()
-    fits = format_of(w.format).nbytes(dense) is not None
-    made = compressed(dense, w.format if fits else "auto")
-    _count(made, w.known_nnz())
+    fits = format_of(format).nbytes(dense) is not None
+    made = compressed(dense, format if fits else "auto")
+    if not is_quantised(w):  # of which some may be 0 now
+        _count(made, w.known_nnz())
     return made
 
 
@@ -516,50 +532,13 @@ def _unpickled(header: dict, tensors: dict | torch.Tensor) -> SparseMatrix:
 torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
 
 
-@eager_only
-def compress(
-    dense: torch.Tensor, format: str = "auto", columns: int = 1, *, debug: bool = False
-) -> SparseMatrix:
-    """A matrix (R, C) compressed where it lies, on the CPU or by kernels on a GPU.
-
-    - ``dense``: float16, bfloat16 or float32, of any strides, or a matrix of one of torch's sparse
-      layouts, which is compressed by its entries. Its gradient is not recorded.
-    - ``format``: "bitmap" (the values, and one bit for each position), "u8" (for each value a byte
-      that says its column, for densities below 0.1), "u4" (four bits), "u2" (two bits), "macko"
-      (MACKO-SpMV's), "dense", or "auto": the format whose product is fastest, by the bytes that it
-      takes for this matrix and by measured rates.
-    - ``columns``: for "auto", how many vectors products mostly have at a time. "bitmap" multiplies
-      several at nearly the price of one, the others do not. More than 32 are fastest with "dense".
-    - ``debug=True`` writes what runs to stderr.
-
-    Warns with a :class:`kernlib.KernlibWarning` where "auto" keeps a matrix dense because it has
-    too few zeros. Raises TypeError for what is no tensor; ValueError for another dtype or number of
-    dimensions, for a format that is not known or cannot hold the matrix, and for ``columns`` that
-    are no positive int. Formats and their comparison follow MACKO-SpMV and SpInfer.
-
-    Example:
-        >>> weight = kl.sparse.magnitude(torch.randn(64, 64), density=0.1)
-        >>> w = kl.sparse.compress(weight)
-        >>> w.nnz, w.to_dense().equal(weight), w.nbytes < weight.nbytes
-        (410, True, True)
-    """
-    made = compressed(dense, format, columns)
-    if format == "auto" and is_unpruned(made):
-        warn(
-            f"compress leaves the matrix {made.shape} dense, which has too few zeros to compress. "
-            "kernlib.sparse.magnitude(dense, density=0.5) prunes it; format='dense' says that this "
-            "is meant"
-        )
-    return made
-
-
 def is_unpruned(w: SparseMatrix) -> bool:
     """Whether a matrix is kept dense because it has too few zeros, and not only for speed."""
     return w.format == "dense" and w.density > UNPRUNED
 
 
 def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
-    """:func:`compress` without its warning."""
+    """:func:`kernlib.sparse.compress` without its warning."""
     if isinstance(dense, torch.Tensor) and dense.layout in SPARSE_LAYOUTS:
         from kernlib.families.sparse.formats import torch_layouts  # which dense matrices do without
 

@@ -17,19 +17,21 @@ from kernlib.errors import CaptureError
 from kernlib.families.sparse.formats.encoding import check_names
 from kernlib.families.sparse.layout import (
     DTYPES,
+    QUANTISED_VERSION,
     VERSION,
     form_text,
     format_of,
     sizes_as_tensor,
     untransformed,
 )
+from kernlib.families.sparse.lowering.value_codes import QUANTISED
 from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself, span, stand_ins
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.matrix import SparseMatrix
 
 # Version 1 held the rows of u8, u4 and u2 as int16, which collectives do not support.
-READABLE = (1, VERSION)
+READABLE, QUANTISED_READABLE = (1, VERSION), (QUANTISED_VERSION,)
 MOST_BYTES = 2**63 - 1  # of the dense matrix, as torch counts them
 ALIGNMENT = 16  # of each tensor's first address: kernels read by 16 bytes
 # Attributes of tensors. MARK: a number that the tensors of a matrix share, their layout, and the
@@ -90,11 +92,12 @@ def checked_header(header: Mapping[str, object]) -> dict:
 def _check_names_of(fields: Mapping[str, object]) -> None:
     """Raises ValueError for a version, format or dtype that is not known."""
     version, format, dtype = (fields[name] for name in ("version", "format", "dtype"))
-    if type(version) is not int or version not in READABLE:
-        versions = " and ".join(map(str, READABLE))
+    readable = QUANTISED_READABLE if isinstance(format, str) and format in QUANTISED else READABLE
+    if type(version) is not int or version not in readable:
+        versions = " and ".join(map(str, readable))
         raise ValueError(
-            f"header is of version {shown(version)}, this kernlib reads versions {versions}: "
-            "compress the matrix again"
+            f"header is of version {shown(version)}, this kernlib reads version"
+            f"{'s' * (len(readable) > 1)} {versions} of such a format: compress the matrix again"
         )
     format_of(format)
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -260,7 +263,7 @@ def said_of(layout: str) -> Iterator[None]:
 def measured(format: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The facts of a matrix as its tensors have them. For u8, u4 and u2 there are none: their width
     cannot be found in the tensors."""
-    if format == "bitmap":
+    if format == "bitmap" or format in QUANTISED:
         units = tensors["offsets"].long().diff()
         return {"largest": 16 * int(units.max()) if units.numel() else 0}
     if format == "macko":

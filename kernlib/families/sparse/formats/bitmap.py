@@ -24,7 +24,7 @@ the dense matrix below 0.93.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -94,7 +94,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     torch.cumsum(units, 0, dtype=torch.int64, out=ends[1:])
     largest = units.max() if units.numel() else units.sum()
     total, most = (UNIT * n for n in torch.stack((ends[-1], largest)).tolist())
-    _refuse_more(total, dense.shape)
+    refuse_more(total, dense.shape)
     offsets = encoding.moved(ends.to(torch.int32), dense.device)
     if dense.device.type == "cpu":
         data = torch.zeros(total, dtype=torch.uint8, device=dense.device)
@@ -105,7 +105,7 @@ def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]
     return {"data": data, "offsets": offsets}, {"largest": most}
 
 
-def _refuse_more(total: int, shape: tuple[int, int]) -> None:
+def refuse_more(total: int, shape: tuple[int, int]) -> None:
     """Raises UnsupportedError for so many bytes."""
     if total >= MOST_BYTES:
         raise UnsupportedError(
@@ -127,12 +127,12 @@ def measure_entries(entries: Entries) -> int | None:
 def encode_entries(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """:func:`encode` of a matrix by its entries."""
     chunks, total, most, at = chunks_of(entries.shape), 0, 0, 1
-    _refuse_more(chunks * HEADER, entries.shape)
+    refuse_more(chunks * HEADER, entries.shape)
     offsets = torch.zeros(chunks + 1, dtype=torch.int32, device=entries.device)
     for units in _units_of(entries):
         ends = total + units.cumsum(0, dtype=torch.int64)
         total, most = int(ends[-1]), max(most, int(units.max()))
-        _refuse_more(total * UNIT, entries.shape)
+        refuse_more(total * UNIT, entries.shape)
         offsets[at : at + units.numel()] = ends
         at += units.numel()
     data = torch.zeros(total * UNIT, dtype=torch.uint8, device=entries.device)
@@ -168,9 +168,12 @@ def decode(
     data, offsets = (tensors[name] for name in TENSORS)
     if on_gpu(data.device):
         return _gpu().decode(data, offsets, tuple(shape), dtype)
-    if data.storage_offset() % UNIT:
-        data = data.clone()
-    return cpu.decode(data, offsets, tuple(shape), dtype)
+    return cpu.decode(aligned(data), offsets, tuple(shape), dtype)
+
+
+def aligned(data: torch.Tensor) -> torch.Tensor:
+    """``data`` as it can be viewed as numbers of more bytes."""
+    return data.clone() if data.storage_offset() % UNIT else data
 
 
 def read_entries(
@@ -181,9 +184,7 @@ def read_entries(
 ) -> Iterator[Triplets]:
     """The entries that are not 0, some at a time."""
     data, offsets = (tensors[name] for name in TENSORS)
-    if data.storage_offset() % UNIT:
-        data = data.clone()
-    across = ceil_div(shape[1], COLUMNS)
+    data, across = aligned(data), ceil_div(shape[1], COLUMNS)
     for first in range(0, chunks_of(shape), SPREAD):
         starts = offsets[first : min(first + SPREAD, offsets.numel() - 1)].long()
         chunk, row, column, bits = cpu.read_entries(data, starts, dtype)
@@ -200,28 +201,46 @@ def check(
 ) -> None:
     """Raises ValueError, naming what is wrong, unless tensors and facts are such as
     :func:`encode` makes for this shape and dtype. Synchronises."""
-    encoding.check_tensors(FORMAT, tensors, {"data": torch.uint8, "offsets": torch.int32})
-    encoding.check_facts(FORMAT, facts, ("largest",))
+    fewest, most = HEADER // UNIT, (HEADER + POSITIONS * dtype.itemsize) // UNIT
+    data, offsets, units = check_places(FORMAT, tensors, facts, shape, (fewest, most))
+    _check_bits(data, offsets, units, dtype)
+    check_edges(data, offsets, shape, _beyond)
+    check_largest(facts, units)
+
+
+def check_places(
+    format: str,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, int],
+    shape: tuple[int, int],
+    sizes: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``data``, ``offsets`` and the units of each chunk. Raises ValueError unless chunks lie one
+    behind the other, of the fewest units to the most of ``sizes``. Synchronises."""
+    encoding.check_tensors(format, tensors, {"data": torch.uint8, "offsets": torch.int32})
+    encoding.check_facts(format, facts, ("largest",))
     data, offsets = (tensors[name] for name in TENSORS)
     encoding.check_size("offsets", offsets, (chunks_of(shape) + 1,))
     if data.dim() != 1:
         raise ValueError(f"data must have one dimension, got shape {tuple(data.shape)}")
-    units = offsets.long().diff()
-    fewest, most = HEADER // UNIT, (HEADER + POSITIONS * dtype.itemsize) // UNIT
+    units, (fewest, most) = offsets.long().diff(), sizes
     wrong = ((units < fewest) | (units > most)).sum()
-    largest = units.max() if units.numel() else units.sum()
-    numbers = torch.stack((offsets[0], offsets[-1], wrong, largest)).tolist()
-    if numbers[0] != 0 or numbers[2]:
+    first, end, wrong = torch.stack((offsets[0], offsets[-1], wrong)).tolist()
+    if first != 0 or wrong:
         raise ValueError(
             f"offsets must begin with 0 and grow by {fewest} to {most} from chunk to chunk"
         )
-    if data.numel() != UNIT * numbers[1]:
-        raise ValueError(f"data must have {UNIT * numbers[1]} bytes, got {data.numel()}")
-    _check_bits(data, offsets, units, dtype)
-    _check_edges(data, offsets, shape)
-    if facts.get("largest") != UNIT * numbers[3]:
+    if data.numel() != UNIT * end:
+        raise ValueError(f"data must have {UNIT * end} bytes, got {data.numel()}")
+    return data, offsets, units
+
+
+def check_largest(facts: Mapping[str, int], units: torch.Tensor) -> None:
+    """Raises ValueError unless the fact is right. Synchronises."""
+    largest = UNIT * int(units.max()) if units.numel() else 0
+    if facts.get("largest") != largest:
         raise ValueError(
-            f"the fact largest must be {UNIT * numbers[3]}, the bytes of the largest chunk, "
+            f"the fact largest must be {largest}, the bytes of the largest chunk, "
             f"got {facts.get('largest')}"
         )
 
@@ -240,24 +259,33 @@ def _check_bits(
         )
 
 
-def _check_edges(data: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int]) -> None:
+def check_edges(
+    data: torch.Tensor,
+    offsets: torch.Tensor,
+    shape: tuple[int, int],
+    beyond: Callable[[torch.Tensor, int, int], torch.Tensor],
+) -> None:
     """Raises ValueError for bits beyond the matrix's edges, whose values a product would multiply
-    with zeros: NaN stays. Offsets have been checked."""
+    with zeros: NaN stays. ``beyond`` says of bitmaps which have some beyond their first rows and
+    columns. Offsets have been checked."""
     if 0 in shape:
         return
     slabs, across = ceil_div(shape[0], ROWS), ceil_div(shape[1], COLUMNS)
     last = shape[0] - (slabs - 1) * ROWS, shape[1] - (across - 1) * COLUMNS
     starts, lines, wrong = offsets[:-1].view(slabs, across), data.view(-1, UNIT), 0
     for edge, rows, cols in ((starts[-1], last[0], COLUMNS), (starts[:, -1], ROWS, last[1])):
-        beyond = ~cpu.inside(rows, cols, data.device)
-        for some in edge.long().split(SPREAD) if beyond.any() else ():
-            found = cpu.positions(lines[cpu.headers(some)]) & beyond
-            wrong += int(found.any(1).sum())
+        for some in edge.long().split(SPREAD) if (rows, cols) != (ROWS, COLUMNS) else ():
+            wrong += int(beyond(lines[cpu.headers(some)], rows, cols).sum())
     if wrong:
         raise ValueError(
             f"data must have no bits set beyond the matrix's {shape[0]} rows and {shape[1]} "
             f"columns, {wrong} chunks at its edges have"
         )
+
+
+def _beyond(words: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Which bitmaps have bits set beyond the first rows and columns."""
+    return (cpu.positions(words) & ~cpu.inside(rows, cols, words.device)).any(1)
 
 
 def marked(data: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

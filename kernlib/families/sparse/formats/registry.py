@@ -19,22 +19,27 @@ from kernlib.descriptors.base import shown
 from kernlib.families.sparse.formats.encoding import counted, matrix
 from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.lowering.codes import SLICES
+from kernlib.families.sparse.lowering.value_codes import QUANTISED, VALUES
 from kernlib.lowering.arithmetic import ceil_div
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.formats.entries import Entries
+    from kernlib.families.sparse.formats.quantised import QuantisedFormat
     from kernlib.families.sparse.formats.slices import SlicesFormat
 
-FORMATS = ("bitmap", *SLICES, "macko", "dense")
+FORMATS = ("bitmap", *SLICES, "macko", "dense")  # which hold values as they are: "auto" takes one
+ALL = (*FORMATS, *QUANTISED)
 
 
-def format_of(name: str) -> ModuleType | SlicesFormat:
+def format_of(name: str) -> ModuleType | SlicesFormat | QuantisedFormat:
     """The format of a name. Raises ValueError, listing the formats, for one that is not known."""
-    if not isinstance(name, str) or name not in FORMATS:
-        known = ", ".join(map(repr, FORMATS))
+    if not isinstance(name, str) or name not in ALL:
+        known = ", ".join(map(repr, ALL))
         raise ValueError(f"format must be one of {known}, got {shown(name)}")
     if name in SLICES:
         return import_module("kernlib.families.sparse.formats.slices").FORMATS[name]
+    if name in QUANTISED:
+        return import_module("kernlib.families.sparse.formats.quantised").FORMATS[name]
     return import_module(f"kernlib.families.sparse.formats.{name}")
 
 
@@ -50,9 +55,27 @@ def encode(
 
 def check_format(format: str) -> None:
     """Raises ValueError, listing the formats, for what is neither one nor "auto"."""
-    if not isinstance(format, str) or format not in ("auto", *FORMATS):
-        known = ", ".join(map(repr, FORMATS))
+    if not isinstance(format, str) or format not in ("auto", *ALL):
+        known = ", ".join(map(repr, ALL))
         raise ValueError(f"format must be 'auto' or one of {known}, got {shown(format)}")
+
+
+def with_values(format: str, values: str | None) -> str:
+    """The format, or "auto", that ``format`` and ``values`` name together. Raises ValueError for
+    what is neither, and for two that exclude each other."""
+    check_format(format)
+    if values is None:
+        return format
+    if not isinstance(values, str) or values not in VALUES:
+        known = ", ".join(map(repr, VALUES))
+        raise ValueError(f"values must be None or one of {known}, got {shown(values)}")
+    name = VALUES[values].format
+    if format not in ("auto", "bitmap", name):
+        raise ValueError(
+            f"values={values!r} are for the format 'bitmap' alone, got format={format!r}: pass "
+            f"format='auto', or values=None to keep the values of {format!r} as they are"
+        )
+    return name
 
 
 def auto(dense: torch.Tensor, columns: int = 1) -> str:

@@ -1,5 +1,6 @@
 """The product of a bitmap matrix: bitmap/bitmap.cuh, and sum.cuh behind it where its columns are
-more than the warps of a CTA take side by side."""
+more than the warps of a CTA take side by side. ``codes`` is what values in fewer bits are made of,
+such as "int8", or "" where values have all of their bits."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ WARPS = (16, 12, 8)  # of a CTA
 FIXED = "<4q10i"  # struct Fixed
 POINTERS = 4
 MAX_UNITS = 2**31 - 1
+WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")  # targets without an instruction that makes halves of it
 
 
 class Variant(NamedTuple):
@@ -42,11 +44,14 @@ class Variant(NamedTuple):
     warps: int
     tiles: int
     sums: bool
+    codes: str = ""
 
 
-def takes(problem: Problem, arch: str) -> bool:
-    """Whether the kernel computes a problem: half types, up to MOST_COLUMNS vectors."""
-    if problem.dtype not in ("float16", "bfloat16") or not 0 < problem.columns <= MOST_COLUMNS:
+def takes(problem: Problem, arch: str, codes: str = "") -> bool:
+    """Whether the kernel computes a problem: half types, up to MOST_COLUMNS vectors, or AT_ONCE of
+    codes, whose matrix takes less time to be laid out."""
+    most = AT_ONCE if codes else MOST_COLUMNS
+    if problem.dtype not in ("float16", "bfloat16") or not 0 < problem.columns <= most:
         return False
     warps = _warps(problem, arch)
     units = _slabs(problem) * _ranges(problem, warps)
@@ -54,19 +59,24 @@ def takes(problem: Problem, arch: str) -> bool:
 
 
 def lower(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+    epilogue: tuple[Epilogue, ...],
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    codes: str = "",
 ) -> Lowered:
     """The launches of a call. Raises UnsupportedError where :func:`takes` says no."""
-    if not takes(problem, arch):
+    if not takes(problem, arch, codes):
+        name = f"bitmap-{codes}" if codes else "bitmap"
         raise UnsupportedError(
-            f"no bitmap kernel multiplies a {problem.rows} x {problem.cols} {problem.dtype} matrix "
+            f"no {name} kernel multiplies a {problem.rows} x {problem.cols} {problem.dtype} matrix "
             f"by {problem.columns} vectors"
         )
     if problem.columns > AT_ONCE:
         return _one_by_one(epilogue, problem, arch, multiprocessors)
     warps = _warps(problem, arch)
     ranges = _ranges(problem, warps)
-    variant = _variant(problem, warps, ranges > 1)
+    variant = _variant(problem, warps, ranges > 1)._replace(codes=codes)
     made = spec(() if variant.sums else epilogue, variant, arch)
     fixed, ctas = _fixed(problem, variant, ranges, arch, multiprocessors)
     grid = (ctas, 1)
@@ -187,7 +197,7 @@ def spec(epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelS
     size = text.parameters(POINTERS, FIXED, epilogue).size
     out = "float32" if variant.sums else variant.dtype
     source = f"""{text.preamble(variant.dtype, out, epilogue)}
-constexpr int WARPS = {variant.warps};
+{_of_codes(variant, arch)}constexpr int WARPS = {variant.warps};
 constexpr int COLUMN_TILES = {variant.tiles};
 constexpr bool SUMS = {str(variant.sums).lower()};
 constexpr int PARAMETER_BYTES = {size};
@@ -196,6 +206,7 @@ constexpr int PARAMETER_BYTES = {size};
 #include "sparse/bitmap/bitmap.cuh"
 """
     words = [
+        *[variant.codes] * bool(variant.codes),
         f"warps={variant.warps}",
         f"vectors={8 * variant.tiles or 1}",
         *["sums"] * variant.sums,
@@ -206,16 +217,26 @@ constexpr int PARAMETER_BYTES = {size};
     return named(made, variant.dtype, *words, epilogue=epilogue)
 
 
+def _of_codes(variant: Variant, arch: str) -> str:
+    """What a source says of codes: nothing where there are none."""
+    if not variant.codes:
+        return ""
+    return (
+        f"#define CODES {variant.codes.upper()}\n#define E4M3 {int(arch not in WITHOUT_E4M3)}\n"
+    )
+
+
 def variants(
-    epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
+    epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str, codes: str = ""
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose."""
     found = []
     for dtype in (d for d in dtypes if DTYPES[d].bytes == 2):
         for warps, tiles, sums in product(WARPS, (0, 1, 2), (False, True)):
-            variant = Variant(dtype, warps, tiles, sums)
+            variant = Variant(dtype, warps, tiles, sums, codes)
             if not _has_registers(variant):
                 continue
             found.append(spec(() if sums else epilogue, variant, arch))
         found.append(last.spec(epilogue, dtype, arch))
     return list(dict.fromkeys(found))
+

@@ -1,7 +1,7 @@
 """From a product with a compressed matrix to kernels, grids and parameters, by its format.
 
 Pure arithmetic on plain data. Each format that has kernels of its own has a module, or for u8, u4
-and u2 an object of the module ``slices``, with
+and u2 an object of the module ``slices``, for values in fewer bits one of ``quantised``, with
 
     takes(problem, arch) -> whether it computes a problem
     lower(epilogue, problem, arch, multiprocessors) -> Lowered
@@ -20,19 +20,24 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.sparse.lowering.codes import SLICES
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.families.sparse.lowering.sum import OVERLAPPING
+from kernlib.families.sparse.lowering.value_codes import QUANTISED
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered
 
 if TYPE_CHECKING:
+    from kernlib.families.sparse.lowering.quantised import QuantisedKernels
     from kernlib.families.sparse.lowering.slices import SlicesKernels
 
-FORMATS = ("bitmap", "macko", *SLICES)  # those with kernels; a dense matrix is cuBLAS's
+# Those with kernels; a dense matrix is cuBLAS's.
+FORMATS = ("bitmap", "macko", *SLICES, *QUANTISED)
 
 
-def kernels_of(name: str) -> ModuleType | SlicesKernels:
+def kernels_of(name: str) -> ModuleType | SlicesKernels | QuantisedKernels:
     """The kernels of a format that has some."""
     if name in SLICES:
         return import_module("kernlib.families.sparse.lowering.slices").KERNELS[name]
+    if name in QUANTISED:
+        return import_module("kernlib.families.sparse.lowering.quantised").KERNELS[name]
     return import_module(f"kernlib.families.sparse.lowering.{name}")
 
 

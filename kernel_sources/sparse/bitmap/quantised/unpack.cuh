@@ -1,0 +1,70 @@
+// The dense matrix, contiguous, of chunks: before a product with many vectors, and to have a matrix
+// back. A CTA copies a chunk into shared memory and writes 16 rows of 256 columns.
+//
+// Floor: the bytes of data + rows * cols * itemsize, over 4.3 TB/s.
+//
+// The generated source defines before it includes this file:
+//   OutputT            of values
+//   CODES              INT8, FP8 or INT4
+//   PARAMETER_BYTES    what kernlib/families/sparse/formats/quantised_gpu.py makes of Parameters
+#pragma once
+
+#include "common/async_copy.cuh"
+#include "sparse/bitmap/quantised/layout.cuh"
+
+struct Parameters {
+    const unsigned char* data;
+    const u32* offsets;   // in 16 bytes
+    OutputT* out;
+    const unsigned char* data_end;
+    i64 rows, cols;
+    int kchunks, unused;
+};
+static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+
+__device__ __forceinline__ void fetch(Chunk& chunk, const Parameters& p) {
+    // Within data and the chunk, whatever offsets hold.
+    u32 last = u32(min(i64(p.offsets[blockIdx.x + 1]), i64(p.data_end - p.data) / 16));
+    u32 begin = min(p.offsets[blockIdx.x], last);
+    u32 units = min(last - begin, u32(sizeof(Chunk) / 16));
+    auto* to = reinterpret_cast<Vector<u32, 4>*>(&chunk);
+    const unsigned char* from = p.data + i64(begin) * 16;
+    for (u32 i = threadIdx.x; i < units; i += THREADS)
+        copy_async<16>(to + i, from + i * 16, 16);
+    wait_for_copies();
+    __syncthreads();
+}
+
+__device__ __forceinline__ float number_of(u32 code) {
+    if (CODES == INT8) return float(int(code) - 128);
+    if (CODES == INT4) return float(int(code ^ 8) - 8);
+    // e4m3 as a float whose exponent is 120 less; no infinities, one NaN.
+    if ((code & 0x7f) == 0x7f) return __uint_as_float(0x7fffffff);
+    float magnitude = __uint_as_float((code & 0x7f) << 20) * __uint_as_float(0x7b800000);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sparse_bitmap_unpack(const __grid_constant__ Parameters p) {
+    __shared__ Chunk chunk;
+    __shared__ u32 begins[WORDS];
+    fetch(chunk, p);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == 0) make_begins(begins, chunk.words);
+    __syncthreads();
+    i64 first_row = i64(blockIdx.x / p.kchunks) * CHUNK_ROWS;
+    i64 first_column = i64(blockIdx.x % p.kchunks) * CHUNK_COLUMNS;
+    for (int word = warp * 32; word < warp * 32 + 32; ++word) {
+        Place place(word);
+        i64 row = first_row + place.row(), column = first_column + place.block * BLOCK + lane;
+        u32 present = chunk.words[place.word()];
+        float value = 0;
+        if (present >> bit_of(lane) & 1) {
+            u32 code = chunk.codes[begins[word] + __popc(present & below(lane))];
+            if (CODES == INT4) code = place.half ? code >> 4 : code & 15;
+            float scale = __uint_as_float(u32(chunk.scales[place.g][place.group()][place.half]) << 16);
+            value = __fmul_rn(number_of(code), scale);
+        }
+        if (row < p.rows && column < p.cols) p.out[row * p.cols + column] = convert<OutputT>(value);
+    }
+}
