@@ -106,7 +106,7 @@ struct Vectors {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_bitmap(const __grid_constant__ Parameters p) {
-    extern __shared__ __align__(128) unsigned char dynamic[];
+    extern __shared__ __align__(128) unsigned char shared[];
     __shared__ __align__(128) u32 ranks[WARPS][WORDS];
     __shared__ u64 barriers[2 * DEPTH];
     int warp = uniform(threadIdx.x / 32), cta = blockIdx.x;
@@ -115,7 +115,7 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
 #if COPY_ENGINE
     launch_dependents();
 #endif
-    u32 sums_of_slabs = uniform(shared_address(dynamic));
+    u32 sums_of_slabs = uniform(shared_address(shared));
     Ring ring(p, sums_of_slabs + DEPTH * WARPS * PARTIAL * 4 + RING_OFFSET, warp, unit, int(units));
     Lane lane(shared_address(ranks[warp]));
     Walk walk(p, unit);
