@@ -25,13 +25,14 @@ LARGE = ((8192, 28672), (12288, 49152))
 HEADLINE = (*LARGE, (4096, 4096), (4096, 11008), (11008, 4096))
 SHOWN_DENSITIES = (0.7, 0.5, 0.3, 0.1)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-SECTIONS = ("headline", "frozen", "compress", "columns", "formats", "grid")
+SECTIONS = ("headline", "frozen", "compress", "columns", "quantised", "formats", "grid")
 
 # Targets: times of cuBLAS over ours, by density, for the LARGE shapes and for the other HEADLINE
 # ones; the time of eight columns over that of one; errors over cuBLAS's; milliseconds.
 OVER_CUBLAS = {0.7: 1.10, 0.5: 1.45, 0.3: 2.1, 0.1: 4.3}
 OVER_CUBLAS_SMALL = {0.5: 1.3}
 EIGHT_OVER_ONE = 1.25
+OVER_HALF = {"int8": 1.35, "fp8": 1.35, "int4": 1.6}  # times of 16-bit values over those of fewer
 OVER_ERROR = 1.05
 COMPRESS_MS = 50.0
 NOISE = 1.03  # between two measurements of the same kernel on the same data
@@ -42,7 +43,7 @@ EXACT_ENTRIES = 1 << 26  # of a matrix that are in float64 at once, 512 MB
 class Problem(NamedTuple):
     """A product of a matrix (rows, cols) with ``columns`` vectors, or, in the section ``compress``,
     the way from the dense matrix to the compressed one. ``frozen``, whether it is promised that
-    nobody writes the matrix."""
+    nobody writes the matrix; ``values``, those in fewer bits."""
 
     section: str
     rows: int
@@ -52,6 +53,7 @@ class Problem(NamedTuple):
     columns: int = 1
     format: str = "auto"
     frozen: bool = False
+    values: str | None = None
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ class Problem(NamedTuple):
             return f"compress {shape} {self.kind}"
         several = f"N={columns} " if columns > 1 else ""
         frozen = " frozen" if self.frozen else ""
-        return f"spmv {shape} {self.format} {several}{self.kind}{frozen}"
+        return f"spmv {shape} {self.values or self.format} {several}{self.kind}{frozen}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,6 +94,9 @@ class Problem(NamedTuple):
         """The target, from the times of rivals and, for eight columns, of ``one``."""
         if self.format != "auto":
             return None
+        if self.values is not None:
+            half = rivals.get(f"kernlib {self.kind}")
+            return None if half is None else half / OVER_HALF[self.values]
         if self.columns == 8 and one is not None:
             return EIGHT_OVER_ONE * one
         if self.columns > 1 or not rivals:
@@ -127,6 +132,8 @@ def problems(section: str) -> list[Problem]:
             for shape in ((4096, 4096), LARGE[0])
             for n in (2, 4, 16, 32)
         ]
+    if section == "quantised":
+        return [Problem(section, *LARGE[0], 0.5, values=values) for values in OVER_HALF]
     if section == "formats":
         return [
             Problem(section, *shape, density, format=name)

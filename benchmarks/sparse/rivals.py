@@ -82,6 +82,8 @@ def rivals(problem: Problem, dense: torch.Tensor, x: torch.Tensor) -> dict[str, 
     found: dict[str, Callable[[], Contender]] = {}
     if problem.format != "auto" or problem.frozen:  # those stand beside the same without it
         return found
+    if problem.values is not None:
+        return {f"kernlib {problem.kind}": lambda: compressed(compress(dense), x)}
     if problem.columns in (1, 8):
         found["macko"] = lambda: compressed(compress(dense, "macko"), x)
     measured = (problem.rows, problem.cols) in CUSPARSE_SHAPES

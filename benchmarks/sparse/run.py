@@ -4,7 +4,7 @@
 
 Sections: ``headline`` (five shapes, four densities, one and eight columns), ``frozen`` (the same
 with matrices that nobody writes, as ``SparseMatrix.freeze`` promises), ``compress``,
-``columns`` (2 to 32), ``formats`` (each one alone, of which the table of rates is made) and
+``columns`` (2 to 32), ``quantised`` (values in fewer bits), ``formats`` (each one alone, of which the table of rates is made) and
 ``grid`` (31 shapes by 11 densities). ``--only`` chooses some. ``python -m benchmarks.sparse.plot``
 draws the speed-up over the density.
 """
@@ -38,6 +38,7 @@ from benchmarks.sparse.problems import (
 )
 from benchmarks.sparse.rivals import Contender, compressed, cublas, rivals
 from kernlib import sparse
+from kernlib.families.sparse.matrix import rounded
 
 INCLUDED = ("common/math.cuh", *harness.headers("sparse"))
 SOURCE = "\n".join(f'#include "{name}"' for name in INCLUDED)
@@ -126,8 +127,10 @@ def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     dense, x = weight(problem, device), vectors(problem, device)
     wanted = exact(dense, x)
 
-    matrix = sparse.compress(dense, problem.format, problem.columns)
-    ours, error = fastest(compressed(matrix, x, problem.frozen), wanted, session)
+    matrix = sparse.compress(dense, problem.format, problem.columns, problem.values)
+    # Of values in fewer bits the product of those values, before they are rounded to the dtype.
+    own = exact(rounded(matrix, torch.float32).to_dense(), x) if problem.values else wanted
+    ours, error = fastest(compressed(matrix, x, problem.frozen), own, session)
     floor, bound = problem.floor_us(matrix.nbytes), f"bytes, {matrix.format}"
     row = Row(problem.name, "us", ours, floor, bound, error=error)
     if problem.section != "formats":

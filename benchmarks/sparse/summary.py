@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from benchmarks.common.harness import number
 from benchmarks.common.summary import geometric_mean
-from benchmarks.sparse.problems import DENSITIES, HEADLINE, SHAPES, SHOWN_DENSITIES
+from benchmarks.sparse.problems import DENSITIES, HEADLINE, OVER_HALF, SHAPES, SHOWN_DENSITIES
 
 CASE = re.compile(r"spmv (\d+)x(\d+) density=([\d.]+) (\w+) (?:N=(\d+) )?(\w+?)( frozen)?$")
 RIVALS = ("cublas", "macko")
@@ -148,7 +148,7 @@ Table = tuple[tuple[str, ...], str, list[tuple[str, ...]]]
 def tables(rows: Sequence[dict]) -> list[Table]:
     """The headline shapes by density, for one vector, of frozen matrices too, and for eight; the
     grid, a line a density;
-    bfloat16 and compression, row by row."""
+    bfloat16, values in fewer bits and compression, row by row."""
     found = []
     headline = [*_headline(rows, 1), *_headline(rows, 1, frozen=True), *_headline(rows, 8)]
     if headline:
@@ -196,6 +196,8 @@ def _density(density: float, found: Group) -> tuple[str, ...]:
 def _is_other(row: dict) -> bool:
     at = place(row["case"])
     if at is None:
+        return True
+    if at.format in OVER_HALF:
         return True
     return at.format == "auto" and not at.frozen and (at.kind != "fp16" or at.columns not in (1, 8))
 

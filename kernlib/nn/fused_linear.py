@@ -35,7 +35,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.families.sparse.formats.registry import format_of
-from kernlib.families.sparse.matrix import SparseMatrix, compressed
+from kernlib.families.sparse.matrix import SparseMatrix, compressed, is_quantised
+from kernlib.families.sparse.stacks import rows_of, stack
 from kernlib.nn import traced
 from kernlib.nn.indexed import UnknownIndices, version_of
 from kernlib.nn.sparse_holding import CARRIER, PACKED
@@ -111,10 +112,12 @@ def _joined(matrices: list[SparseMatrix | None], format: str, columns: int) -> S
     if format == "auto" and len(formats) == 1 and columns == 1:
         format = formats.pop()
     with torch.inference_mode(False), torch.no_grad():
+        if format in ("auto", present[0].format) and (whole := stack(present)) is not None:
+            return whole
         dense = torch.cat([m.to_dense() for m in present])
         if format != "auto" and format_of(format).nbytes(dense) is None:
             format = "auto"
-        counts = [m.known_nnz() for m in present]
+        counts = [None if is_quantised(m) else m.known_nnz() for m in present]
         nnz = None if None in counts else sum(n for n in counts if n is not None)
         return counted(compressed(dense, format, columns), nnz)
 
@@ -167,6 +170,9 @@ class FusedLinear(SparseLinear):
         if held is None or held.device.type == "meta" or stand_ins(*held.operands):
             return None
         with torch.inference_mode(False), torch.no_grad():
+            some = rows_of(held, self._first, self.out_features)
+            if some is not None:
+                return some
             rows = self._dense_rows().contiguous()
             fits = format_of(held.format).nbytes(rows) is not None
             return compressed(rows, held.format if fits else "auto")

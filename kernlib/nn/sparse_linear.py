@@ -11,6 +11,7 @@ from kernlib.descriptors.base import check_flag, shown, whole
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import warn
 from kernlib.families.sparse.descriptor import SparseMatmul
+from kernlib.families.sparse.formats.registry import with_values
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.nn import traced
 from kernlib.nn.activations import as_activation
@@ -101,13 +102,14 @@ class SparseLinear(ComputesWeight, MatrixModule):
         per: str = "matrix",
         activation: str | Epilogue | None = None,
         columns: int = 1,
+        values: str | None = None,
     ) -> SparseLinear:
         """The layer with the weight of ``linear``, compressed where it lies; the bias is the same
         parameter.
 
         - ``linear``: an ``nn.Linear``, which keeps its weight.
-        - ``format``, ``columns``: as of :func:`kernlib.sparse.compress`. ``activation``: as of the
-          class.
+        - ``format``, ``columns``, ``values``: as of :func:`kernlib.sparse.compress`.
+          ``activation``: as of the class.
         - ``density``: None compresses the weight as it is; a number keeps that part of the entries,
           those of largest magnitude, counted ``per`` "matrix" or "row": see
           :func:`kernlib.sparse.magnitude`.
@@ -127,6 +129,7 @@ class SparseLinear(ComputesWeight, MatrixModule):
             >>> kl.nn.SparseLinear.from_linear(linear, density=0.5).to_dense()
             tensor([[ 0., -4.,  3.,  0.]])
         """
+        format = with_values(format, values)
         linear = check_linear(linear, density)
         matrix = matrix_of(linear, format, density, per, columns)
         if is_silently_dense(matrix, density, format):

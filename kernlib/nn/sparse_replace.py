@@ -10,6 +10,7 @@ from torch import nn
 
 from kernlib.calls import former, hinted
 from kernlib.errors import warn
+from kernlib.families.sparse.formats.registry import with_values
 from kernlib.nn.fusing import fuse_groups, groups_of
 from kernlib.nn.linears import check_model, checked_match, swap
 from kernlib.nn.sparse_linear import SparseLinear
@@ -27,6 +28,7 @@ def sparsify(
     per: str = "matrix",
     columns: int = 1,
     fuse: bool | Sequence[Sequence[str]] | None = None,
+    values: str | None = None,
 ) -> dict[str, SparseLinear]:
     """Swap the ``nn.Linear`` layers of ``model`` for :class:`SparseLinear` in place, and return the
     new ones by their names.
@@ -35,7 +37,8 @@ def sparsify(
     - ``match``: which layers: those in whose name this regular expression is found, such as
       ``r"mlp|[qkvo]_proj"``, or for which this function of name and layer is true; None takes all.
       Leave out a head that shares the weight of an embedding.
-    - ``density``, ``format``, ``per``, ``columns``: as of :meth:`SparseLinear.from_linear`.
+    - ``density``, ``format``, ``per``, ``columns``, ``values``: as of
+      :meth:`SparseLinear.from_linear`.
     - ``fuse``: layers that read the same x and become one product. None takes ``q_proj``,
       ``k_proj``, ``v_proj``, and ``gate_proj``, ``up_proj``, of the attention and MLP modules of
       transformers' llama, mistral, qwen, gemma and phi, known by their classes' names, if there are
@@ -76,7 +79,7 @@ def sparsify(
         (True, 0.5)
     """
     check_model(model, "use SparseLinear.from_linear")
-    match = checked_match(match)
+    match, format = checked_match(match), with_values(format, values)
     check_options(density, format, per, columns)
     groups = groups_of(model, fuse)
     dense: list[str] = []

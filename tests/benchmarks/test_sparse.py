@@ -179,6 +179,10 @@ def test_a_row(few_copies):
     assert eight.must == pytest.approx(1.25 * 250)
     frozen = benchmark.measure(Problem("frozen", 64, 512, 0.5, frozen=True), session, "cpu")
     assert frozen.case == f"{one.case} frozen" and set(frozen.rivals) == {"cublas"}
+    small = benchmark.measure(Problem("quantised", 64, 512, 0.5, values="int4"), session, "cpu")
+    assert small.case == "spmv 64x512 density=0.5 int4 fp16" and small.error < 1e-3
+    assert set(small.rivals) == {"cublas", "kernlib fp16"} and small.bound == "bytes, bitmap-int4"
+    assert small.must == pytest.approx(250 / 1.6)
     plain = benchmark.measure(Problem("formats", 64, 512, 0.5, format="u8"), session, "cpu")
     assert plain.bound == "bytes, u8" and not plain.rivals and plain.must is None
     problems.drawn.cache_clear()

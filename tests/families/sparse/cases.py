@@ -8,7 +8,8 @@ import kernlib as kl
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.sparse import SparseMatrix, compress
 
-FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")
+FORMATS = ("bitmap", "u8", "u4", "u2", "macko", "dense")  # those that hold values as they are
+QUANTISED = ("bitmap-int8", "bitmap-fp8", "bitmap-int4")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 EPILOGUES = {
     "none": (),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kernlib import sparse
 from kernlib.nn import SparseLinear
 from kernlib.sparse import SparseMatrix, compress
-from tests.families.sparse.cases import FORMATS
+from tests.families.sparse import cases
 
+FORMATS = (*cases.FORMATS, *cases.QUANTISED)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SHAPES = ((1, 1), (5, 40), (37, 300), (70, 513), (33, 2100))
 EDGES = (0, 1, -1, 2**31 - 1, -(2**31), 65535, 255, 8, 16)  # numbers that places are made of
