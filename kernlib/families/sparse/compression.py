@@ -32,8 +32,7 @@ def compress(
     - ``values``: None keeps them as they are. "int8", "fp8" (e4m3) and "int4" store each in 8 or 4
       bits, in the format "bitmap", which is then "bitmap-int8" and so on: its value becomes a code
       times the scale of its row and 256 columns, or 128 for "int4", rounded to the dtype. Kernels
-      multiply float16 and bfloat16, up to 16 vectors. See `errors
-      <https://kernlib.readthedocs.io/concepts/accuracy#values-in-fewer-bits>`_.
+      multiply float16 and bfloat16, up to 16 vectors. docs/concepts/accuracy.md has the errors.
     - ``debug=True`` writes what runs to stderr.
 
     Warns with a :class:`kernlib.KernlibWarning` where "auto" keeps a matrix dense because it has
