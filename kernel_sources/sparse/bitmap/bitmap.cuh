@@ -62,7 +62,7 @@ __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(~0u, valu
 
 #include "sparse/bitmap/ring.cuh"
 #ifdef CODES
-#include "sparse/bitmap/quantised/fragments.cuh"
+#include "sparse/quantised/fragments.cuh"
 #else
 #include "sparse/bitmap/fragments.cuh"
 #endif
@@ -87,7 +87,7 @@ struct Vectors {
                 if (n >= p.columns || column >= p.cols) continue;
                 to = load_vector<u32, 4>(reinterpret_cast<const u32*>(from + column));
                 if (column + 8 > p.cols) keep(to, p.cols - column);
-#ifdef CODES
+#if defined(CODES) && !IN_DIGITS
                 arrange(to);
 #endif
             }
@@ -119,7 +119,11 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
     Ring ring(p, sums_of_slabs + DEPTH * WARPS * PARTIAL * 4 + RING_OFFSET, warp, unit, int(units));
     Lane lane(shared_address(ranks[warp]));
     Walk walk(p, unit);
+#if IN_DIGITS
+    Digits x;
+#else
     Vectors x;
+#endif
     int until_written = warp + 2;  // turns until this warp writes a slab's sums
 #if COPY_ENGINE
     wait_for_prerequisites();  // the matrix is read before, x and the epilogue's numbers after this
@@ -129,7 +133,11 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
 #pragma unroll 1
     while (turn < units) {  // ranges
         bool takes_part = warp < walk.chunks;
+#if IN_DIGITS
+        if (takes_part) x.read(p, walk.first + warp, shared_address(ranks[warp]));
+#else
         if (takes_part) x.read(p, walk.first + warp);
+#endif
         int first = walk.slab, end = min(p.slabs, first + int(units - turn));
 #pragma unroll 1
         for (; walk.slab < end; ++walk.slab) {

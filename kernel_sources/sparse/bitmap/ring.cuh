@@ -31,6 +31,11 @@ struct Ring {
     const u32* place;       // its chunk's, if there is one
     bool exists;
     u32 from, to;           // read when it is next: used later, so that no warp waits for them
+#ifdef CODES
+    // 0, of which the compiler knows no more than that lanes may differ: what is read of an address
+    // that is the same in all of them it may move to where all have it, and wait there.
+    u32 apart = threadIdx.x % 32 * (gridDim.y - 1);
+#endif
 
     __device__ __forceinline__ Ring(const Parameters& p, u32 slots, int warp, int unit, int units)
         : p(p), parity(0), warp(warp), left(units) {
@@ -83,8 +88,13 @@ struct Ring {
     __device__ __forceinline__ void read_place() {
         from = to = 0;
         if (!exists) return;
+#ifdef CODES
+        from = place[apart];
+        to = place[apart + 1];
+#else
         from = place[0];
         to = place[1];
+#endif
     }
 
     // Asks for the chunk whose place has been read, by the thread that leads(): no bytes where the

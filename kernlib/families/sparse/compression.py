@@ -39,7 +39,8 @@ def compress(
     too few zeros. Raises TypeError for what is no tensor; ValueError for another dtype or number of
     dimensions, for a format that is not known or cannot hold the matrix, for ``values`` that are
     not known, do not go with the format or cannot represent NaN and infinities of the matrix, and
-    for ``columns`` that are no positive int. Formats and their comparison follow MACKO-SpMV and SpInfer.
+    for ``columns`` that are no positive int. Formats and their comparison follow MACKO-SpMV and
+    SpInfer.
 
     Example:
         >>> weight = kl.sparse.magnitude(torch.randn(64, 64), density=0.1)

@@ -54,8 +54,8 @@ SPARSE_LAYOUTS = (
 
 
 class SparseMatrix:
-    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense", or of
-    values in fewer bits, "bitmap-int8", "bitmap-fp8" and "bitmap-int4", made by
+    """A matrix W (R, C) in one of the formats "bitmap", "u8", "u4", "u2", "macko" and "dense", or
+    with values in fewer bits in "bitmap-int8", "bitmap-fp8" or "bitmap-int4", made by
     :func:`kernlib.sparse.compress`. It does not change, except that :meth:`transpose` keeps what
     it has made. If its tensors are written all the same, products see that. The transpose and
     ``nnz`` are made again after writes that torch counts. Code that writes by other means than
@@ -91,8 +91,9 @@ class SparseMatrix:
         nnz: int | None = None,
     ):
         """Unchecked, from what a format's ``encode`` returns: ``format``, ``shape`` (R, C),
-        ``dtype``, ``tensors`` and ``facts`` by name, ``nnz`` if known; :func:`kernlib.sparse.compress`
-        is for users. Raises ValueError for an unknown format, KeyError for a missing tensor."""
+        ``dtype``, ``tensors`` and ``facts`` by name, ``nnz`` if known;
+        :func:`kernlib.sparse.compress` is for users. Raises ValueError for an unknown format,
+        KeyError for a missing tensor."""
         codec = format_of(format)
         operands = tuple(placed(tensors[name]) for name in codec.TENSORS)
         if hasattr(codec, "together") and not stand_ins(*operands) and not operands[0].is_meta:
@@ -297,9 +298,9 @@ class SparseMatrix:
     def transpose(self) -> SparseMatrix:
         """The transpose (C, R), compressed in the same format if that can hold it. Of values in
         fewer bits it is that of :meth:`to_dense`, in the format "bitmap", since its rows would have
-        other scales. Gradients with respect to x multiply by it. It is made once, on the matrix's device, for which the caller
-        waits, and kept until torch counts a write to one of the two. For tensors of inference mode
-        it is not kept."""
+        other scales. Gradients with respect to x multiply by it. It is made once, on the matrix's
+        device, for which the caller waits, and kept until torch counts a write to one of the two.
+        For tensors of inference mode it is not kept."""
         known = self.known_transpose()
         if known is None:
             known = _turned(self)

@@ -1,5 +1,6 @@
-"""Matrices whose values have fewer bits, one below the other, and some rows of one: by their chunks,
-since other groups of values would have other scales. None where rows are no whole chunks."""
+"""Matrices whose values have fewer bits, one below the other, and some rows of one: by their
+chunks, since other groups of values would have other scales. None where rows are no whole
+chunks."""
 
 from __future__ import annotations
 

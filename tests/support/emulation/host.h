@@ -219,6 +219,7 @@ inline int __double2loint(double x) {
     std::memcpy(&bits, &x, sizeof(x));
     return int(bits);
 }
+inline long long __double2ll_rn(double x) { return std::llrint(x); }
 inline double __hiloint2double(int high, int low) {
     long long bits = (long long)(high) << 32 | unsigned(low);
     double x;

@@ -16,9 +16,9 @@ blocks), with ``half = r // 8`` and ``g = r % 8``,
   lower eight. 0 where there is none.
 
 An entry is whatever does not equal zero in the matrix that was compressed, and stays one where it
-becomes 0. Its value is ``q * scale`` in float32, rounded once to the matrix's dtype: what
-:func:`decode` gives. Products add up ``q * x`` in float32 and multiply the sums of a chunk's row, or
-of 128 columns of it, by the scale, so they do without that rounding. Scales are made by
+becomes 0. Its value is ``q * scale`` in float32, rounded once to the matrix's dtype: that is what
+``decode`` gives. Products add up ``q * x`` in float32 and multiply the sums of a chunk's row, or of
+128 columns of one, by the scale, so they do without that rounding. Scales are made by
 :mod:`kernlib.families.sparse.formats.quantiser`.
 
 8 bits take ``nnz + R C / 8 + R C / 1024 + R C / 128`` bytes and some 8 of padding a chunk.
@@ -84,9 +84,7 @@ class QuantisedFormat:
 
     def _units(self, dense: torch.Tensor) -> torch.Tensor:
         """The 16-byte units of each chunk."""
-        counts = [
-            cpu.counts_of(nonzero(encoding.bits(block))) for block, _ in cpu.blocks(dense)
-        ]
+        counts = [cpu.counts_of(nonzero(encoding.bits(block))) for block, _ in cpu.blocks(dense)]
         empty = torch.zeros(0, 2, dtype=torch.int32, device=dense.device)
         return cpu.units_of(torch.cat([empty, *counts]), self.code)
 
@@ -111,9 +109,7 @@ class QuantisedFormat:
         total = sum(UNIT * int(u.sum(dtype=torch.int64)) for u in self._units_of(entries))
         return self._bytes(total, entries.shape)
 
-    def encode_entries(
-        self, entries: Entries
-    ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    def encode_entries(self, entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """:meth:`encode` of a matrix by its entries."""
         bitmap.refuse_more(chunks_of(entries.shape) * self.code.offset, entries.shape)
         slabs = [slab for slab, _, _ in _slabs_of(entries)]
@@ -131,9 +127,7 @@ class QuantisedFormat:
         for slab, _, chunks in _slabs_of(entries):
             yield cpu.units_of(_counts(slab, across, chunks), self.code)
 
-    def _fill(
-        self, slab: Slab, entries: Entries, starts: torch.Tensor, data: torch.Tensor
-    ) -> None:
+    def _fill(self, slab: Slab, entries: Entries, starts: torch.Tensor, data: torch.Tensor) -> None:
         """Write the chunks of some rows, at ``starts``, by their entries, of which none is 0."""
         code, chunks = self.code, len(starts)
         chunk = chunks_of_entries(slab, ceil_div(entries.shape[1], COLUMNS))
@@ -207,9 +201,7 @@ class QuantisedFormat:
         bitmap.check_edges(data, offsets, shape, self._beyond)
         bitmap.check_largest(facts, units)
 
-    def _check_chunks(
-        self, data: torch.Tensor, offsets: torch.Tensor, units: torch.Tensor
-    ) -> None:
+    def _check_chunks(self, data: torch.Tensor, offsets: torch.Tensor, units: torch.Tensor) -> None:
         """Raises ValueError unless chunks have a code for each bit, as kernels count their places
         by bits, and scales that are numbers. Offsets have been checked."""
         wrong = infinite = 0

@@ -20,8 +20,8 @@ from kernlib.families.sparse.formats.bitmap_cpu import (
     headers,
 )
 from kernlib.families.sparse.formats.encoding import bits, nonzero
-from kernlib.lowering.arithmetic import ceil_div
 from kernlib.families.sparse.lowering.value_codes import ValueCode
+from kernlib.lowering.arithmetic import ceil_div
 
 AT_ONCE = 1 << 22  # positions that one step holds in memory, some 30 bytes for each
 # Where the word of a row and block lies, for (half, block, g) in order.
@@ -74,7 +74,9 @@ def coded(
 
 def put_scales(data: torch.Tensor, starts: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the scales of chunks at ``starts``."""
-    lines = scales.reshape(len(starts), -1).contiguous().view(torch.uint8).view(len(starts), -1, UNIT)
+    lines = (
+        scales.reshape(len(starts), -1).contiguous().view(torch.uint8).view(len(starts), -1, UNIT)
+    )
     data.view(-1, UNIT)[_scale_units(starts, lines.shape[1])] = lines
 
 
@@ -89,9 +91,7 @@ def _scale_units(starts: torch.Tensor, count: int) -> torch.Tensor:
     return starts[:, None] + HEADER // UNIT + units
 
 
-def fill(
-    dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor, code: ValueCode
-) -> None:
+def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor, code: ValueCode) -> None:
     """Write the chunks of a matrix, at ``offsets``, into ``data``, which holds zeros."""
     for block, first in blocks(dense):
         starts = offsets[first : first + len(block)].long()
@@ -140,8 +140,6 @@ def places_of(
     places = (first.view(-1) - before).repeat_interleave(flat) + numbers
     lower = torch.arange(flat.numel(), dtype=torch.int64, device=starts.device) % 2 == 1
     return places, lower.repeat_interleave(flat)
-
-
 
 
 def words_of(present: torch.Tensor) -> torch.Tensor:

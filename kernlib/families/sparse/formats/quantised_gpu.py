@@ -48,8 +48,14 @@ def decode(
     """The dense matrix of chunks."""
     out = torch.empty(shape, dtype=dtype, device=data.device)
     if out.numel():
-        _launch("unpack", (code.values, KERNEL_TYPES[dtype], *shape), data, offsets, out)
+        write(data, offsets, out, code)
     return out
+
+
+def write(data: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, code: ValueCode) -> None:
+    """Lay chunks out in a contiguous matrix."""
+    how = code.values, KERNEL_TYPES[out.dtype], *out.shape
+    _launch("unpack", how, data, offsets, out)
 
 
 def specs(code: ValueCode) -> list[KernelSpec]:
@@ -68,7 +74,7 @@ using {values};
 #define CODES {code.values.upper()}
 constexpr int PARAMETER_BYTES = {PARAMETERS[kind].size};
 
-#include "sparse/bitmap/quantised/{kind}.cuh"
+#include "sparse/quantised/{kind}.cuh"
 """
     word = f"{8 * of}bit" if kind == "pack" else of
     entry, words = f"sparse_bitmap_{kind}", f"sparse bitmap {kind} {code.values} {word}"

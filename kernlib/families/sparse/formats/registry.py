@@ -61,11 +61,12 @@ def check_format(format: str) -> None:
 
 
 def with_values(format: str, values: str | None) -> str:
-    """The format, or "auto", that ``format`` and ``values`` name together. Raises ValueError for
-    what is neither, and for two that exclude each other."""
-    check_format(format)
+    """The format, or "auto", that ``format`` and ``values`` name together: without ``values``
+    whatever the format is. Raises ValueError for what is neither, and for two that exclude each
+    other."""
     if values is None:
         return format
+    check_format(format)
     if not isinstance(values, str) or values not in VALUES:
         known = ", ".join(map(repr, VALUES))
         raise ValueError(f"values must be None or one of {known}, got {shown(values)}")

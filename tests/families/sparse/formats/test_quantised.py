@@ -143,10 +143,8 @@ def check_errors(name, dense, back):
     )
     most = wide.abs().amax(-1, keepdim=True).expand_as(wide).flatten(1)[:, :cols]
     step = most / code.largest
-    if code.values == "fp8":
-        bound = torch.maximum(dense.abs() / 16, step * 2**-10)
-    else:
-        bound = step / 2
+    relative = torch.maximum(dense.abs() / 16, step * 2**-10)
+    bound = relative if code.values == "fp8" else step / 2
     bound = bound * (1 + 2**-7) + most * 2**-9 + dense.abs() * 2**-8
     assert bool(((dense - back).abs() <= bound + 1e-37).all())
 

@@ -48,8 +48,7 @@ def test_matrices_are_packed_and_laid_out_as_on_a_cpu(on_host, name, dtype, case
     assert torch.equal(data, tensors["data"])
     page = torch.full((2 * GUARD + rows * cols,), 7, dtype=dtype)
     out = page[GUARD : GUARD + rows * cols].view(rows, cols)
-    how = (form.code.values, KERNEL_TYPES[dtype], rows, cols)
-    quantised_gpu._launch("unpack", how, gpus.gpu(data), offsets, gpus.gpu(out))
+    quantised_gpu.write(gpus.gpu(data), offsets, gpus.gpu(out), form.code)
     assert torch.equal(out, form.decode(tensors, facts, (rows, cols), dtype))
     assert bool((page[:GUARD] == 7).all()) and bool((page[-GUARD:] == 7).all())
 

@@ -56,6 +56,24 @@ inline int add_lanes_before(int sum, int width) {
 inline int add_before(int sum) { return add_lanes_before(sum, 32); }
 inline int add_before_in_half(int sum) { return add_lanes_before(sum, 16); }
 
+inline Vector<u32, 2> load_two_words(u32 address) { return load_from<Vector<u32, 2>>(address); }
+
+inline void multiply_bytes(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto& words = words_of_lanes[warp];
+    for (int i = 0; i < 4; ++i) words[lane][i] = a[i];
+    for (int i = 0; i < 2; ++i) words[lane][4 + i] = b[i];
+    wait_for_warp();
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 32; ++k) {
+            int row = lane / 4 * 4, column = (lane % 4 * 2 + i % 2) * 4, of = k % 16 / 4;
+            u32 left = words[row + of][i / 2 + k / 16 * 2] >> k % 4 * 8 & 255;
+            int right = (signed char)(words[column + of][4 + k / 16] >> k % 4 * 8);
+            d[i] += int(left) * right;
+        }
+    wait_for_warp();
+}
+
 template <class T>
 inline T rounded(double x);
 template <>

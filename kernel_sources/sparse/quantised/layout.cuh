@@ -6,7 +6,7 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "sparse/bitmap/quantised/kinds.cuh"
+#include "sparse/quantised/kinds.cuh"
 
 constexpr int CHUNK_ROWS = 16, CHUNK_COLUMNS = 256, BLOCK = 32;
 constexpr int WORDS = 128, POSITIONS = CHUNK_ROWS * CHUNK_COLUMNS;
@@ -24,7 +24,8 @@ struct alignas(16) Chunk {
 // The row and block of a word, and where it lies.
 struct Place {
     int half, block, g;
-    __device__ __forceinline__ Place(int word) : half(word / 64), block(word / 8 % 8), g(word % 8) {}
+    __device__ __forceinline__ Place(int word)
+        : half(word / 64), block(word / 8 % 8), g(word % 8) {}
     __device__ __forceinline__ int row() const { return half * 8 + g; }
     __device__ __forceinline__ int group() const { return block * GROUPS / 8; }
     __device__ __forceinline__ int word() const {

@@ -9,7 +9,7 @@
 //   PARAMETER_BYTES    what kernlib/families/sparse/formats/quantised_gpu.py makes of Parameters
 #pragma once
 
-#include "sparse/bitmap/quantised/layout.cuh"
+#include "sparse/quantised/layout.cuh"
 
 struct Parameters {
     const BitsT* values;         // [chunk][4096]
@@ -29,8 +29,8 @@ sparse_bitmap_pack(const __grid_constant__ Parameters p) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < POSITIONS / 4; i += THREADS)
         reinterpret_cast<u32*>(codes)[i] = 0;
-    if (threadIdx.x < 16 * GROUPS)
-        (&chunk.scales[0][0][0])[threadIdx.x] = p.scales[i64(blockIdx.x) * 16 * GROUPS + threadIdx.x];
+    const u16* scales = p.scales + i64(blockIdx.x) * 16 * GROUPS;
+    if (threadIdx.x < 16 * GROUPS) (&chunk.scales[0][0][0])[threadIdx.x] = scales[threadIdx.x];
     for (int word = warp * 32; word < warp * 32 + 32; ++word) {
         // Bit 4 j + t is of column 8 t + j.
         BitsT bits = p.values[first + word * BLOCK + lane % 4 * 8 + lane / 4];

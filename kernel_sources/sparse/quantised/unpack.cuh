@@ -10,7 +10,7 @@
 #pragma once
 
 #include "common/async_copy.cuh"
-#include "sparse/bitmap/quantised/layout.cuh"
+#include "sparse/quantised/layout.cuh"
 
 struct Parameters {
     const unsigned char* data;
@@ -62,8 +62,8 @@ sparse_bitmap_unpack(const __grid_constant__ Parameters p) {
         if (present >> bit_of(lane) & 1) {
             u32 code = chunk.codes[begins[word] + __popc(present & below(lane))];
             if (CODES == INT4) code = place.half ? code >> 4 : code & 15;
-            float scale = __uint_as_float(u32(chunk.scales[place.g][place.group()][place.half]) << 16);
-            value = __fmul_rn(number_of(code), scale);
+            u32 scale = chunk.scales[place.g][place.group()][place.half];
+            value = __fmul_rn(number_of(code), __uint_as_float(scale << 16));
         }
         if (row < p.rows && column < p.cols) p.out[row * p.cols + column] = convert<OutputT>(value);
     }

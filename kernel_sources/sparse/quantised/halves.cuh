@@ -1,79 +1,12 @@
-// sparse/bitmap/fragments.cuh for values in fewer bits: from codes of a chunk in shared memory to
-// left operands of mma.sync. Layout: kernlib/families/sparse/formats/quantised.py.
-//
-// Lane (g, t) has columns 8t .. 8t + 7 of a block of 32, of rows g and g + 8: of each its codes lie
-// one behind the other, in a window of eight bytes from any byte on. Its bits are bit t of each
-// nibble of the row's word. A product of these adds up the nibbles before each, so that all eight
-// selectors for prmt come of one multiplication: the number of a code among the lane's where the
-// bit is set. Codes become halves that hold them exactly; scales meet the float sums.
+// Products of codes as halves, by tensor cores that sum in float32: of e4m3, and of several vectors.
 #pragma once
 
-#include "sparse/bitmap/quantised/kinds.cuh"
-
-constexpr u32 NIBBLES = 0x11111111;
-constexpr int GROUPS = CODES == INT4 ? 2 : 1;  // of columns, which share a scale
-constexpr int CODES_OFFSET = BITMAP_BYTES + 32 * GROUPS;
-
-using Fragment = u32[4];
-
-// What a lane needs of its place. The word of row r and block b is number
-// (b / 2 * 8 + (r % 8 ^ b / 2)) * 4 + b % 2 * 2 + r / 8: two rows of two blocks are 16 bytes, and
-// the words that lanes count lie in banks of their own.
-struct Lane {
-    u32 bit, below;     // t, and the bits of the lanes before it
-    u32 upper;          // bits by which to shift a word for those of the last four columns
-    u32 counted, unit;  // bytes in a chunk: the word of the first row that it counts; its own
-    u32 counts, ranks;  // the same where the warp's ranks lie
-    u32 mask, upper_mask, sixteen;  // constants that are no immediates
-
-    __device__ __forceinline__ Lane(u32 ranks_of_warp) {
-        int lane = threadIdx.x % 32, block = lane / 2 % 8;
-        bit = CODES == INT4 ? 1u << (3 - lane % 4) : lane % 4;
-        upper = lane % 4 + 16;
-        below = NIBBLES * ((1u << lane % 4) - 1);
-        counted = block / 2 * 144 + lane % 2 * 64 + block % 2 * 8 + lane / 16 * 4;
-        unit = lane / 4 * 16;
-        ranks = ranks_of_warp + unit;
-        counts = ranks_of_warp + counted;
-        mask = 0x000f000f * gridDim.y, upper_mask = 0x00f000f0 * gridDim.y, sixteen = 16;
-        keep(bit);
-        keep(below);
-        keep(upper);
-        keep(counted);
-        keep(unit);
-        keep(ranks);
-        keep(counts);
-    }
-};
-
-// Where the codes of each row and block begin, an address. They come in the order (half of the
-// rows, block, row, column), of which a lane counts four rows; those of 4 bits lie in the upper
-// nibbles of the same bytes for the lower half.
-__device__ __forceinline__ void make_ranks(u32 chunk, const Lane& lane) {
-    u32 words = chunk + lane.counted;
-    int count[4], sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        count[i] = __popc(load_word(words ^ i * 16));
-        sum += count[i];
-    }
-    u32 before = (CODES == INT4 ? add_before_in_half(sum) : add_before(sum)) - sum;
-    u32 at = chunk + CODES_OFFSET + before;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        store_word(lane.counts ^ i * 16, at);
-        at += count[i];
-    }
-}
-
-// The codes of eight columns, a byte each, as pairs of halves: two of the first four columns, two of
-// the last. UNIT is what these must be multiplied by.
+// The codes of eight columns, a byte each, as pairs of halves, two of the first four columns and two
+// of the last. UNIT is what these must be multiplied by.
 template <class T>
 struct Decoded;
 
 #if CODES == INT8
-constexpr u32 ZERO = 0x80808080;  // q + 128
-
 template <>
 struct Decoded<half_t> {
     static constexpr float UNIT = 1;
@@ -98,8 +31,6 @@ struct Decoded<bfloat16_t> {
     }
 };
 #elif CODES == FP8
-constexpr u32 ZERO = 0;
-
 template <>
 struct Decoded<half_t> {
     u32 pair[4];
@@ -174,29 +105,6 @@ __device__ __forceinline__ void arrange(Vector<u32, 4>& x) {
         x.element[i + 1] = __byte_perm(x.element[i], x.element[i + 1], 0x7632);
         x.element[i] = even;
     }
-#endif
-}
-
-// The codes of eight columns, a byte each, from those that lie from byte `at` on: ZERO, or the code
-// 0, where a bit is not set.
-__device__ __forceinline__ void load_eight(u32 (&codes)[2], u32 word, u32 at, int half,
-                                           const Lane& lane) {
-    u32 from = at & ~3u, shift = at * 8 + (CODES == INT4 ? half * 4 : 0);
-    u32 a = load_constant_word(from), b = load_constant_word(from + 4),
-        c = load_constant_word(from + 8);
-    u32 low = funnel(a, b, shift), high = funnel(b, c, shift);
-#if CODES == INT4
-    low &= 0x0f0f0f0f, high &= 0x0f0f0f0f;
-    // 8 + rank where the bit is not set: the sign of a byte below 128.
-    u32 select = (word * lane.bit & 8 * NIBBLES) * 0x02222221 + 8 * NIBBLES;
-    codes[0] = permute(low, high, select);
-    codes[1] = permute(low, high, select >> 16);
-#else
-    // The first four take ZERO where the bit is not set: 4 + rank. The others are masked.
-    u32 select = (word >> lane.bit & NIBBLES) * 0x1111110c + 4 * NIBBLES;
-    u32 mask = permute(0xff00ff00, 0xff00ff00, word >> lane.upper);
-    codes[0] = permute(low, ZERO, select);
-    codes[1] = (permute(low, high, select >> 16) & mask) | (ZERO & ~mask);
 #endif
 }
 
