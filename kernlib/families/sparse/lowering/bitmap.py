@@ -1,5 +1,6 @@
-"""The product of a bitmap matrix: bitmap/bitmap.cuh, and sum.cuh behind it where its columns are
-more than the warps of a CTA take side by side."""
+"""The product of a bitmap matrix with few vectors: bitmap/bitmap.cuh, and sum.cuh behind it where
+its columns are more than the warps of a CTA take side by side. Where it can,
+:mod:`~kernlib.families.sparse.lowering.bitmap_many` multiplies more."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.lowering import bitmap_many
 from kernlib.families.sparse.lowering import sum as last
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
@@ -45,8 +47,19 @@ class Variant(NamedTuple):
 
 
 def takes(problem: Problem, arch: str) -> bool:
-    """Whether the kernel computes a problem: half types, up to MOST_COLUMNS vectors."""
-    if problem.dtype not in ("float16", "bfloat16") or not 0 < problem.columns <= MOST_COLUMNS:
+    """Whether the kernels compute a problem: half types, and up to MOST_COLUMNS vectors, or as many
+    as :mod:`~kernlib.families.sparse.lowering.bitmap_many` takes."""
+    return bitmap_many.takes(problem, arch) or _takes_few(problem, arch)
+
+
+def _most_tiles(arch: str) -> int:
+    """Tiles of 8 vectors that one launch takes."""
+    return 1 if arch in bitmap_many.ARCHS else AT_ONCE // 8
+
+
+def _takes_few(problem: Problem, arch: str) -> bool:
+    most = bitmap_many.LEAST_COLUMNS - 1 if arch in bitmap_many.ARCHS else MOST_COLUMNS
+    if problem.dtype not in ("float16", "bfloat16") or not 0 < problem.columns <= most:
         return False
     warps = _warps(problem, arch)
     units = _slabs(problem) * _ranges(problem, warps)
@@ -62,6 +75,8 @@ def lower(
             f"no bitmap kernel multiplies a {problem.rows} x {problem.cols} {problem.dtype} matrix "
             f"by {problem.columns} vectors"
         )
+    if bitmap_many.takes(problem, arch):
+        return bitmap_many.lower(epilogue, problem, arch, multiprocessors)
     if problem.columns > AT_ONCE:
         return _one_by_one(epilogue, problem, arch, multiprocessors)
     warps = _warps(problem, arch)
@@ -212,10 +227,11 @@ def variants(
     """Every spec that :func:`lower` can choose."""
     found = []
     for dtype in (d for d in dtypes if DTYPES[d].bytes == 2):
-        for warps, tiles, sums in product(WARPS, (0, 1, 2), (False, True)):
+        for warps, tiles, sums in product(WARPS, range(_most_tiles(arch) + 1), (False, True)):
             variant = Variant(dtype, warps, tiles, sums)
             if not _has_registers(variant):
                 continue
             found.append(spec(() if sums else epilogue, variant, arch))
         found.append(last.spec(epilogue, dtype, arch))
+    found += bitmap_many.variants(epilogue, dtypes, arch)
     return list(dict.fromkeys(found))
