@@ -529,7 +529,7 @@ def compress(
       (MACKO-SpMV's), "dense", or "auto": the format whose product is fastest, by the bytes that it
       takes for this matrix and by measured rates.
     - ``columns``: for "auto", how many vectors products mostly have at a time. "bitmap" multiplies
-      several at nearly the price of one, the others do not. More than 32 are fastest with "dense".
+      several at nearly the price of one, the others do not. More than 64 are fastest with "dense".
     - ``debug=True`` writes what runs to stderr.
 
     Warns with a :class:`kernlib.KernlibWarning` where "auto" keeps a matrix dense because it has
