@@ -84,8 +84,8 @@ def test_rates_are_interpolated(table):
     assert rates.microseconds("dense", "sm_80", 0.3, megabyte) == pytest.approx(1.25)
 
 
-# Rows, columns, density, vectors; microseconds on an H100 by cuBLAS and by the fastest format, those
-# of more than 16 vectors on an H200.
+# Rows, columns, density, vectors; microseconds on an H100 by cuBLAS and by the fastest format,
+# those of more than 16 vectors on an H200.
 MEASURED = [
     ((4219, 1128), 0.126, 14, 13.7, ("u8", 9.4)),
     ((9788, 688), 0.06, 10, 15.6, ("u8", 9.8)),
