@@ -1,10 +1,12 @@
 """Tokens of a llama whose linear layers are pruned and compressed, beside the same model dense, and
 dense with the layers that read one input joined (``dense fused``).
 
-A model of transformers with random weights: hidden 4096, 11008 between, 32 heads, fp16, batch 1.
-``decode`` is one step with a static cache, compiled with CUDA graphs; ``generate`` is transformers'
-own function with ``cache_implementation="static"``, in milliseconds a token. Each row is measured
-in a process of its own, all its models in turn.
+A model of transformers with random weights: hidden 4096, 11008 between, 32 heads.
+``decode`` is one step of one or several sequences with a static cache. ``prefill`` reads a prompt
+of 512 tokens. Both are compiled with CUDA graphs. ``generate`` is transformers' own function with
+``cache_implementation="static"``, in milliseconds a token. ``lora step`` trains adapters on the
+pruned model, see :mod:`benchmarks.programs.adapters`. Each row is measured in a process of its own,
+all its models in turn.
 """
 
 from __future__ import annotations
@@ -28,22 +30,29 @@ PRUNED = r"mlp|self_attn"  # not the head
 JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 LENGTH, POSITION = 1024, 40  # of the cache, which each step fills by a place, and of its token
 PROMPT, TOKENS = 32, 64
+PREFILLED = 512  # tokens of a prompt
 STEPS, ROUNDS = 20, 7
 GENERATIONS = 3
 TIMEOUT_S = 540
 
 
 class Llama(NamedTuple):
-    """A row. ``must`` is how many times ours the dense model's time has to be."""
+    """A row. ``must`` is how many times ours the dense model's time has to be, ``batch`` the
+    sequences of a decoding step, and ``columns`` the vectors for which matrices are compressed."""
 
     way: str
     layers: int
     density: float
     must: float
+    batch: int = 1
+    kind: str = "fp16"
+    columns: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.way} llama {self.layers} layers density={self.density} fp16"
+        several = f" batch={self.batch}" if self.batch > 1 else ""
+        size = f"llama {self.layers} layers{several}"
+        return f"{self.way} {size} density={self.density} {self.kind}"
 
 
 LLAMAS = (
@@ -51,7 +60,13 @@ LLAMAS = (
     Llama("decode", 6, 0.1, 2.2),
     Llama("generate", 32, 0.5, 1.2),
     Llama("generate", 32, 0.1, 1.45),
+    Llama("decode", 6, 0.5, 1.2, batch=4, columns=4),
+    Llama("decode", 6, 0.1, 1.8, batch=4, columns=4),
+    Llama(f"prefill {PREFILLED}", 8, 0.5, 1 / 1.35, columns=32),
+    Llama(f"prefill {PREFILLED}", 8, 0.1, 1 / 1.25, columns=32),
+    Llama("lora step", 8, 0.5, 0.75, kind="bf16", columns=32),
 )
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 # Models.
@@ -67,12 +82,14 @@ def config(layers: int, small: bool = False):
     return LlamaConfig(num_hidden_layers=layers, num_attention_heads=heads, **sizes)
 
 
-def dense(layers: int, device: str, small: bool = False) -> nn.Module:
+def dense(
+    layers: int, device: str, small: bool = False, dtype: torch.dtype = torch.float16
+) -> nn.Module:
     """The same weights at each call."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32 if small else torch.float16)
+    torch.set_default_dtype(torch.float32 if small else dtype)
     try:
         with torch.device(device):
             model = LlamaForCausalLM(config(layers, small))
@@ -90,11 +107,19 @@ def fused(layers: int, device: str, small: bool = False) -> nn.Module:
     return model
 
 
-def compressed(layers: int, density: float, device: str, small: bool = False) -> nn.Module:
+def compressed(
+    layers: int,
+    density: float,
+    device: str,
+    small: bool = False,
+    dtype: torch.dtype = torch.float16,
+    columns: int = 1,
+) -> nn.Module:
     from kernlib.nn import sparsify
 
-    model = dense(layers, device, small)
-    for layer in sparsify(model, match=PRUNED, density=density, fuse=True).values():
+    model = dense(layers, device, small, dtype)
+    options = {"density": density, "columns": columns, "fuse": True}
+    for layer in sparsify(model, match=PRUNED, **options).values():
         layer.freeze()  # as of a model that is served
     return model
 
@@ -131,7 +156,7 @@ class Part(nn.Module):
 
 def models(row: Llama, device: str, small: bool = False) -> dict[str, nn.Module]:
     return {
-        OURS: compressed(row.layers, row.density, device, small),
+        OURS: compressed(row.layers, row.density, device, small, columns=row.columns),
         "dense": dense(row.layers, device, small),
         "dense fused": fused(row.layers, device, small),
     }
@@ -145,8 +170,8 @@ def decode(row: Llama, device: str = "cuda") -> dict[str, float]:
     same weights."""
     from transformers import StaticCache
 
-    token = torch.zeros((1, 1), dtype=torch.long, device=device)
-    position = torch.full((1, 1), POSITION, device=device)
+    token = torch.zeros((row.batch, 1), dtype=torch.long, device=device)
+    position = torch.full((row.batch, 1), POSITION, device=device)
 
     def step(model: nn.Module, cache: Any) -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()
@@ -165,16 +190,33 @@ def decode(row: Llama, device: str = "cuda") -> dict[str, float]:
     return results | in_turn(calls, device_ms, STEPS, ROUNDS)
 
 
+def prefill(row: Llama, device: str = "cuda") -> dict[str, float]:
+    """Milliseconds of a prompt, and the relative error of our logits as of :func:`decode`."""
+    prompt = torch.randint(0, 512, (1, PREFILLED), device=device)
+
+    def read(model: nn.Module) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return model(input_ids=prompt, use_cache=False).logits
+
+    calls, results = {}, {}
+    for name, model in models(row, device).items():
+        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+        calls[name] = warmed(partial(read, compiled))
+        if name == OURS:
+            results["error"] = _error(model, prompt, calls[name]().float())
+    return results | in_turn(calls, device_ms, STEPS, ROUNDS)
+
+
 def _error(model: nn.Module, token: torch.Tensor, logits: torch.Tensor) -> float:
-    """Of the logits of a token that sees nothing but itself and zeros."""
+    """Of the logits of tokens that see nothing but themselves and zeros."""
     from kernlib.nn import SparseLinear
 
     exact = dense(model.config.num_hidden_layers, token.device.type).float()
     for name, layer in model.named_modules():
         if isinstance(layer, SparseLinear):
             exact.set_submodule(name, layer.to_linear().float())
-    wanted = exact(token).logits
-    return float((logits - wanted).norm() / wanted.norm())
+    expected = exact(token, use_cache=False).logits
+    return float((logits - expected).norm() / expected.norm())
 
 
 def generate(row: Llama, device: str = "cuda") -> dict[str, float]:
@@ -196,12 +238,17 @@ def generate(row: Llama, device: str = "cuda") -> dict[str, float]:
     return results
 
 
-WAYS = {"decode": decode, "generate": generate}
+WAYS = {"decode": decode, "generate": generate, f"prefill {PREFILLED}": prefill}
 
 
 def measure(name: str) -> None:
     """Print, as JSON, what the row of a name measures."""
     row = next(row for row in LLAMAS if row.name == name)
+    if row.way not in WAYS:
+        from benchmarks.programs import adapters
+
+        print(json.dumps(adapters.measure(row)))
+        return
     with torch.no_grad():
         print(json.dumps(WAYS[row.way](row)))
 

@@ -4,7 +4,7 @@
 
 Sections: ``headline`` (five shapes, four densities, one and eight columns), ``frozen`` (the same
 with matrices that nobody writes, as ``SparseMatrix.freeze`` promises), ``compress``,
-``columns`` (2 to 32), ``quantised`` (values in fewer bits), ``formats`` (each one alone, of which
+``columns`` (2 to 64), ``quantised`` (values in fewer bits), ``formats`` (each one alone, of which
 the table of rates is made) and ``grid`` (31 shapes by 11 densities). ``--only`` chooses some.
 ``python -m benchmarks.sparse.plot`` draws the speed-up over the density.
 """

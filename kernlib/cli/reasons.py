@@ -68,7 +68,10 @@ REASONS = {
     "kronecker_product/gradients/gradients": "gradients by all factors and by x",
     "kronecker_product/gradients/sum": "what blocks have summed of gradients, in one order",
     # Compressed matrices.
-    "sparse/bitmap/bitmap": "the matrix's format decides: `bitmap`, of up to 32 vectors",
+    "sparse/bitmap/bitmap": "the matrix's format decides: `bitmap`, of up to 8 vectors, or 32 "
+    "where there is no wgmma of sm_90a",
+    "sparse/bitmap/many": "the same format, 9 to 1024 vectors, by wgmma of sm_90a",
+    "sparse/pack": "vectors of x as wgmma reads them",
     "sparse/macko/macko": "the matrix's format decides: `macko`, of up to 16 vectors",
     "sparse/macko/sum": "parts of rows of `macko`, added up in one order",
     "sparse/slices/slices": "the matrix's format decides: `u8`, `u4` or `u2`, by panels of columns",

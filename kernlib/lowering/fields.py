@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FORMATS = {"i64": "q", "u64": "Q", "i32": "i", "u32": "I", "float": "f"}
+FORMATS = {"i64": "q", "u64": "Q", "int": "i", "u32": "I", "float": "f"}
 
 
 class Fields(NamedTuple):

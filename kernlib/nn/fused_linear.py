@@ -234,7 +234,7 @@ class FusedLinear(SparseLinear):
         if type(input) is not torch.Tensor and (result := traced.called(self, input)) is not None:
             return result
         if not compiling:
-            return self._part(self._shared(input, self._biases(False)))
+            return self._shared(input, self._biases(False))
         from kernlib.nn.merging import merged  # which loads Dynamo
 
         # Each layer that is asked for its bias costs guards: others are not, where none had one.
@@ -259,12 +259,12 @@ class FusedLinear(SparseLinear):
         return [_vector(layer, b) for layer, b in zip(layers, biases, strict=True)]
 
     def _shared(self, x: torch.Tensor, biases: list[torch.Tensor]) -> torch.Tensor:
-        """The product of all rows, which another layer of the group may have computed."""
+        """The layer's rows of the product, which another layer of the group may have computed."""
         last, _last.product = getattr(_last, "product", None), None
         matrix = self.joint._weight()
         state, tensors = self._state(x, matrix, biases), (x, *biases)
         if state is None:
-            return self.joint.product(matrix, x, biases)
+            return self._part(self.joint.product(matrix, x, biases))
         if last is None or not last.is_for(self, tensors, state):
             y = self.joint.product(matrix, x, biases)
             waiting = {layer._first for layer in self._group.layers if layer._is_joined}
@@ -272,7 +272,7 @@ class FusedLinear(SparseLinear):
         last.waiting.discard(self._first)
         if last.waiting:
             _last.product = last
-        return last.y
+        return self._part(last.y) if last.parts is None else last.parts[self._first]
 
     def _state(self, x: torch.Tensor, matrix: SparseMatrix, biases: list) -> tuple | None:
         """All that the product depends on beside what x and the group are. None where torch does
@@ -331,6 +331,7 @@ class _Product:
         x, *self.biases = tensors
         self.x = weakref.ref(x)
         self.group, self.state, self.y, self.waiting = group, state, y, waiting
+        self.parts = _split(y, group) if y.requires_grad else None
 
     def is_for(self, layer: FusedLinear, tensors: tuple, state: tuple) -> bool:
         return (
@@ -339,6 +340,16 @@ class _Product:
             and all(map(is_, (self.x(), *self.biases), tensors))
             and self.state == state
         )
+
+
+def _split(y: torch.Tensor, group: Group) -> dict[int, torch.Tensor]:
+    """The rows of each layer, by its first one. The gradient of all is put together once, where
+    that of each slice would be written into zeros of the size of y and added. A layer's result may
+    be written in place, which the views of ``split`` refuse. Those of ``unsafe_split`` do not; it
+    is safe here as they are apart in memory and nothing keeps y for its gradient."""
+    sizes = [layer._sizes[0] for layer in group.layers]
+    parts = torch.unsafe_split_with_sizes(y, sizes, -1)
+    return {layer._first: part for layer, part in zip(group.layers, parts, strict=True)}
 
 
 def _place_of(x: torch.Tensor) -> tuple:

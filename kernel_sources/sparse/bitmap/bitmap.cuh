@@ -56,10 +56,6 @@ struct Fixed {
 struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 
-// A value that is the same in all lanes, which the compiler then knows, and forgets how it came
-// about: else it works addresses out again, from the CTA's place in its cluster, wherever used.
-__device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
-
 #include "sparse/bitmap/ring.cuh"
 #ifdef CODES
 #include "sparse/quantised/fragments.cuh"

@@ -9,6 +9,8 @@
 // neighbours.
 #pragma once
 
+#include "sparse/bitmap/instructions.cuh"
+
 constexpr u32 BYTES = 0x01010101;
 
 using Fragment = u32[4];

@@ -1,26 +1,8 @@
 // The instructions of bitmap products: single ones, and a few that must stay together.
-//
-// Where x and the ring are asked for, COPY_ENGINE is defined as in sparse/bitmap/bitmap.cuh.
 #pragma once
 
 #include "common/types.cuh"
-
-// So that the compiler does not know how to make a value again.
-__device__ __forceinline__ void keep(u32& value) { asm volatile("" : "+r"(value)); }
-
-#if COPY_ENGINE
-// True in one thread of a warp. The copy engine's instructions take their operands of a whole warp:
-// behind `lane == 0` the compiler would loop over lanes.
-__device__ __forceinline__ bool elect_lane() {
-    u32 elected;
-    asm volatile("{\n\t"
-                 ".reg .pred p;\n\t"
-                 "elect.sync _|p, 0xffffffff;\n\t"
-                 "selp.b32 %0, 1, 0, p;\n\t"
-                 "}" : "=r"(elected));
-    return elected;
-}
-#endif
+#include "sparse/bitmap/warp.cuh"
 
 __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L1 [%0];" :: "l"(address));

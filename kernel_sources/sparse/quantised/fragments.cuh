@@ -9,6 +9,7 @@
 // digits.cuh. Scales meet the float sums.
 #pragma once
 
+#include "sparse/bitmap/instructions.cuh"
 #include "sparse/quantised/kinds.cuh"
 
 constexpr u32 NIBBLES = 0x11111111;

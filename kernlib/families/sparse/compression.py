@@ -28,7 +28,7 @@ def compress(
       (MACKO-SpMV's), "dense", or "auto": the format whose product is fastest, by the bytes that it
       takes for this matrix and by measured rates.
     - ``columns``: for "auto", how many vectors products mostly have at a time. "bitmap" multiplies
-      several at nearly the price of one, the others do not. More than 32 are fastest with "dense".
+      several at nearly the price of one, the others do not. More than 64 are fastest with "dense".
     - ``values``: None keeps them as they are. "int8", "fp8" (e4m3) and "int4" store each in 8 or 4
       bits, in the format "bitmap", which is then "bitmap-int8" and so on: its value becomes a code
       times the scale of its row and 256 columns, or 128 for "int4", rounded to the dtype. Kernels

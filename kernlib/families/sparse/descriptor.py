@@ -33,10 +33,10 @@ class SparseMatmul(Product):
     - One argument for each parameter of the epilogue: ``bias`` a tensor (R,), scalars as real
       numbers or tensors of shape () that stay on the device and are not looked at there.
 
-    On a GPU up to 16 vectors ("bitmap" of 16-bit values: up to 32) are multiplied by the format's
-    own kernels, which read the matrix once for 16 vectors. cuBLAS multiplies more vectors, and
-    matrices in the dense format; for that the matrix is laid out densely at each call. Epilogues
-    other than a bias are then applied to the rounded product.
+    On a GPU up to 16 vectors are multiplied by the format's own kernels, and of "bitmap" with
+    16-bit values up to 32, on Hopper up to 1024. cuBLAS multiplies more vectors, and matrices in
+    the dense format; for that the matrix is laid out densely at each call. Epilogues other than a
+    bias are then applied to the rounded product.
 
     Infinite and NaN entries of x: formats "bitmap", of any values, and "dense", and whatever cuBLAS
     or the CPU computes, multiply them by zeros as well, which gives NaN. "u8", "u4", "u2" and

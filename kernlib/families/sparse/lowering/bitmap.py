@@ -1,6 +1,7 @@
-"""The product of a bitmap matrix: bitmap/bitmap.cuh, and sum.cuh behind it where its columns are
-more than the warps of a CTA take side by side. ``codes`` is what values in fewer bits are made of,
-such as "int8", or "" where values have all of their bits."""
+"""The product of a bitmap matrix with few vectors: bitmap/bitmap.cuh, and sum.cuh behind it where
+its columns are more than the warps of a CTA take side by side. Where it can,
+:mod:`~kernlib.families.sparse.lowering.bitmap_many` multiplies more. ``codes`` is what values in
+fewer bits are made of, such as "int8", or "" where values have all of their bits."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.lowering import bitmap_many
 from kernlib.families.sparse.lowering import sum as last
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
@@ -30,8 +32,8 @@ MAX_STAGES = 8
 RING_OFFSET = 128
 SLOT_TAIL = 16  # bytes behind a chunk: up to 12 are read for nothing, 8 are a barrier
 WARPS = (16, 12, 8)  # of a CTA
-# Of one that multiplies codes, which are fewer bytes and take fewer registers: 28 are up to 9 %
-# faster than 16 on an H200, 20 and 24 are slower.
+# Of one that multiplies codes, which are fewer bytes and take fewer registers: 28 were 3 to 13 %
+# faster than 16 on an H200 at 8192 x 28672, 20 and 24 slower.
 WARPS_OF_CODES = (28, 16, 8)
 FIXED = "<4q10i"  # struct Fixed
 POINTERS = 4
@@ -51,9 +53,20 @@ class Variant(NamedTuple):
 
 
 def takes(problem: Problem, arch: str, codes: str = "") -> bool:
-    """Whether the kernel computes a problem: half types, up to MOST_COLUMNS vectors, or AT_ONCE of
-    codes, whose matrix takes less time to be laid out."""
-    most = AT_ONCE if codes else MOST_COLUMNS
+    """Whether the kernels compute a problem: half types, and up to MOST_COLUMNS vectors, or as many
+    as :mod:`~kernlib.families.sparse.lowering.bitmap_many` takes; of codes AT_ONCE."""
+    is_many = not codes and bitmap_many.takes(problem, arch)
+    return is_many or _takes_few(problem, arch, codes)
+
+
+def _most_tiles(arch: str, codes: str = "") -> int:
+    """Tiles of 8 vectors that one launch takes."""
+    return 1 if arch in bitmap_many.ARCHS and not codes else AT_ONCE // 8
+
+
+def _takes_few(problem: Problem, arch: str, codes: str) -> bool:
+    most = bitmap_many.LEAST_COLUMNS - 1 if arch in bitmap_many.ARCHS else MOST_COLUMNS
+    most = AT_ONCE if codes else most
     if problem.dtype not in ("float16", "bfloat16") or not 0 < problem.columns <= most:
         return False
     warps = _warps(problem, arch, codes)
@@ -75,6 +88,8 @@ def lower(
             f"no {name} kernel multiplies a {problem.rows} x {problem.cols} {problem.dtype} matrix "
             f"by {problem.columns} vectors"
         )
+    if not codes and bitmap_many.takes(problem, arch):
+        return bitmap_many.lower(epilogue, problem, arch, multiprocessors)
     if problem.columns > AT_ONCE:
         return _one_by_one(epilogue, problem, arch, multiprocessors)
     warps = _warps(problem, arch, codes)
@@ -207,7 +222,7 @@ constexpr bool SUMS = {str(variant.sums).lower()};
 constexpr int PARAMETER_BYTES = {size};
 #define COPY_ENGINE {int(arch in last.OVERLAPPING)}
 
-#include "sparse/bitmap/bitmap.cuh"
+#include "sparse/{"quantised/quantised" if variant.codes else "bitmap/bitmap"}.cuh"
 """
     words = [
         *[variant.codes] * bool(variant.codes),
@@ -237,10 +252,13 @@ def variants(
     """Every spec that :func:`lower` can choose."""
     found, every = [], WARPS_OF_CODES if codes else WARPS
     for dtype in (d for d in dtypes if DTYPES[d].bytes == 2):
-        for warps, tiles, sums in product(every, (0, 1, 2), (False, True)):
+        for warps, tiles, sums in product(
+            every, range(_most_tiles(arch, codes) + 1), (False, True)
+        ):
             variant = Variant(dtype, warps, tiles, sums, codes)
             if not _has_registers(variant):
                 continue
             found.append(spec(() if sums else epilogue, variant, arch))
         found.append(last.spec(epilogue, dtype, arch))
+    found += bitmap_many.variants(epilogue, dtypes, arch)
     return list(dict.fromkeys(found))

@@ -67,3 +67,14 @@ def test_parts_have_some_codes():
     assert slices.FORMATS["u8"].encode(dense)[1]["parts"] == 8
     dense[:, ::8] = 0
     assert slices.FORMATS["u8"].encode(dense)[1]["parts"] == 6
+
+
+def test_several_vectors_take_parts_where_rows_are_many_and_codes_few():
+    few = torch.zeros(8448, 4096, dtype=torch.float16)
+    few[:, ::16] = 1
+    form = slices.FORMATS["u8"]
+    assert form.encode(few, columns=4)[1]["parts"] > 1
+    assert form.encode(few[:8416], columns=4)[1]["parts"] == 1  # a slice less
+    assert form.encode(few, columns=5)[1]["parts"] == 1
+    few[:, ::8] = 1
+    assert form.encode(few, columns=4)[1]["parts"] == 1

@@ -46,7 +46,7 @@ def test_several_ranges_meet_in_the_workspace():
 
 
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
-@pytest.mark.parametrize("columns", (1, 8, 16))
+@pytest.mark.parametrize("columns", (1, 8))
 @pytest.mark.parametrize("largest", (512, 1504, 4880, 8704))
 def test_the_ring_fits_shared_memory(largest, columns, arch):
     given = problem(columns=columns, largest=largest)
@@ -61,29 +61,29 @@ def test_the_ring_fits_shared_memory(largest, columns, arch):
 def test_more_vectors_than_one_launch_takes_come_after_them():
     """Of x and of the result, which may lie apart, from their own first vector on."""
     given = problem(300, 2000, 20, strides=(1, 40))
-    first, second = lowering.lower(EPILOGUE, given, "sm_90a", 132).steps
-    alone = [lowering.lower(EPILOGUE, given._replace(columns=n), "sm_90a", 132) for n in (16, 4)]
+    first, second = lowering.lower(EPILOGUE, given, "sm_90", 132).steps
+    alone = [lowering.lower(EPILOGUE, given._replace(columns=n), "sm_90", 132) for n in (16, 4)]
     assert [step.fixed for step in (first, second)] == [each.steps[0].fixed for each in alone]
     assert first.pointers == alone[0].steps[0].pointers
     assert dict(second.pointers)["x"] == 16 * 2 * given.x_stride
     assert dict(second.pointers)["out"] == 16 * 2 * 1
     assert dict(second.pointers)["vector0"] == dict(second.pointers)["data"] == 0
-    wide = lowering.lower(EPILOGUE, problem(columns=32), "sm_90a", 132)
-    half = lowering.lower(EPILOGUE, problem(columns=16), "sm_90a", 132)
+    wide = lowering.lower(EPILOGUE, problem(columns=32), "sm_90", 132)
+    half = lowering.lower(EPILOGUE, problem(columns=16), "sm_90", 132)
     assert wide.workspace == half.workspace > 0 and len(wide.steps) == 2 * len(half.steps)
     assert set(wide.specs) == set(half.specs)
 
 
 def test_what_it_does_not_take():
     for given in (problem(dtype="float32"), problem(columns=33), problem(columns=0), problem(0)):
-        assert not lowering.takes(given, "sm_90a")
+        assert not lowering.takes(given, "sm_90")
         with pytest.raises(UnsupportedError, match="no bitmap kernel multiplies"):
-            lowering.lower((), given, "sm_90a", 132)
+            lowering.lower((), given, "sm_90", 132)
 
 
 def test_lowering_chooses_of_the_variants():
     known = lowering.variants(EPILOGUE, HALF, "sm_90a")
-    for columns in (1, 2, 8, 9, 16, 17, 32):
+    for columns in (1, 2, 8, 9, 16, 17, 32, 100, 1000):
         for cols in (16, 2048, 28672):
             for largest in (600, 8704):
                 given = problem(cols=cols, columns=columns, largest=largest)

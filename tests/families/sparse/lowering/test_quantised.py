@@ -76,7 +76,7 @@ def test_every_variant_compiles_without_spills(name):
 
 
 # Instructions of the kernels that a single vector of float16 takes on an H200.
-MOST = {"int8": 1440, "fp8": 1380, "int4": 1490}
+MOST = {"int8": 1430, "fp8": 1460, "int4": 1440}
 
 
 @pytest.mark.parametrize("codes", MOST)
@@ -84,7 +84,7 @@ def test_decoding_takes_few_instructions(codes):
     name = f"bitmap-{codes}"
     lowered = choose.lower(name, (), problem(largest=2624), "sm_90a", 132)
     made = compiled(lowered.steps[0].spec, "sm_90a")
-    assert made.instructions <= MOST[codes] and not made.spilled and made.registers <= 128
+    assert made.instructions <= MOST[codes] and not made.spilled and made.registers <= 72
 
 
 @pytest.mark.few(1)

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/mma.cuh"
+#include "sparse/bitmap/warp.cuh"
 
-inline void keep(u32&) {}
 inline void prefetch(const void*) {}
 
 // Shared memory of a kernel's own is a static one here: some way from the block's, forth or back.
