@@ -64,10 +64,10 @@ def test_names_and_order_of_arguments():
         "in_features", "out_features", "bias", "activation", "dtype", "device",
     ]  # fmt: skip
     assert list(inspect.signature(SparseLinear.from_linear).parameters) == [
-        "linear", "format", "density", "per", "activation", "columns",
+        "linear", "format", "density", "per", "activation", "columns", "values",
     ]  # fmt: skip
     assert list(inspect.signature(sparsify).parameters) == [
-        "model", "match", "density", "format", "per", "columns", "fuse",
+        "model", "match", "density", "format", "per", "columns", "fuse", "values",
     ]  # fmt: skip
 
 

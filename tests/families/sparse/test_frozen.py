@@ -24,7 +24,7 @@ from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime import driver
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
-from tests.families.sparse.cases import DTYPES, FORMATS, made
+from tests.families.sparse.cases import DTYPES, FORMATS, QUANTISED, made
 from tests.support import fakes
 from tests.support.fakes import OnGpu
 
@@ -37,7 +37,7 @@ def test_formats_that_read_ahead():
         arch: {name for name in choose.FORMATS if choose.ahead(name, plain, arch) != plain}
         for arch in targets.SHARED_BYTES
     }
-    assert found["sm_90a"] == {"bitmap", "u8", "u4", "u2"} and not found["sm_80"]
+    assert found["sm_90a"] == {"bitmap", "u8", "u4", "u2", *QUANTISED} and not found["sm_80"]
 
 
 @pytest.mark.parametrize("format", SLICES)
