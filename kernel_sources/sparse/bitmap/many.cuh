@@ -13,9 +13,10 @@
 //                N for wgmma to read x, and N / WARPGROUPS to bring it
 //   issue        570 of the decoding over 4 a clock: 143
 // So shared memory limits it: 87 us for 8192 x 28672 by 64 vectors, and 69 us for 12288 x 4096 by
-// 512, which the matrix unit alone would take 54 for. On an H200 they take 102 and 88 us, and 16 and
-// 32 vectors of the first one 84 and 89; dense matrices by cuBLAS 120 and 68, 114 and 116. Without
-// decoding the last one takes 62 us, without products 49: a warp issues both one after the other.
+// 512, for which the matrix unit alone would take 54. On an H200 they take 102 and 88 us, and the
+// first one by 16 and 32 vectors 84 and 89; dense matrices by cuBLAS 120 and 68, 114 and 116. The
+// second one takes 62 us without decoding and 49 without products: a warp issues one behind the
+// other.
 //
 // The generated source defines before it includes this file:
 //   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish
