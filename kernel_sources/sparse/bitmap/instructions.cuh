@@ -124,8 +124,8 @@ __device__ __forceinline__ u32 multiply_add<bfloat16_t>(u32 a, u32 b, u32 c) {
     return d;
 }
 
-// D (16 x 8) += A (16 x 32) B (32 x 8) of bytes, without a sign in A, with one in B, in the layout of
-// common/mma.cuh; sums are exact.
+// D (16 x 8) += A (16 x 32) B (32 x 8) of bytes, without a sign in A, with one in B, in the layout
+// of common/mma.cuh; sums are exact.
 __device__ __forceinline__ void multiply_bytes(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

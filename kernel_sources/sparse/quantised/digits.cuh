@@ -1,5 +1,5 @@
-// The product of integer codes with a single vector, by tensor cores of integers: sums of a chunk are
-// exact, and codes need no conversion.
+// The product of integer codes with a single vector, by tensor cores of integers: sums of a chunk
+// are exact, and codes need no conversion.
 //
 // x becomes integers of DIGITS digits to the base 256, from -128 to 127 each, which are the columns
 // of the right operand: of float16 all of x in units of 2^-24, of bfloat16 x in units of 2^-46 of

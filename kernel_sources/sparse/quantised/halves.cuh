@@ -1,8 +1,9 @@
-// Products of codes as halves, by tensor cores that sum in float32: of e4m3, and of several vectors.
+// Products of codes as halves, by tensor cores that sum in float32: of e4m3, and of several
+// vectors.
 #pragma once
 
-// The codes of eight columns, a byte each, as pairs of halves, two of the first four columns and two
-// of the last. UNIT is what these must be multiplied by.
+// The codes of eight columns, a byte each, as pairs of halves, two of the first four columns and
+// two of the last. UNIT is what these must be multiplied by.
 template <class T>
 struct Decoded;
 
@@ -142,7 +143,7 @@ __device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const X& x, const 
                 u32 w = word.element[odd * 2 + half], codes[2];
                 u32 at = rank.element[odd * 2 + half] + __popc(w & lane.below);
                 load_eight(codes, w, at, half, lane);
-Decoded<InputT> eight(codes, lane);
+                Decoded<InputT> eight(codes, lane);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) left[i / 2][half + i % 2 * 2] = eight.pair[i];
             }

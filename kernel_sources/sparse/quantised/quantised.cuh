@@ -1,10 +1,10 @@
-// sparse/bitmap/bitmap.cuh of a matrix whose values have fewer bits.
+// Included before sparse/bitmap/bitmap.cuh for a matrix whose values have fewer bits.
 //
 // Floors on an H200 for a chunk at density 0.5, in clocks of an SM at 1.72 GHz, of int8 and int4 by
 // digits.cuh and of fp8 by halves.cuh:
 //   memory    2592 bytes over 4.31 TB/s on 132 SMs: 137; of int4 1600: 85
-//   shared    wavefronts: 66 of codes in three loads of whole words a lane for its eight columns; 16
-//             of words and ranks, 13 to make ranks, 20 of the copy, 8 of sums: 123
+//   shared    wavefronts: 66 of codes, in three loads of whole words a lane for its eight columns;
+//             16 of words and ranks, 13 to make ranks, 20 of the copy, 8 of sums: 123
 //   issue     4 a clock: 377 of ranks, decoding and products of int8, 445 of fp8, 383 of int4, and
 //             110 of everything else: 122, 139, 123
 //   ALU       2 a clock, of logic, shifts and bytes: 205, 267 and 215, and 50: 128, 159, 133
@@ -18,4 +18,3 @@
 #pragma once
 
 #include "sparse/quantised/kinds.cuh"
-#include "sparse/bitmap/bitmap.cuh"

@@ -222,7 +222,7 @@ constexpr bool SUMS = {str(variant.sums).lower()};
 constexpr int PARAMETER_BYTES = {size};
 #define COPY_ENGINE {int(arch in last.OVERLAPPING)}
 
-#include "sparse/{"quantised/quantised" if variant.codes else "bitmap/bitmap"}.cuh"
+#include "sparse/bitmap/bitmap.cuh"
 """
     words = [
         *[variant.codes] * bool(variant.codes),
@@ -243,7 +243,8 @@ def _of_codes(variant: Variant, arch: str) -> str:
     in_digits = variant.codes != "fp8" and not variant.tiles  # by tensor cores of integers
     known = {"CODES": variant.codes.upper(), "E4M3": int(arch not in WITHOUT_E4M3)}
     known["IN_DIGITS"] = int(in_digits)
-    return "".join(f"#define {name} {value}\n" for name, value in known.items())
+    lines = [f"#define {name} {value}" for name, value in known.items()]
+    return "\n".join([*lines, '#include "sparse/quantised/quantised.cuh"', "", ""])
 
 
 def variants(
