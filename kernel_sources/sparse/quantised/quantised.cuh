@@ -8,8 +8,8 @@
 //   issue     4 a clock: 377 of ranks, decoding and products of int8, 445 of fp8, 383 of int4, and
 //             110 of everything else: 122, 139, 123
 //   ALU       2 a clock, of logic, shifts and bytes: 205, 267 and 215, and 50: 128, 159, 133
-// Measured at 8192 x 28672, where 16-bit values take 80 us: fp8 62 us with 28 warps, 64 with 16. As
-// halves int8 and int4 took 64 and 65 us; so 2 to 8 vectors take 63 to 66.
+// Measured at 8192 x 28672, where 16-bit values take 80 us here and 71 in u2: 49, 58 and 53 us of
+// int8, fp8 and int4. As halves int8 and int4 took 64 and 65; so 2 to 8 vectors take 63 to 66.
 //
 // The generated source defines, beside what bitmap.cuh asks for, before it includes this file:
 //   CODES                  INT8, FP8 or INT4
