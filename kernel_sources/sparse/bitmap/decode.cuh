@@ -8,7 +8,7 @@
 //   PARAMETER_BYTES    what kernlib/families/sparse/formats/bitmap_gpu.py makes of Parameters
 #pragma once
 
-#include "common/async_copy.cuh"
+#include "sparse/bitmap/fetch.cuh"
 #include "sparse/bitmap/layout.cuh"
 
 struct Parameters {
@@ -20,19 +20,6 @@ struct Parameters {
     int kchunks, vectors; // vectors: whether rows of out take aligned 16-byte stores
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
-
-__device__ __forceinline__ void fetch(Chunk& chunk, const Parameters& p) {
-    // Within data and the chunk, whatever offsets hold.
-    u32 last = u32(min(i64(p.offsets[blockIdx.x + 1]), i64(p.data_end - p.data) / 16));
-    u32 begin = min(p.offsets[blockIdx.x], last);
-    u32 units = min(last - begin, u32(sizeof(Chunk) / 16));
-    auto* to = reinterpret_cast<Vector<u32, 4>*>(&chunk);
-    const unsigned char* from = p.data + i64(begin) * 16;
-    for (u32 i = threadIdx.x; i < units; i += CHUNK_THREADS)
-        copy_async<16>(to + i, from + i * 16, 16);
-    wait_for_copies();
-    __syncthreads();
-}
 
 // As one access: of a Vector whose elements were made one by one the compiler makes four.
 __device__ __forceinline__ void store_words(void* to, const u32* word) {
@@ -69,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 sparse_bitmap_decode(const __grid_constant__ Parameters p) {
     __shared__ Chunk chunk;
     __shared__ Piece lines[CHUNK_THREADS / 32][32];
-    fetch(chunk, p);
+    fetch<CHUNK_THREADS>(chunk, p);
     int warp = threadIdx.x / 32;
     i64 row = i64(blockIdx.x / p.kchunks) * CHUNK_ROWS + warp * WARP_ROWS;
     i64 column = i64(blockIdx.x % p.kchunks) * CHUNK_COLUMNS;

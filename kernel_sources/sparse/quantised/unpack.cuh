@@ -9,7 +9,7 @@
 //   PARAMETER_BYTES    what kernlib/families/sparse/formats/quantised_gpu.py makes of Parameters
 #pragma once
 
-#include "common/async_copy.cuh"
+#include "sparse/bitmap/fetch.cuh"
 #include "sparse/quantised/layout.cuh"
 
 struct Parameters {
@@ -21,19 +21,6 @@ struct Parameters {
     int kchunks, unused;
 };
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
-
-__device__ __forceinline__ void fetch(Chunk& chunk, const Parameters& p) {
-    // Within data and the chunk, whatever offsets hold.
-    u32 last = u32(min(i64(p.offsets[blockIdx.x + 1]), i64(p.data_end - p.data) / 16));
-    u32 begin = min(p.offsets[blockIdx.x], last);
-    u32 units = min(last - begin, u32(sizeof(Chunk) / 16));
-    auto* to = reinterpret_cast<Vector<u32, 4>*>(&chunk);
-    const unsigned char* from = p.data + i64(begin) * 16;
-    for (u32 i = threadIdx.x; i < units; i += THREADS)
-        copy_async<16>(to + i, from + i * 16, 16);
-    wait_for_copies();
-    __syncthreads();
-}
 
 __device__ __forceinline__ float number_of(u32 code) {
     if (CODES == INT8) return float(int(code) - 128);
@@ -48,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_bitmap_unpack(const __grid_constant__ Parameters p) {
     __shared__ Chunk chunk;
     __shared__ u32 begins[WORDS];
-    fetch(chunk, p);
+    fetch<THREADS>(chunk, p);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0) make_begins(begins, chunk.words);
     __syncthreads();
