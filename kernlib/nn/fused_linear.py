@@ -332,6 +332,9 @@ class _Product:
         self.x = weakref.ref(x)
         self.group, self.state, self.y, self.waiting = group, state, y, waiting
         self.parts = _split(y, group) if y.requires_grad else None
+        if self.parts is not None:
+            # A gradient may free the graph: layers that are called later compute another product.
+            y.grad_fn.register_prehook(lambda _: waiting.clear())
 
     def is_for(self, layer: FusedLinear, tensors: tuple, state: tuple) -> bool:
         return (

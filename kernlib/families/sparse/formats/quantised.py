@@ -192,7 +192,7 @@ class QuantisedFormat:
         dtype: torch.dtype,
     ) -> None:
         """Raises ValueError, naming what is wrong, unless tensors and facts are such as
-        :meth:`encode` makes for this shape and dtype, whatever the codes. Synchronises."""
+        :meth:`encode` makes for this shape and dtype. Synchronises."""
         fewest, most = self.code.offset // UNIT, (self.code.offset + self.code.most) // UNIT
         data, offsets, units = bitmap.check_places(
             self.FORMAT, tensors, facts, shape, (fewest, most)
@@ -203,13 +203,17 @@ class QuantisedFormat:
 
     def _check_chunks(self, data: torch.Tensor, offsets: torch.Tensor, units: torch.Tensor) -> None:
         """Raises ValueError unless chunks have a code for each bit, as kernels count their places
-        by bits, and scales that are numbers. Offsets have been checked."""
-        wrong = infinite = 0
+        by bits, none that no value has, and scales that are numbers. Offsets have been checked."""
+        wrong = infinite = nameless = 0
         lines = data.view(-1, UNIT)
         for starts, taken in zip(offsets[:-1].split(SPREAD), units.split(SPREAD), strict=True):
             starts = starts.long()
             counts = cpu.counts_of(cpu.positions(lines[headers(starts)]))
-            wrong += int((cpu.units_of(counts, self.code) != taken).sum())
+            misplaced = int((cpu.units_of(counts, self.code) != taken).sum())
+            wrong += misplaced
+            if not misplaced:
+                codes = cpu.codes_at(data, starts, counts, self.code)
+                nameless += int((codes & self.code.mask == self.code.unused).sum())
             scales = cpu.scales_at(data, starts, self.code)
             infinite += int((~((scales > 0) & scales.isfinite())).sum())
         if wrong:
@@ -217,6 +221,11 @@ class QuantisedFormat:
                 "data must have, behind the bitmap and the scales of each chunk, as many codes as "
                 f"it has bits set, one for each bit: {wrong} of {len(units)} chunks are of another "
                 "size"
+            )
+        if nameless:
+            raise ValueError(
+                f"data must have codes that stand for values, {nameless} are the one of "
+                f"{self.code.values} that stands for none"
             )
         if infinite:
             raise ValueError(

@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 
 class ValueCode(NamedTuple):
-    """What stands for a value: its name, its bits, the largest magnitude, and the columns that
-    share a scale."""
+    """What stands for a value: its name, its bits, the largest magnitude, the columns that share a
+    scale, and the code that no value has, among the bits of a ``mask``: -128, NaN of both signs,
+    and -8."""
 
     values: str
     bits: int
     largest: int
     columns: int
+    unused: int
+    mask: int
 
     @property
     def format(self) -> str:
@@ -37,7 +40,9 @@ class ValueCode(NamedTuple):
 
 
 INT8, FP8, INT4 = (
-    ValueCode("int8", 8, 127, 256), ValueCode("fp8", 8, 448, 256), ValueCode("int4", 4, 7, 128),
-)  # fmt: skip
+    ValueCode("int8", 8, 127, 256, 0x00, 0xFF),
+    ValueCode("fp8", 8, 448, 256, 0x7F, 0x7F),
+    ValueCode("int4", 4, 7, 128, 0x08, 0x0F),
+)
 VALUES = {code.values: code for code in (INT8, FP8, INT4)}
 QUANTISED = {code.format: code for code in VALUES.values()}  # by the names of the formats
