@@ -80,7 +80,7 @@ constexpr int PARAMETER_BYTES = {PARAMETERS.size};
 """
     description = f"sparse pack of x by {words}"
     kernel = KernelSpec("sparse", source, "sparse_pack", THREADS, description=description)
-    return named(kernel, words)
+    return named(kernel, "16bit", words)
 
 
 def variants(
