@@ -242,7 +242,7 @@ sparse_bitmap_many(const __grid_constant__ Parameters p) {
     if constexpr (WIDE) take_registers<240>();
     Chunks chunks(p, uniform(shared_address(dynamic)) + u32(sizeof(Shared)) + RING_OFFSET, warp,
                   task);
-    bool has_rows = chunks.left > 0 || task.row_tile * WARPS + warp < p.slabs;
+    bool has_rows = task.row_tile * WARPS + warp < p.slabs;
     Lane lane(shared_address(s.ranks[warp]));
     Stages stages = {s, 0, 0};
     float sums[SUMS];

@@ -52,11 +52,11 @@ def compress(
         ('bitmap-int8', ..., tensor(True))
     """
     format = formats().with_values(format, values)
-    made = compressed(dense, format, columns)
-    if format == "auto" and is_unpruned(made):
+    matrix = compressed(dense, format, columns)
+    if format == "auto" and is_unpruned(matrix):
         warn(
-            f"compress leaves the matrix {made.shape} dense, which has too few zeros to compress. "
-            "kernlib.sparse.magnitude(dense, density=0.5) prunes it; format='dense' says that this "
-            "is meant"
+            f"compress leaves the matrix {matrix.shape} dense, which has too few zeros to "
+            "compress. kernlib.sparse.magnitude(dense, density=0.5) prunes it; format='dense' says "
+            "that this is meant"
         )
-    return made
+    return matrix

@@ -206,10 +206,10 @@ class QuantisedFormat:
         by bits, none that no value has, and scales that are numbers. Offsets have been checked."""
         wrong = infinite = nameless = 0
         lines = data.view(-1, UNIT)
-        for starts, taken in zip(offsets[:-1].split(SPREAD), units.split(SPREAD), strict=True):
+        for starts, stored in zip(offsets[:-1].split(SPREAD), units.split(SPREAD), strict=True):
             starts = starts.long()
             counts = cpu.counts_of(cpu.positions(lines[headers(starts)]))
-            misplaced = int((cpu.units_of(counts, self.code) != taken).sum())
+            misplaced = int((cpu.units_of(counts, self.code) != stored).sum())
             wrong += misplaced
             if not misplaced:
                 codes = cpu.codes_at(data, starts, counts, self.code)

@@ -40,9 +40,9 @@ def blocks(dense: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
     for top in range(0, dense.shape[0] if across else 0, step(across)):
         part = dense[top : top + step(across)]
         slabs = ceil_div(part.shape[0], ROWS)
-        whole = part.new_zeros(slabs * ROWS, across * COLUMNS)
-        whole[: part.shape[0], : part.shape[1]] = part
-        axes = whole.view(slabs, 2, 8, across, 8, 32).permute(0, 3, 1, 4, 2, 5)
+        padded = part.new_zeros(slabs * ROWS, across * COLUMNS)
+        padded[: part.shape[0], : part.shape[1]] = part
+        axes = padded.view(slabs, 2, 8, across, 8, 32).permute(0, 3, 1, 4, 2, 5)
         yield axes.reshape(slabs * across, 2, 8, 8, 32).contiguous(), top // ROWS * across
 
 
@@ -58,8 +58,8 @@ def counts_of(present: torch.Tensor) -> torch.Tensor:
 
 def units_of(counts: torch.Tensor, code: ValueCode) -> torch.Tensor:
     """The 16-byte units of chunks with so many entries in each half."""
-    taken = counts.amax(-1) if code.bits == 4 else counts.sum(-1, dtype=counts.dtype)
-    return (taken + (code.offset + UNIT - 1)).div_(UNIT, rounding_mode="floor")
+    nbytes = counts.amax(-1) if code.bits == 4 else counts.sum(-1, dtype=counts.dtype)
+    return (nbytes + (code.offset + UNIT - 1)).div_(UNIT, rounding_mode="floor")
 
 
 def coded(
@@ -123,8 +123,8 @@ def codes_at(
 ) -> torch.Tensor:
     """The codes of chunks at ``starts``, in order."""
     places, lower = places_of(starts, counts, code)
-    found = data[places]
-    return found if code.bits == 8 else torch.where(lower, found >> 4, found & 15)
+    stored = data[places]
+    return stored if code.bits == 8 else torch.where(lower, stored >> 4, stored & 15)
 
 
 def places_of(
@@ -160,9 +160,9 @@ def positions(words: torch.Tensor) -> torch.Tensor:
 
 def inside(rows: int, cols: int, device: torch.device) -> torch.Tensor:
     """Which positions of a chunk, in the order of codes, are of its first rows and columns."""
-    kept = torch.zeros(ROWS, COLUMNS, dtype=torch.bool, device=device)
-    kept[:rows, :cols] = True
-    return kept.view(2, 8, 8, 32).permute(0, 2, 1, 3)
+    inner = torch.zeros(ROWS, COLUMNS, dtype=torch.bool, device=device)
+    inner[:rows, :cols] = True
+    return inner.view(2, 8, 8, 32).permute(0, 2, 1, 3)
 
 
 def chunks_at(
@@ -192,9 +192,9 @@ def decode(
         first = top // ROWS * across
         starts = offsets[first : first + slabs * across].long()
         present, values = chunks_at(data, starts, code, dtype)
-        whole = values.new_zeros(present.shape)
-        whole[present] = values
-        whole = whole.view(slabs, across, 2, 8, 8, 32).permute(0, 2, 4, 1, 3, 5)
-        whole = whole.reshape(slabs * ROWS, across * COLUMNS)
-        part.copy_(whole[: part.shape[0], : part.shape[1]])
+        chunks = values.new_zeros(present.shape)
+        chunks[present] = values
+        dense = chunks.view(slabs, across, 2, 8, 8, 32).permute(0, 2, 4, 1, 3, 5)
+        dense = dense.reshape(slabs * ROWS, across * COLUMNS)
+        part.copy_(dense[: part.shape[0], : part.shape[1]])
     return out

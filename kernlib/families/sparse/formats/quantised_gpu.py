@@ -60,8 +60,8 @@ def write(data: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, code: Va
 
 def specs(code: ValueCode) -> list[KernelSpec]:
     """The kernels of a code."""
-    found = [spec("pack", code, itemsize) for itemsize in BITS]
-    return [*found, *(spec("unpack", code, dtype) for dtype in KERNEL_TYPES.values())]
+    packing = [spec("pack", code, itemsize) for itemsize in BITS]
+    return [*packing, *(spec("unpack", code, dtype) for dtype in KERNEL_TYPES.values())]
 
 
 def spec(kind: str, code: ValueCode, of: int | str) -> KernelSpec:
@@ -78,8 +78,8 @@ constexpr int PARAMETER_BYTES = {PARAMETERS[kind].size};
 """
     word = f"{8 * of}bit" if kind == "pack" else of
     entry, words = f"sparse_bitmap_{kind}", f"sparse bitmap {kind} {code.values} {word}"
-    made = KernelSpec(FAMILY, source, entry, THREADS, description=words)
-    return named(made, code.values, word)
+    kernel = KernelSpec(FAMILY, source, entry, THREADS, description=words)
+    return named(kernel, code.values, word)
 
 
 def step(kind: str, how: tuple) -> Step:
@@ -87,19 +87,19 @@ def step(kind: str, how: tuple) -> Step:
     and columns."""
     values, of, *sizes = how
     pointers = tuple((name, 0) for name in OPERANDS[kind])
-    made = spec(kind, VALUES[values], of)
+    kernel = spec(kind, VALUES[values], of)
     if kind == "pack":
-        return Step(made, (sizes[0], 1), PARAMETERS[kind].pack(), pointers)
+        return Step(kernel, (sizes[0], 1), PARAMETERS[kind].pack(), pointers)
     fixed = PARAMETERS[kind].pack(*sizes, ceil_div(sizes[1], COLUMNS), 0)
-    return Step(made, (chunks_of(sizes), 1), fixed, pointers)
+    return Step(kernel, (chunks_of(sizes), 1), fixed, pointers)
 
 
 def _launch(kind: str, how: tuple, *tensors: torch.Tensor) -> None:
     def lower() -> Lowered:
         return Lowered((step(kind, how),))
 
-    found = _plans.of((kind, how), OPERANDS[kind], tensors[0].device, lower)
+    plan = _plans.of((kind, how), OPERANDS[kind], tensors[0].device, lower)
     addresses = [tensor.data_ptr() for tensor in tensors]
     if kind == "unpack":
         addresses.append(addresses[0] + tensors[0].numel())
-    found.launch(addresses)
+    plan.launch(addresses)

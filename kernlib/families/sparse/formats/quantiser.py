@@ -35,8 +35,8 @@ def codes_of(values: torch.Tensor, scale: torch.Tensor, code: ValueCode) -> torc
     shares = (values / scale.float()).clamp_(-code.largest, code.largest)
     if code is FP8:
         return shares.to(torch.float8_e4m3fn).view(torch.uint8)
-    whole = shares.round_().to(torch.int16)
-    return (whole + 128 if code is INT8 else whole & 15).to(torch.uint8)
+    integers = shares.round_().to(torch.int16)
+    return (integers + 128 if code is INT8 else integers & 15).to(torch.uint8)
 
 
 def values_of(
@@ -44,12 +44,12 @@ def values_of(
 ) -> torch.Tensor:
     """The values that codes stand for, given their scales."""
     if code is FP8:
-        whole = codes.view(torch.float8_e4m3fn).float()
+        numbers = codes.view(torch.float8_e4m3fn).float()
     elif code is INT4:
-        whole = ((codes ^ 8).to(torch.int16) - 8).float()
+        numbers = ((codes ^ 8).to(torch.int16) - 8).float()
     else:
-        whole = (codes.to(torch.int16) - 128).float()
-    return (whole * scale.float()).to(dtype)
+        numbers = (codes.to(torch.int16) - 128).float()
+    return (numbers * scale.float()).to(dtype)
 
 
 def check_finite(bits: torch.Tensor, dtype: torch.dtype, code: ValueCode) -> None:
