@@ -1,4 +1,4 @@
-"""The bitmap format on the CPU, in torch: blocks of slabs, each by a few operations.
+"""The bitmap format on the CPU, some slabs at a time.
 
 Axes of the 16 x 256 positions of a chunk, by which bits and values are ordered: row = (half, g) of
 2 x 8, where g = (q, odd) of 4 x 2, and column = (block, t, plane, j) of 8 x 4 x 2 x 4.
@@ -6,9 +6,11 @@ Axes of the 16 x 256 positions of a chunk, by which bits and values are ordered:
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
+from kernlib.families.sparse.formats import host
+from kernlib.families.sparse.formats.encoding import BITS, bits
 from kernlib.families.sparse.formats.entries import Slab
 from kernlib.lowering.arithmetic import ceil_div
 
@@ -22,23 +24,65 @@ QUADS = [block * 4 + (q ^ block // 2) for block in range(8) for q in range(4)]
 
 def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
     """Entries of each chunk, int32."""
-    found = [nonzero(block).sum(-1, dtype=torch.int32).reshape(-1) for block in _blocks(dense)]
-    empty = torch.zeros(0, dtype=torch.int32, device=dense.device)
-    return torch.cat(found) if found else empty
+    from kernlib.families.sparse.formats.slices_dense import ENTRIES, counts
+
+    key = ENTRIES, COLUMNS
+    return chunks_of_panels(counts(dense, [key])[key])
+
+
+def chunks_of_panels(entries: torch.Tensor) -> torch.Tensor:
+    """Entries of each chunk by those of (panels of COLUMNS, rows)."""
+    across, rows = entries.shape
+    padded = torch.nn.functional.pad(entries, (0, -rows % ROWS))
+    slabs = padded.view(across, ceil_div(rows, ROWS), ROWS)
+    return slabs.sum(-1, dtype=torch.int32).t().reshape(-1)
 
 
 def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None:
     """Write the chunks of a matrix, at ``offsets``, into ``data``, which holds zeros."""
-    first = 0
-    for values in _blocks(dense):
-        chunks = values.shape[0] * values.shape[1]
-        present = nonzero(values)
-        used = present.reshape(chunks, POSITIONS)
-        starts = offsets[first : first + chunks].long()
-        data.view(-1, UNIT)[headers(starts)] = _words(used)
-        places = _places(starts, used.sum(-1), values.element_size())
-        data.view(values.dtype)[places] = values[present]
-        first += chunks
+    held, out = bits(dense).numpy(), data.numpy()
+    (rows, cols), itemsize = held.shape, held.itemsize
+    across = ceil_div(cols, COLUMNS)
+    starts = (offsets.long() * UNIT).tolist()
+
+    def fill_rows(first: int, last: int) -> None:
+        slabs = ceil_div(last - first, ROWS)
+        some = held[first:last]
+        if some.shape != (slabs * ROWS, across * COLUMNS):
+            some = np.zeros((slabs * ROWS, across * COLUMNS), held.dtype)
+            some[: last - first, :cols] = held[first:last]
+        values = _in_order(some)
+        present = host.nonzero(values)
+        words = _packed(present).reshape(-1, HEADER)
+        ends = np.count_nonzero(present, axis=1).cumsum().tolist()
+        stored, begin = values[present].view(np.uint8), 0
+        for chunk, end in enumerate(ends):
+            to = starts[first // ROWS * across + chunk]
+            out[to : to + HEADER] = words[chunk]
+            size = (end - begin) * itemsize
+            out[to + HEADER : to + HEADER + size] = stored[begin * itemsize : end * itemsize]
+            begin = end
+
+    host.in_threads(fill_rows, host.some_rows(rows, cols, ROWS), held.size)
+
+
+def _in_order(cells: np.ndarray) -> np.ndarray:
+    """The cells of some slabs in the order of values, (chunks, 4096). What is moved is four
+    neighbours at a time."""
+    kind = np.dtype((np.void, 4 * cells.itemsize)) if cells.itemsize == 4 else np.int64
+    slabs, across = cells.shape[0] // ROWS, cells.shape[1] // COLUMNS
+    fours = np.ascontiguousarray(cells).view(kind).reshape(slabs, 2, 8, across, 8, 4, 2)
+    ordered = np.ascontiguousarray(fours.transpose(0, 3, 4, 1, 6, 2, 5))
+    return ordered.reshape(-1).view(cells.dtype).reshape(-1, POSITIONS)
+
+
+def _packed(present: np.ndarray) -> np.ndarray:
+    """The bitmaps, (chunks, 32, 16) bytes, of positions in the order of values, (chunks, 4096)."""
+    # block, half, plane, q, odd and t, of four j each
+    fours = present.view(np.int32).reshape(-1, 8, 2, 2, 4, 8).transpose(0, 1, 4, 2, 3, 5)
+    lines = np.ascontiguousarray(fours).view(bool).reshape(-1, 8, 4)
+    words = np.packbits(lines, axis=1, bitorder="little")
+    return words.reshape(-1, len(QUADS), UNIT)[:, QUADS]
 
 
 def chunks_of(shape: tuple[int, int]) -> int:
@@ -113,37 +157,14 @@ def _step(across: int) -> int:
     return max(1, AT_ONCE // (POSITIONS * max(1, across))) * ROWS
 
 
-def _blocks(dense: torch.Tensor):
-    """The bits of a matrix, some slabs at a time: (slabs, chunks, 4096), in the order of values."""
-    across = _across(dense.shape)
-    if not across:
-        return
-    for top in range(0, dense.shape[0], _step(across)):
-        part = bits(dense)[top : top + _step(across)]
-        slabs = ceil_div(part.shape[0], ROWS)
-        whole = part.new_zeros(slabs * ROWS, across * COLUMNS)
-        whole[: part.shape[0], : part.shape[1]] = part
-        axes = whole.view(slabs, 2, 8, across, 8, 4, 2, 4)
-        yield axes.permute(0, 3, 4, 1, 6, 2, 5, 7).reshape(slabs, across, POSITIONS)
-
-
 def headers(starts: torch.Tensor) -> torch.Tensor:
     """The units of the bitmaps of chunks at ``starts``, (chunks, 32)."""
     units = torch.arange(HEADER // UNIT, dtype=torch.int64, device=starts.device)
     return starts[:, None] + units
 
 
-def _words(present: torch.Tensor) -> torch.Tensor:
-    """The bitmaps, (chunks, 32, 16) bytes, of positions in the order of values, (chunks, 4096)."""
-    # block, half, plane, q, odd, t, j
-    axes = present.view(-1, 8, 2, 2, 4, 2, 4, 4)
-    lines = axes.permute(0, 1, 4, 2, 3, 7, 5, 6).reshape(-1, len(QUADS), UNIT, 8)
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=present.device)
-    return (lines * weights).sum(-1, dtype=torch.uint8)[:, QUADS]
-
-
 def positions(words: torch.Tensor) -> torch.Tensor:
-    """The reverse of :func:`_words`."""
+    """The reverse of :func:`_packed`."""
     places = torch.arange(8, dtype=torch.uint8, device=words.device)
     lines = (words[:, QUADS, :, None] >> places) & 1
     # block, q, half, plane, j, odd, t

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse.formats import encoding
+from kernlib.families.sparse.formats import encoding, slices_dense
 from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, readable
 from kernlib.families.sparse.formats.entries import SLAB, Entries, Slab, Triplets
 from kernlib.lowering.arithmetic import round_up
@@ -36,6 +36,7 @@ WIDE_FROM = 2**31  # entries from which row_ptr takes int64
 MOST_COLUMNS = 2**31 - 1  # on a GPU, whose kernels count the entries of a row by 32 bits
 BLOCK = 32  # rows, of which ``busiest`` tells the entries
 LAST_CODE = 15
+STEPS = slices_dense.Steps(1, LAST_CODE + 1)  # of entries, pads among them
 
 
 def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
@@ -64,9 +65,14 @@ def measure_entries(entries: Entries) -> int | None:
     """:func:`nbytes` of a matrix by its entries."""
     if _is_too_wide(entries):
         return None
-    padded = round_up(sum(int(_taken(slab)[1].sum()) for slab in _slabs(entries)), PADDED)
-    size, width = entries.dtype.itemsize, 4 if padded < WIDE_FROM else 8
-    return padded * size + padded // 2 + width * (entries.shape[0] + 1)
+    count = sum(int(_taken(slab)[1].sum()) for slab in _slabs(entries))
+    return bytes_of(count, entries.shape, entries.dtype.itemsize)
+
+
+def bytes_of(entries: int, shape: tuple[int, int], itemsize: int) -> int:
+    """Bytes of a matrix with so many entries, pads among them."""
+    padded = round_up(entries, PADDED)
+    return padded * itemsize + padded // 2 + (4 if padded < WIDE_FROM else 8) * (shape[0] + 1)
 
 
 def encode_entries(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
@@ -178,7 +184,8 @@ def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Te
     if _is_too_wide(dense):
         return torch.tensor(-1, dtype=torch.int64, device="cpu")
     if dense.device.type == "cpu":
-        entries = _runs(dense)[-1].sum()
+        key = STEPS, max(1, dense.shape[1])
+        entries = slices_dense.counts(dense, [key])[key].sum(dtype=torch.int64)
     else:
         gpu = _gpu()
         entries = gpu.row_counts(readable(dense))[0].sum(dtype=torch.int64)

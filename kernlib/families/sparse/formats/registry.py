@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib import import_module
+from itertools import product
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -140,18 +141,41 @@ def fastest(
 def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     """Bytes of a matrix in each format that can hold it, and its density."""
     formats = {name: format_of(name) for name in FORMATS}
-    if dense.device.type == "cuda":
-        build_counting(dense.dtype, dense.get_device())
+    if dense.device.type == "cpu":
+        return _measured_on_host(dense)
+    build_counting(dense.dtype, dense.get_device())
     counts = counted(formats["bitmap"].chunk_counts(dense))
-    quick = {n: f.measure(dense, counts) for n, f in formats.items() if hasattr(f, "measure")}
+    quick = {n: f.measure(dense, counts) for n, f in formats.items() if n not in SLICES}
+    quick |= {name: formats[name].measure(dense) for name in SLICES}
     entries = counts.sum(dtype=torch.int64)
     sizes = {name: int(size) for name, size in quick.items()}
-    for name, one in formats.items():
-        if name not in quick:
-            found = one.nbytes(dense)
-            sizes[name] = -1 if found is None else found
     known = {name: sizes[name] for name in FORMATS if sizes[name] >= 0}
     return known, int(entries) / max(1, dense.numel())
+
+
+def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
+    """:func:`measured` of a matrix whose codes and entries are counted in one pass."""
+    from kernlib.families.sparse.formats import bitmap_cpu, macko, tiling
+    from kernlib.families.sparse.formats.slices_dense import ENTRIES, Steps, counts
+
+    shape, itemsize = tuple(dense.shape), dense.element_size()
+    widths = {tiling.tiling_of(shape, itemsize).width, tiling.panel_width(*shape, itemsize)}
+    steps = {name: Steps.of(format_of(name).code) for name in SLICES}
+    pads = macko.STEPS, max(1, shape[1])
+    chunks = ENTRIES, bitmap_cpu.COLUMNS
+    found = counts(dense, [pads, chunks, *product(steps.values(), widths)])
+    entries = bitmap_cpu.chunks_of_panels(found[chunks])
+    sizes = {
+        "bitmap": int(format_of("bitmap").measure(dense, entries)),
+        **{
+            name: int(format_of(name).measure(dense, {w: found[one, w] for w in widths}))
+            for name, one in steps.items()
+        },
+        "macko": macko.bytes_of(int(found[pads].sum()), shape, itemsize),
+        "dense": dense.numel() * itemsize,
+    }
+    known = {name: size for name, size in sizes.items() if size >= 0}
+    return known, int(entries.sum(dtype=torch.int64)) / max(1, dense.numel())
 
 
 @lru_cache(maxsize=64)

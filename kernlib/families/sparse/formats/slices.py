@@ -116,20 +116,28 @@ class SlicesFormat(NamedTuple):
         return {"data": data, "offsets": offsets, "rows": held}, tiling.facts
 
     def _tiled(
-        self, dense: torch.Tensor, columns: int = 1, tiling: Tiling | None = None
+        self,
+        dense: torch.Tensor,
+        columns: int = 1,
+        tiling: Tiling | None = None,
+        counts: Mapping[int, torch.Tensor] | None = None,
     ) -> tuple[Tiling, torch.Tensor, torch.Tensor]:
-        """A tiling, by default the best one, and what :func:`arrange` says of it."""
+        """A tiling, by default the best one, and what :func:`arrange` says of it. ``counts`` are
+        the codes of each (panel, row), by widths of panels, as far as they have been counted."""
 
-        lengths: dict[Tiling, torch.Tensor] = {}
+        lengths = dict(counts or {})
+
+        def codes(tiling: Tiling) -> torch.Tensor:
+            width = tiling.width
+            if width not in lengths:
+                lengths[width] = _codec(dense).count(self.code, dense, width)
+            return lengths[width]
 
         def total(tiling: Tiling) -> int:
-            lengths[tiling] = _codec(dense).count(self.code, dense, tiling.width)
-            return int(lengths[tiling].sum())
+            return int(codes(tiling).sum())
 
         tiling = tiling or best_tiling(tuple(dense.shape), dense.element_size(), columns, total)
-        if tiling not in lengths:
-            lengths[tiling] = _codec(dense).count(self.code, dense, tiling.width)
-        return tiling, *arrange(lengths[tiling], self.code.unit, tiling.parts)
+        return tiling, *arrange(codes(tiling), self.code.unit, tiling.parts)
 
     def _tiling_of(self, entries: Entries, columns: int = 1) -> Tiling:
         """The best tiling of a matrix by its entries."""
@@ -304,14 +312,16 @@ class SlicesFormat(NamedTuple):
         found = int(self.measure(dense))
         return None if found < 0 else found
 
-    def measure(self, dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    def measure(
+        self, dense: torch.Tensor, counts: Mapping[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """:meth:`nbytes` as an int64, -1 for None: on the matrix's device, without a
-        synchronisation, or of few rows on the host. ``counts``, which other formats go by, are not
-        needed."""
+        synchronisation, or of few rows on the host. ``counts`` may hold the codes of each (panel,
+        row), by widths of panels."""
         dense = matrix(dense)
         if max(dense.shape) > MOST_SIZE:
             return torch.tensor(-1, dtype=torch.int64, device="cpu")
-        _, starts, rows = self._tiled(dense)
+        _, starts, rows = self._tiled(dense, counts=counts)
         held = rows.numel() * rows.element_size() + 4 * starts.numel()
         total = starts[-1]
         return torch.where(

@@ -1,4 +1,4 @@
-"""The formats u8, u4 and u2 on CPU tensors: codes counted, written and read by torch.
+"""The formats u8, u4 and u2 on CPU tensors, and of entries on any device, by torch.
 
 See :mod:`kernlib.families.sparse.formats.slices`; what a function calls ``code`` is its ``Code``.
 """
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.families.sparse.formats import slices_dense as dense_codes
 from kernlib.families.sparse.formats.encoding import BITS, bits, nonzero
 from kernlib.families.sparse.formats.entries import CELLS, SLAB, Entries, Slab, Triplets
 from kernlib.families.sparse.formats.tiling import Tiling
@@ -18,18 +19,12 @@ from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.lowering.arithmetic import ceil_div
 
 GROUPS = 1 << 16  # whose steps are looked at together
-BLOCK = 1 << 18  # cells of rows that are looked at together: what is worked out of them stays in L2
 
 
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
     """Codes of each (panel, row): int32."""
-    rows, cols = dense.shape
-    lengths = torch.zeros(ceil_div(cols, width), rows, dtype=torch.int32, device=dense.device)
-    for index, line in enumerate(lengths):
-        for first, some in _blocks(dense, width):
-            _, row, _, steps = _panel(code, some, index * width, width)
-            line[first:].index_add_(0, row, codes_of(code, steps).to(torch.int32))
-    return lengths
+    key = dense_codes.Steps.of(code), width
+    return dense_codes.counts(dense, [key])[key]
 
 
 def write(
@@ -41,21 +36,8 @@ def write(
     data: torch.Tensor,
 ) -> None:
     """Write all codes into ``data`` and the starts of parts into ``rows``, zero before."""
-    slices, width = rows.shape[1], tiling.width
-    for index in range(rows.shape[0]):
-        slot = _slots(rows[index : index + 1], dense.shape[0])[0]
-        for first, some in _blocks(dense, width):
-            values_of, row, columns, steps = _panel(code, some, index * width, width)
-            place = index * slices * LANES + slot[first:][row]
-            _put(code, tiling.parts, _Codes(values_of, row, columns, steps, place), offsets, data)
-    _write_starts(code, tiling.parts, dense.element_size(), offsets, rows, data)
-
-
-def _blocks(dense: torch.Tensor, width: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """All rows of a matrix, some at a time, with the number of the first one."""
-    count = max(1, BLOCK // max(1, min(width, dense.shape[1])))
-    for first in range(0, dense.shape[0], count):
-        yield first, dense[first : first + count]
+    steps = dense_codes.write(code, dense, tiling, offsets, numbers(rows), data)
+    _write_starts(tiling.parts, steps, rows)
 
 
 def count_entries(code: Code, entries: Entries, width: int, panels: slice) -> torch.Tensor:
@@ -87,7 +69,9 @@ def write_entries(
         begins[1:] = (row[1:] != row[:-1]) | (panel[1:] != panel[:-1])
         group = begins.cumsum(0) - 1
         _put(code, tiling.parts, _Codes(values, group, columns, steps, place), offsets, data)
-    _write_starts(code, tiling.parts, entries.dtype.itemsize, offsets, rows, data)
+    if tiling.parts > 1:
+        steps = steps_of_parts(code, tiling.parts, entries.dtype.itemsize, offsets, data)
+        _write_starts(tiling.parts, steps, rows)
 
 
 class _Codes(NamedTuple):
@@ -128,20 +112,13 @@ def _put(
         data.index_add_(0, base[some][owner] + at, (step << shift).to(torch.uint8))
 
 
-def _write_starts(
-    code: Code,
-    parts: int,
-    itemsize: int,
-    offsets: torch.Tensor,
-    rows: torch.Tensor,
-    data: torch.Tensor,
-) -> None:
-    """The column of the code before each part, or of u2 the next one."""
+def _write_starts(parts: int, steps: torch.Tensor, rows: torch.Tensor) -> None:
+    """The column of the code before each part, or of u2 the next one, by the sums of the steps of
+    each part, (..., parts, lanes)."""
     if parts > 1:
-        steps = steps_of_parts(code, parts, itemsize, offsets, data)
-        starts = steps.cumsum(1) - steps
+        starts = steps.cumsum(-2) - steps
         held = starts.to(torch.int16).view(torch.uint8) if rows.dtype == torch.uint8 else starts
-        rows[..., per_slice(rows.dtype) :] = held.view(*rows.shape[:2], -1)
+        rows[..., per_slice(rows.dtype) :] = held.reshape(*rows.shape[:2], -1)
 
 
 def steps_of_parts(
@@ -338,15 +315,6 @@ def _of_panels(code: Code, slab: Slab, width: int, panels: slice) -> tuple[torch
     is_next = (row[1:] == row[:-1]) & (panel[1:] == panel[:-1])
     steps[1:] -= torch.where(is_next, columns[:-1] + code.least, 0)
     return panel, row, columns, slab.bits, steps
-
-
-def _panel(code: Code, dense: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, ...]:
-    """Bits, row, column and step of each entry of a panel, in order."""
-    held = bits(dense)[:, first : first + width]
-    rows, cols = torch.nonzero(nonzero(held), as_tuple=True)
-    steps = cols + code.least
-    steps[1:] -= torch.where(rows[1:] == rows[:-1], cols[:-1] + code.least, 0)
-    return held[rows, cols], rows, cols, steps
 
 
 def _divided(

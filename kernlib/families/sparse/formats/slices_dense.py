@@ -1,0 +1,232 @@
+"""Dense matrices on the host as codes of u8, u4 and u2, counted and written by numpy.
+
+See :mod:`kernlib.families.sparse.formats.slices` for the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernlib.families.sparse.formats.encoding import bits
+from kernlib.families.sparse.formats.host import in_threads, nonzero, some_rows
+from kernlib.families.sparse.formats.tiling import Tiling
+from kernlib.families.sparse.lowering.codes import LANES, Code
+from kernlib.lowering.arithmetic import ceil_div
+
+
+class Steps(NamedTuple):
+    """How columns follow each other in a format: the least step that its codes say, and the
+    longest. Longer ones take more codes, one for each ``longest`` columns."""
+
+    least: int
+    longest: int
+
+    @classmethod
+    def of(cls, code: Code) -> Steps:
+        return cls(code.least, code.longest)
+
+
+ENTRIES = Steps(1, 2**62)  # whose codes are the entries themselves
+
+
+def counts(
+    dense: torch.Tensor, requests: Iterable[tuple[Steps, int]]
+) -> dict[tuple[Steps, int], torch.Tensor]:
+    """Codes of each (panel, row), int32, by steps and width of panels, in one pass over a
+    matrix."""
+    held = bits(dense).numpy()
+    rows, cols = held.shape
+    requests = list(dict.fromkeys(requests))
+    result = {
+        (steps, width): np.zeros((rows, ceil_div(cols, width)), np.int32)
+        for steps, width in requests
+    }
+
+    def count(first: int, last: int) -> None:
+        some = held[first:last]
+        places = np.flatnonzero(nonzero(some))
+        for width in dict.fromkeys(width for _, width in requests):
+            panels = _Panels.of(some, width, places)
+            for steps in (steps for steps, other in requests if other == width):
+                lengths = panels.lengths + _extra(panels, steps)
+                result[steps, width][first:last] = lengths.reshape(last - first, -1)
+
+    in_threads(count, some_rows(rows, cols), held.size)
+    return {key: torch.from_numpy(np.ascontiguousarray(n.T)) for key, n in result.items()}
+
+
+def write(
+    code: Code,
+    dense: torch.Tensor,
+    tiling: Tiling,
+    offsets: torch.Tensor,
+    rows: torch.Tensor,
+    data: torch.Tensor,
+) -> torch.Tensor:
+    """Write all codes into ``data``, by the ``rows`` (panels, slices, lanes) of lanes, -1 for
+    none. The sums of the steps of each part, (panels, slices, parts, lanes), int64."""
+    held, cells = bits(dense).numpy(), data.numpy()
+    size = code.size(held.itemsize)
+    bounds = (offsets.long() * size).tolist()
+    numbers = rows.numpy()
+    slices = numbers.shape[1]
+    sums = np.zeros((len(bounds) - 1, tiling.parts, LANES), np.int64)
+
+    def write_one(place: int) -> None:
+        begin, end = bounds[place], bounds[place + 1]
+        if end == begin:
+            return
+        panel, lanes = place // slices, numbers[place // slices, place % slices]
+        columns = slice(panel * tiling.width, (panel + 1) * tiling.width)
+        some = _rows_of(held, lanes, columns)
+        length = (end - begin) // size
+        sums[place] = _write_slice(code, some, length, tiling.parts, cells[begin:end])
+
+    in_threads(write_one, ((place,) for place in range(len(bounds) - 1)), held.size)
+    return torch.from_numpy(sums.reshape(*numbers.shape[:2], tiling.parts, LANES))
+
+
+def _rows_of(held: np.ndarray, lanes: np.ndarray, columns: slice) -> np.ndarray:
+    """The cells (32, columns) of the rows of a slice."""
+    some = held[np.maximum(lanes, 0), columns]
+    some[lanes < 0] = 0
+    return some
+
+
+def _write_slice(
+    code: Code, cells: np.ndarray, length: int, parts: int, out: np.ndarray
+) -> np.ndarray:
+    """The codes of the cells (32, columns) of a slice; the sums of the steps of its parts,
+    (parts, lanes)."""
+    values = np.zeros((LANES, length), cells.dtype)
+    steps = np.zeros((LANES, length), np.uint8)
+    _number(code, cells, values, steps)
+    each = length // parts
+    parted = out.reshape(parts, -1)
+    values, steps = (t.reshape(LANES, parts, each) for t in (values, steps))
+    first, at, count = 0, 0, code.whole
+    while first < each:
+        groups = (each - first) // count
+        if groups:
+            last = first + groups * count
+            taken = groups * count * code.size(cells.itemsize)
+            _write_groups(
+                code,
+                values[:, :, first:last].reshape(LANES, parts, groups, count),
+                steps[:, :, first:last].reshape(LANES, parts, groups, count),
+                parted[:, at : at + taken].reshape(parts, groups, -1),
+            )
+            first, at = last, at + taken
+        count //= 2
+    return (steps.sum(2, dtype=np.int64) + code.least * each).T
+
+
+def _write_groups(code: Code, values: np.ndarray, steps: np.ndarray, out: np.ndarray) -> None:
+    """Groups of so many codes, (lanes, parts, groups, count)."""
+    lanes, parts, groups, count = values.shape
+    run = min(count, 8)
+    runs = values.reshape(lanes, parts, groups, count // run, run).transpose(1, 2, 3, 0, 4)
+    end = count * lanes * values.itemsize
+    out[:, :, :end] = np.ascontiguousarray(runs).view(np.uint8).reshape(parts, groups, end)
+    taken = count * code.bits // 8  # bytes of a lane's steps
+    shares = steps.reshape(lanes, parts, groups, count // taken, taken)
+    joined = shares[:, :, :, 0].copy()
+    for share in range(1, count // taken):
+        joined |= shares[:, :, :, share] << np.uint8(share * code.bits)
+    out[:, :, end:] = joined.transpose(1, 2, 0, 3).reshape(parts, groups, lanes * taken)
+
+
+def _number(code: Code, cells: np.ndarray, values: np.ndarray, steps: np.ndarray) -> None:
+    """Put each entry at its number in its lane, and its step where the codes that lead to it
+    begin."""
+    lanes, cols = cells.shape
+    length = values.shape[1]
+    panels = _Panels.of(cells, cols)
+    places, row = panels.places, np.repeat(np.arange(lanes), panels.lengths)
+    if not places.size:
+        return
+    far = panels.steps(code.least)
+    ends = np.arange(places.size + 1)  # of each entry's codes, counted through all rows
+    several = np.flatnonzero(far > code.longest)
+    if several.size:
+        more = np.zeros(places.size + 1, np.int64)
+        more[several + 1] = _more(far[several], Steps.of(code))
+        ends += more.cumsum()
+    shift = -ends[panels.ends]
+    if code.least:  # what fills up a row comes first
+        shift = length - ends[panels.ends + panels.lengths]
+    shift = (shift - 1)[row]
+    number, before = ends[1:] + shift, ends[:-1] + shift
+    left = far
+    if code.least:
+        columns = places - row * cols
+        np.minimum(number, columns, out=number)
+        np.minimum(before, columns - far, out=before)
+        left = far - (number - before)
+    row *= length
+    values.reshape(-1)[row + number] = cells.reshape(-1)[places]
+    first = row + before
+    first += 1
+    flat = steps.reshape(-1)
+    flat[first] = np.minimum(left, code.mask)
+    if several.size:
+        _write_far(code, flat, first[several], left[several])
+
+
+def _write_far(code: Code, steps: np.ndarray, first: np.ndarray, left: np.ndarray) -> None:
+    """Steps that may take several codes from ``first`` on, of which all but the last are the
+    longest."""
+    count = (left + code.mask - 1) // code.mask
+    owner = np.repeat(np.arange(count.size), count)
+    index = np.arange(owner.size) - np.repeat(count.cumsum() - count, count)
+    steps[first[owner] + index] = np.minimum(left[owner] - code.mask * index, code.mask)
+
+
+class _Panels(NamedTuple):
+    """The entries of some rows, panel by panel: their cells, counted through all rows; and of each
+    panel of a row its first cell, the number of its first entry, and how many it has."""
+
+    places: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, cells: np.ndarray, width: int, places: np.ndarray | None = None) -> _Panels:
+        rows, cols = cells.shape
+        if places is None:
+            places = np.flatnonzero(nonzero(cells))
+        begins = np.arange(rows)[:, None] * cols + np.arange(0, max(cols, 1), width)
+        begins = begins.reshape(-1)
+        ends = np.searchsorted(places, begins)
+        return cls(places, begins, ends, np.diff(ends, append=places.size))
+
+    def steps(self, least: int) -> np.ndarray:
+        """Columns from each entry to the one before it in its panel; to the first column, and so
+        many more, where there is none."""
+        steps = np.empty_like(self.places)
+        np.subtract(self.places[1:], self.places[:-1], out=steps[1:])
+        some = self.lengths > 0
+        firsts = self.ends[some]
+        steps[firsts] = self.places[firsts] - self.begins[some] + least
+        return steps
+
+
+def _extra(panels: _Panels, how: Steps) -> np.ndarray:
+    """Codes of each panel of a row besides one for each entry."""
+    steps = panels.steps(how.least)
+    several = np.flatnonzero(steps > how.longest)
+    owner = np.searchsorted(panels.ends, several, side="right") - 1
+    more = np.bincount(owner, _more(steps[several], how), panels.lengths.size)
+    return more.astype(np.int64)
+
+
+def _more(steps: np.ndarray, how: Steps) -> np.ndarray:
+    """Codes that each entry takes besides its own."""
+    if how.longest & how.longest - 1 == 0:
+        return steps - how.least >> how.longest.bit_length() - 1
+    return np.maximum(steps - 1, 0) // how.longest
