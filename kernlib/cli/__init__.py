@@ -8,6 +8,7 @@ import kernlib
 from kernlib.cli.bench import bench
 from kernlib.cli.cache import cache
 from kernlib.cli.compile import compile_kernels
+from kernlib.cli.convert import convert
 from kernlib.cli.demo import demo
 from kernlib.cli.doctor import doctor
 from kernlib.cli.explain import explain
@@ -31,6 +32,7 @@ main.add_command(demo)
 main.add_command(bench)
 main.add_command(doctor)
 main.add_command(compile_kernels)
+main.add_command(convert)
 main.add_command(explain)
 main.add_command(show)
 main.add_command(cache)
