@@ -205,7 +205,7 @@ def _drop(weight: torch.Tensor, masks: Iterable[Part]) -> None:
     """Make zeros of what no mask of a piece keeps."""
     bits = _bits(weight)
     for piece, mask in masks:
-        bits[piece].masked_fill_(~mask, 0)
+        bits[piece].mul_(mask)
 
 
 def _largest(weight: torch.Tensor, density: float, per: str) -> Iterator[Part]:
@@ -232,8 +232,11 @@ def _largest_of(weight: torch.Tensor, count: int) -> Iterator[Part]:
     def every() -> Iterator[torch.Tensor]:
         return (_magnitudes(weight[piece]).reshape(1, -1) for piece in pieces)
 
-    least = _nth_largest(every, count, 8 * weight.element_size() - 1)
-    equals = count - sum((keys > least).sum(1, keepdim=True) for keys in every())
+    if weight.device.type == "cpu":
+        least, equals = _threshold([weight], weight.dtype, count)
+    else:  # a histogram would wait for the device
+        least = _nth_largest(every, count, 8 * weight.element_size() - 1)
+        equals = count - sum((keys > least).sum(1, keepdim=True) for keys in every())
     for piece, keys in zip(pieces, every(), strict=True):
         mask, equals = _with_first(keys, least, equals)
         yield piece, mask.reshape(weight[piece].shape)
@@ -243,6 +246,10 @@ def _with_first(keys: torch.Tensor, least, equals) -> tuple[torch.Tensor, torch.
     """Which keys (rows, n) are above the ``least`` of their row, or among the first ``equals`` that
     equal it; and how many of these are left for what follows."""
     mask, equal = keys > least, keys == least
+    if keys.device.type == "cpu" and len(keys) == 1:  # of few that are equal a sum of all is slow
+        places = equal[0].nonzero()[:, 0]
+        mask[0, places[: int(equals)]] = True
+        return mask, max(0, int(equals) - places.numel())
     mask |= equal & (equal.cumsum(1, dtype=_counter(keys.shape[1])) <= equals)
     return mask, (equals - equal.sum(1, keepdim=True)).clamp(min=0)
 

@@ -62,7 +62,7 @@ from kernlib.families.sparse.formats.encoding import (
     matrix,
 )
 from kernlib.families.sparse.formats.entries import CELLS, Entries, Triplets
-from kernlib.families.sparse.formats.tiling import Tiling, best_tiling
+from kernlib.families.sparse.formats.tiling import Tiling, best_tiling, panel_width, tiling_of
 from kernlib.families.sparse.lowering.codes import (
     LANES,
     MOST_SIZE,
@@ -125,18 +125,24 @@ class SlicesFormat(NamedTuple):
         """A tiling, by default the best one, and what :func:`arrange` says of it. ``counts`` are
         the codes of each (panel, row), by widths of panels, as far as they have been counted."""
 
-        lengths = dict(counts or {})
+        lengths, shape, itemsize = dict(counts or {}), tuple(dense.shape), dense.element_size()
+        codec = _codec(dense)
 
         def codes(tiling: Tiling) -> torch.Tensor:
             width = tiling.width
             if width not in lengths:
-                lengths[width] = _codec(dense).count(self.code, dense, width)
+                lengths[width] = codec.count(self.code, dense, width)
             return lengths[width]
+
+        if codec is cpu and not lengths:  # all that may be asked for in one pass
+            both = (tiling_of(shape, itemsize, columns).width, panel_width(*shape, itemsize))
+            widths = both if tiling is None else (tiling.width,)
+            lengths = cpu.counts(self.code, dense, widths)
 
         def total(tiling: Tiling) -> int:
             return int(codes(tiling).sum())
 
-        tiling = tiling or best_tiling(tuple(dense.shape), dense.element_size(), columns, total)
+        tiling = tiling or best_tiling(shape, itemsize, columns, total)
         return tiling, *arrange(codes(tiling), self.code.unit, tiling.parts)
 
     def _tiling_of(self, entries: Entries, columns: int = 1) -> Tiling:

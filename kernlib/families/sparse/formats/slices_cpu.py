@@ -5,7 +5,7 @@ See :mod:`kernlib.families.sparse.formats.slices`; what a function calls ``code`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,8 +23,14 @@ GROUPS = 1 << 16  # whose steps are looked at together
 
 def count(code: Code, dense: torch.Tensor, width: int) -> torch.Tensor:
     """Codes of each (panel, row): int32."""
-    key = dense_codes.Steps.of(code), width
-    return dense_codes.counts(dense, [key])[key]
+    return counts(code, dense, (width,))[width]
+
+
+def counts(code: Code, dense: torch.Tensor, widths: Iterable[int]) -> dict[int, torch.Tensor]:
+    """:func:`count` by the widths of panels, in one pass."""
+    steps = dense_codes.Steps.of(code)
+    lengths = dense_codes.counts(dense, [(steps, width) for width in widths])
+    return {width: lengths[steps, width] for width in widths}
 
 
 def write(

@@ -30,7 +30,8 @@ class Steps(NamedTuple):
         return cls(code.least, code.longest)
 
 
-ENTRIES = Steps(1, 2**62)  # whose codes are the entries themselves
+MOST = 2**31 - 1
+ENTRIES = Steps(1, MOST)  # whose codes are the entries themselves
 
 
 def counts(
@@ -46,13 +47,17 @@ def counts(
         for steps, width in requests
     }
 
+    widths: dict[int, list[Steps]] = {}
+    for steps, width in requests:
+        widths.setdefault(width, []).append(steps)
+
     def count(first: int, last: int) -> None:
         some = held[first:last]
-        places = np.flatnonzero(nonzero(some))
-        for width in dict.fromkeys(width for _, width in requests):
+        places = np.flatnonzero(nonzero(some)).astype(np.int32)
+        for width, every in widths.items():
             panels = _Panels.of(some, width, places)
-            for steps in (steps for steps, other in requests if other == width):
-                lengths = panels.lengths + _extra(panels, steps)
+            for steps, extra in zip(every, _extra(panels, every), strict=True):
+                lengths = panels.lengths + extra
                 result[steps, width][first:last] = lengths.reshape(last - first, -1)
 
     in_threads(count, some_rows(rows, cols), held.size)
@@ -146,31 +151,30 @@ def _number(code: Code, cells: np.ndarray, values: np.ndarray, steps: np.ndarray
     lanes, cols = cells.shape
     length = values.shape[1]
     panels = _Panels.of(cells, cols)
-    places, row = panels.places, np.repeat(np.arange(lanes), panels.lengths)
+    places, counts = panels.places, panels.lengths
     if not places.size:
         return
-    far = panels.steps(code.least)
-    ends = np.arange(places.size + 1)  # of each entry's codes, counted through all rows
-    several = np.flatnonzero(far > code.longest)
+    left = panels.steps(code.least)
+    ends = np.arange(places.size + 1, dtype=np.int32)  # of each entry's codes, through all rows
+    several = np.flatnonzero(left > code.longest)
     if several.size:
-        more = np.zeros(places.size + 1, np.int64)
-        more[several + 1] = _more(far[several], Steps.of(code))
-        ends += more.cumsum()
-    shift = -ends[panels.ends]
+        more = np.zeros(places.size + 1, np.int32)
+        more[several + 1] = _more(left[several], Steps.of(code))
+        ends += more.cumsum(dtype=np.int32)
+    begins = np.arange(lanes, dtype=np.int32) * length - 1 - ends[panels.ends]
     if code.least:  # what fills up a row comes first
-        shift = length - ends[panels.ends + panels.lengths]
-    shift = (shift - 1)[row]
-    number, before = ends[1:] + shift, ends[:-1] + shift
-    left = far
+        begins += length - (ends[panels.ends + counts] - ends[panels.ends])
+    begins = np.repeat(begins, counts)
+    number, first = ends[1:] + begins, ends[:-1] + begins  # through all lanes; of the code before
     if code.least:
-        columns = places - row * cols
+        columns = places + np.repeat(np.arange(lanes, dtype=np.int32) * (length - cols), counts)
         np.minimum(number, columns, out=number)
-        np.minimum(before, columns - far, out=before)
-        left = far - (number - before)
-    row *= length
-    values.reshape(-1)[row + number] = cells.reshape(-1)[places]
-    first = row + before
+        columns -= left
+        np.minimum(first, columns, out=first)
+        left += first
+        left -= number
     first += 1
+    values.reshape(-1)[number] = cells.reshape(-1)[places]
     flat = steps.reshape(-1)
     flat[first] = np.minimum(left, code.mask)
     if several.size:
@@ -199,7 +203,7 @@ class _Panels(NamedTuple):
     def of(cls, cells: np.ndarray, width: int, places: np.ndarray | None = None) -> _Panels:
         rows, cols = cells.shape
         if places is None:
-            places = np.flatnonzero(nonzero(cells))
+            places = np.flatnonzero(nonzero(cells)).astype(np.int32)
         begins = np.arange(rows)[:, None] * cols + np.arange(0, max(cols, 1), width)
         begins = begins.reshape(-1)
         ends = np.searchsorted(places, begins)
@@ -216,13 +220,20 @@ class _Panels(NamedTuple):
         return steps
 
 
-def _extra(panels: _Panels, how: Steps) -> np.ndarray:
-    """Codes of each panel of a row besides one for each entry."""
-    steps = panels.steps(how.least)
-    several = np.flatnonzero(steps > how.longest)
-    owner = np.searchsorted(panels.ends, several, side="right") - 1
-    more = np.bincount(owner, _more(steps[several], how), panels.lengths.size)
-    return more.astype(np.int64)
+def _extra(panels: _Panels, every: list[Steps]) -> list[np.ndarray]:
+    """Codes of each panel of a row besides one for each entry, by several steps."""
+    shortest = min(how.longest for how in every)
+    if shortest >= MOST:
+        return [np.zeros_like(panels.lengths) for _ in every]
+    steps = panels.steps(1)
+    several = np.flatnonzero(steps > shortest)
+    steps, owner = steps[several], np.searchsorted(panels.ends, several, side="right") - 1
+    firsts = panels.ends[owner] == several
+    extra = []
+    for how in every:
+        more = _more(steps if how.least else steps - firsts, how)
+        extra.append(np.bincount(owner, more, panels.lengths.size).astype(np.int64))
+    return extra
 
 
 def _more(steps: np.ndarray, how: Steps) -> np.ndarray:
