@@ -12,7 +12,7 @@ import math
 import torch
 
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.tensors import check_whole
+from kernlib.families.sparse.tensors import check_whole, checked_header
 from kernlib.runtime.tensors import materialised
 
 MAGIC = b"kernlib\x01"
@@ -61,6 +61,13 @@ def unpacked(data: torch.Tensor) -> SparseMatrix:
         raise ValueError("the header of a packed matrix has no places of tensors")
     tensors = {name: _tensor(name, place, data[start:]) for name, place in places.items()}
     return SparseMatrix.from_state(header, tensors)
+
+
+def header_of(data: torch.Tensor) -> dict:
+    """The header of such bytes, checked, which says format, shape and dtype of the matrix. Reads no
+    more than its own bytes. Raises ValueError."""
+    check_bytes(data)
+    return checked_header(_header(data)[0])
 
 
 def check_bytes(data: object) -> None:
