@@ -1,15 +1,12 @@
 """Weights as a checkpoint stores them: :func:`weights_of` puts together the tensors that are one.
 
-=============  ======================================================================================
-kind           tensors of a weight X
-=============  ======================================================================================
-"dense"        X, with its zeros: what SparseGPT, Wanda and magnitude pruning save; biases, all else
-"masked"       X_orig and X_mask, whose product X is: ``torch.nn.utils.prune``
-"bitmask"      compressed, bitmask, row_offsets and shape: the format sparse-bitmask of
-               compressed-tensors, which its versions up to 0.14 write
-"24-bitmask"   compressed, bitmask and shape: sparse-24-bitmask of compressed-tensors 0.9 to 0.14
-"packed"       X_packed: a matrix that kernlib has compressed
-=============  ======================================================================================
+- "dense": X itself, with its zeros: what SparseGPT, Wanda and magnitude pruning save. Biases and
+  all else are dense too.
+- "masked": X_orig and X_mask, whose product X is. ``torch.nn.utils.prune`` keeps them.
+- "bitmask": compressed, bitmask, row_offsets and shape in place of weight: sparse-bitmask of
+  compressed-tensors, which its versions up to 0.14 write.
+- "24-bitmask": compressed, bitmask and shape: sparse-24-bitmask of its versions 0.9 to 0.14.
+- "packed": X_packed, a matrix that kernlib has compressed.
 
 Checkpoints of quantised weights are refused: what a product could skip is not in them.
 """
@@ -37,7 +34,7 @@ SPARSE_FORMATS = (None, "dense", "sparse-bitmask", "sparse-24-bitmask")
 METHODS = ("compressed-tensors", "sparseml", "kernlib")  # of a config; the second by its old name
 # Last words of a tensor's name that say who quantised it.
 QUANTISERS = {
-    **{"qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "W_q": "HQQ", "codebooks": "AQLM"},
+    **{"qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "W_q": "HQQ"},
     **dict.fromkeys(("SCB", "absmax", "quant_map"), "bitsandbytes"),
     **{"scale_packed": "compressed-tensors (marlin-24)", "_data": "quanto"},
 }
@@ -170,8 +167,8 @@ def _check_parts(weight: StoredWeight) -> None:
             text = f"must be (values,), and has the shape {weight.parts['compressed'].shape}"
             raise weight.fault("compressed", text)
     else:
-        if len(outer) != 1 or columns % 2:
-            text = f"holds {weight.shape}, where 2:4 sparsity has rows of an even number of columns"
+        if len(outer) != 1 or columns % 2 or outer[0] * columns % 4:
+            text = f"holds {weight.shape}, which has no rows in which 2 of each 4 could be stored"
             raise weight.fault("shape", text)
         shapes["compressed"] = (*outer, columns // 2)
     for role, shape in shapes.items():
@@ -245,8 +242,10 @@ def _check_unquantised(entries: Mapping[str, Entry]) -> None:
         elif last == PACKED and (entry.dtype != torch.uint8 or len(entry.shape) != 1):
             marlin = f"{prefix}{dot}scale_packed" in entries
             quantiser = f"compressed-tensors ({'marlin-24' if marlin else 'pack-quantized'})"
-        elif name.endswith("_blocks") and f"{name.removesuffix('blocks')}scales" in entries:
-            quantiser = "MXFP4"
+        elif last == "codebooks" and f"{prefix}{dot}codes" in entries:
+            quantiser = "AQLM"
+        elif name.endswith("_blocks") and entry.dtype == torch.uint8:
+            quantiser = "MXFP4" if f"{name.removesuffix('blocks')}scales" in entries else None
         elif last in ("weight", "compressed") and entry.dtype.itemsize == 1:
             scales = [scale for scale in SCALES if f"{prefix}{dot}{scale}" in entries]
             kind = str(entry.dtype).removeprefix("torch.")
