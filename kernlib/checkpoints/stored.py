@@ -8,7 +8,7 @@
 - "24-bitmask": compressed, bitmask and shape: sparse-24-bitmask of its versions 0.9 to 0.14.
 - "packed": X_packed, a matrix that kernlib has compressed.
 
-Checkpoints of quantised weights are refused: what a product could skip is not in them.
+Checkpoints of quantised weights are refused.
 """
 
 from __future__ import annotations
@@ -258,9 +258,8 @@ def refused(file: Path, quantiser: str, tensor: str | None = None) -> Checkpoint
     """The error of quantised weights."""
     return fault(
         file,
-        f"holds values quantised by {quantiser}, without the zeros that a product could skip. "
-        "Convert the pruned checkpoint of 16 bits that it was made from; values='int4' stores its "
-        "values in 4 bits",
+        f"holds values quantised by {quantiser}, which are not read. Pass the pruned checkpoint of "
+        "16 or 32 bits that it was made from; values='int4' then stores its values in 4 bits",
         tensor,
     )
 

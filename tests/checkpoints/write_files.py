@@ -5,8 +5,8 @@ compressed-tensors==0.14.0.1 are installed, the last version of it that writes s
 
     python -m tests.checkpoints.write_files
 
-Those of GPTQ and AWQ have the names, dtypes and shapes of their libraries, which do not install
-without a GPU; they are written here with zeros, as they are to be refused.
+Those of GPTQ and AWQ are written here, as zeros with the names, dtypes and shapes of GPTQModel
+7.7.0 and AutoAWQ 0.2.9: the former requires a newer torch, the latter Triton.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.checkpoints.values import (
 )
 
 FILES = Path(__file__).parent / "files"
+HALF = torch.float16
 
 
 def model_of(values: dict[str, torch.Tensor]):
@@ -67,6 +68,7 @@ def write_transformers() -> None:
 
 def pruned_by_torch() -> dict[str, torch.Tensor]:
     """The state_dict of layers of which weights and a bias have masks, and one has none."""
+    torch.manual_seed(0)  # of spectral_norm's vectors
     layers = torch.nn.ModuleDict(
         {
             "linear": torch.nn.Linear(10, 6),
@@ -120,6 +122,41 @@ def write_compressed_tensors() -> None:
     safetensors.torch.save_file(state, FILES / "bitmask_24_bfloat16.safetensors")
 
 
+def write_quantised_by_compressed_tensors() -> None:
+    """Refused: a layer in some of its quantised formats, and one that is sparse besides."""
+    from compressed_tensors import ModelCompressor
+    from compressed_tensors.config import Sparse24BitMaskConfig
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+
+    halves = Sparse24BitMaskConfig(targets=["Linear"], global_sparsity=0.5)
+    for preset, format, sparsity in (
+        ("W4A16", "pack-quantized", None),
+        ("W8A8", "int-quantized", None),
+        ("FP8_DYNAMIC", "float-quantized", None),
+        ("FP8_DYNAMIC", "float-quantized", halves),
+    ):
+        layers = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(128, 8, bias=False).half()})
+        layers["up_proj"].weight.data = pruned_24("up_proj.weight", (8, 128))
+        scheme: QuantizationScheme = preset_name_to_scheme(preset, ["Linear"])
+        config = QuantizationConfig(config_groups={"group_0": scheme}, format=format)
+        apply_quantization_config(layers, config)
+        for name, parameter in layers.named_parameters():
+            if name.endswith("_scale"):
+                parameter.data.fill_(0.25)
+        compressor = ModelCompressor(sparsity_config=sparsity, quantization_config=config)
+        folder = FILES / f"{format.replace('-', '_')}{'_sparse' if sparsity else ''}"
+        folder.mkdir()
+        state = compressor.compress(layers)
+        safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text("{}")
+        compressor.update_config(folder)
+
+
 def write_quantised() -> None:
     """Refused: GPTQ and AWQ of 4 bits in groups of 32, of a layer of 64 by 32 features."""
     names = {"qzeros": (torch.int32, (2, 4)), "scales": (HALF, (2, 32))}
@@ -137,14 +174,13 @@ def write_quantised() -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-HALF = torch.float16
-
 if __name__ == "__main__":
     shutil.rmtree(FILES, ignore_errors=True)
     FILES.mkdir()
     write_transformers()
     write_torch()
     write_compressed_tensors()
+    write_quantised_by_compressed_tensors()
     write_quantised()
     for path in FILES.rglob("generation_config.json"):
         path.unlink()
