@@ -12,6 +12,7 @@ import json
 import math
 import zipfile
 from collections.abc import Iterable, Mapping
+from operator import gt
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -221,6 +222,8 @@ class _TorchFile:
     def __init__(self, file: Path):
         self.file = file
         self._tensors = dict(self._checked(_tensors_in(file, _loaded(file))))
+        if _start_of(file).startswith(ZIP):
+            _check_records(file, self._tensors.values())
 
     def _checked(self, tensors: Mapping[str, object]) -> Iterable[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
@@ -380,6 +383,19 @@ def _is_uncompressed(file: Path) -> bool:
     """Mapped, tensors of an archive that was compressed anew would be its compressed bytes."""
     with zipfile.ZipFile(file) as archive:
         return all(item.compress_type == zipfile.ZIP_STORED for item in archive.infolist())
+
+
+def _check_records(file: Path, tensors: Iterable[torch.Tensor]) -> None:
+    """Raises CheckpointError if storages are larger than what the archive has of them: torch maps
+    as many bytes as the pickle says, be they of the next. Which is whose does not come back, so
+    that sizes are compared in order."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    with zipfile.ZipFile(file) as archive:
+        items = [item for item in archive.infolist() if "/data/" in item.filename]
+    records = sorted((item.file_size for item in items), reverse=True)
+    sizes = sorted(filter(None, storages.values()), reverse=True)
+    if len(sizes) > len(records) or any(map(gt, sizes, records)):
+        raise fault(file, "holds less data than its tensors have: it is damaged")
 
 
 def _tensors_in(file: Path, value: object) -> dict:

@@ -146,8 +146,8 @@ def _shape_in(weight: StoredWeight, checkpoint: Checkpoint) -> tuple[int, ...]:
     """What the part "shape" says."""
     entry = weight.parts["shape"]
     _check_dtype(weight, "shape", (torch.int64,))
-    sizes = entry.nbytes // 8
-    if len(entry.shape) not in (1, 2) or not 1 <= sizes <= MOST_DIMENSIONS:
+    sizes = entry.nbytes // 8  # (dimensions,), or (dimensions, 1) of 2:4 sparsity
+    if entry.shape not in ((sizes,), (sizes, 1)) or not 1 <= sizes <= MOST_DIMENSIONS:
         text = f"must hold the sizes of a weight, and has the shape {entry.shape} itself"
         raise weight.fault("shape", text)
     shape = tuple(checkpoint.read(entry.name).flatten().tolist())
