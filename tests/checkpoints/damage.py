@@ -365,8 +365,8 @@ def configs() -> Iterator[Damage]:
     }.items():
         yield f"a config that is {name}", files({**model, "config.json": data})
     for value in (
-        *({"quant_method": name} for name in ("gptq", "awq", "bitsandbytes", "fp8", "hqq", "mxfp4")),
-        *({"quant_method": name} for name in (3, [], {"a": 1}, "")),
+        *({"quant_method": name} for name in ("gptq", "awq", "bitsandbytes", "fp8", "hqq")),
+        *({"quant_method": name} for name in ("mxfp4", 3, [], {"a": 1}, "")),
         {"load_in_4bit": True}, {}, [], "gptq", 4,
         {"quant_method": "compressed-tensors", "format": "pack-quantized"},
         {"quant_method": "compressed-tensors", "format": "marlin-24"},

@@ -30,7 +30,9 @@ def tensors_of(name: str) -> Tensors:
 def changed(source: str, changes: dict[str, torch.Tensor | None]) -> Tensors:
     """The tensors of a file with others in the places of some, or none."""
     tensors = {**tensors_of(source), **changes}
-    return {name: value.contiguous().clone() for name, value in tensors.items() if value is not None}
+    return {
+        name: value.contiguous().clone() for name, value in tensors.items() if value is not None
+    }
 
 
 def damaged(text: str, tensors: Tensors) -> Damage:
@@ -118,9 +120,7 @@ def bitmasks() -> Iterator[Damage]:
 
 def bitmasks_24() -> Iterator[Damage]:
     source, prefix = "bitmask_24/model.safetensors", "model.layers.0.mlp.gate_proj."
-    parts = {
-        role: tensors_of(source)[prefix + role] for role in ("compressed", "bitmask", "shape")
-    }
+    parts = {role: tensors_of(source)[prefix + role] for role in ("compressed", "bitmask", "shape")}
     yield from parts_damaged(source, prefix, parts)
     bits, values = parts["bitmask"], parts["compressed"]
     rolled = bits.clone()

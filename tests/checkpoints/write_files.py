@@ -5,6 +5,10 @@ compressed-tensors==0.14.0.1 are installed, the last version of it that writes s
 
     python -m tests.checkpoints.write_files
 
+and then, where compressed-tensors==0.8.1 and transformers==4.57.6 are, whose names are others,
+
+    python -m tests.checkpoints.write_files former
+
 Those of GPTQ and AWQ are written here, as zeros with the names, dtypes and shapes of GPTQModel
 7.7.0 and AutoAWQ 0.2.9: the former requires a newer torch, the latter Triton.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import safetensors.torch
@@ -98,7 +103,7 @@ def write_torch() -> None:
 def write_compressed_tensors() -> None:
     """Models, whose linear layers are compressed, and single weights of odd shapes."""
     from compressed_tensors import BitmaskConfig, ModelCompressor
-    from compressed_tensors.compressors import BitmaskCompressor, Sparse24BitMaskCompressor
+    from compressed_tensors.compressors import Sparse24BitMaskCompressor
     from compressed_tensors.config import Sparse24BitMaskConfig
 
     bitmask = BitmaskConfig(targets=["Linear"], ignore=["lm_head"], global_sparsity=0.66)
@@ -113,13 +118,20 @@ def write_compressed_tensors() -> None:
         model.save_pretrained(FILES / name, state_dict=state)
         compressor.update_config(FILES / name)
     for dtype in (torch.float32, torch.bfloat16):
-        values = {name: pruned(name, shape, dtype) for name, shape in ODD.items()}
-        state = BitmaskCompressor(config=bitmask).compress(values)
-        kind = str(dtype).removeprefix("torch.")
-        safetensors.torch.save_file(state, FILES / f"bitmask_{kind}.safetensors")
+        write_bitmask(f"bitmask_{dtype}".replace("torch.", ""), dtype)
     values = {"first.weight": pruned_24("first.weight", (2, 6), torch.bfloat16)}
     state = Sparse24BitMaskCompressor(config=halves).compress(values)
     safetensors.torch.save_file(state, FILES / "bitmask_24_bfloat16.safetensors")
+
+
+def write_bitmask(name: str, dtype: torch.dtype) -> None:
+    """Weights of odd shapes in the format sparse-bitmask."""
+    from compressed_tensors import BitmaskConfig
+    from compressed_tensors.compressors import BitmaskCompressor
+
+    values = {name: pruned(name, shape, dtype) for name, shape in ODD.items()}
+    state = BitmaskCompressor(config=BitmaskConfig()).compress(values)
+    safetensors.torch.save_file(state, FILES / f"{name}.safetensors")
 
 
 def write_quantised_by_compressed_tensors() -> None:
@@ -174,7 +186,7 @@ def write_quantised() -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-if __name__ == "__main__":
+def write_all() -> None:
     shutil.rmtree(FILES, ignore_errors=True)
     FILES.mkdir()
     write_transformers()
@@ -184,3 +196,10 @@ if __name__ == "__main__":
     write_quantised()
     for path in FILES.rglob("generation_config.json"):
         path.unlink()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["former"]:
+        write_bitmask("bitmask_former", torch.float16)
+    else:
+        write_all()
