@@ -244,7 +244,7 @@ def quantised() -> Iterator[Damage]:
         "HQQ": {"W_q": codes, "meta": ones},
         "AQLM": {"codes": codes.to(torch.int8), "codebooks": ones},
         "MXFP4": {"down_proj_blocks": codes, "down_proj_scales": codes},
-        "quanto": {"weight._data": codes, "weight._scale": ones},
+        "quanto": {f"weight._{part}": x for part, x in (("data", codes), ("scale", ones))},
     }.items():  # fmt: skip
         tensors = {f"layer.{part}": x.clone() for part, x in parts.items()}
         yield damaged(f"quantised: {name}", tensors)
