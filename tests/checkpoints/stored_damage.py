@@ -63,7 +63,7 @@ def masks() -> Iterator[Damage]:
             f"{mask} of another shape": {mask: value[..., :-1]},
             f"{mask} with a dimension more": {mask: value[None]},
             f"{mask} without elements": {mask: value[:0]},
-            f"{mask} of complex numbers": {mask: value.to(torch.complex64)},
+            f"{mask} of unsigned integers": {mask: value.to(torch.uint16)},
             f"{mask} of float8": {mask: value.to(torch.float8_e4m3fn)},
             f"{orig} of another shape": {orig: weight.flatten()[:-1]},
             f"{orig} of integers": {orig: weight.to(torch.int32)},
