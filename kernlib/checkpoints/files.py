@@ -12,11 +12,13 @@ import json
 import math
 import zipfile
 from collections.abc import Iterable, Mapping
+from operator import gt
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
 
+from kernlib.descriptors.base import shown
 from kernlib.runtime.tensors import as_device
 
 # In the order in which transformers looks for them.
@@ -47,7 +49,7 @@ class CheckpointError(ValueError):
 
 def fault(file: Path, text: str, tensor: str | None = None) -> CheckpointError:
     """The error of a file, or of a tensor in it."""
-    place = f"{file}" if tensor is None else f"{file}, tensor {tensor!r}"
+    place = f"{file}" if tensor is None else f"{file}, tensor {shown(tensor)}"
     return CheckpointError(f"{place}: {text}")
 
 
@@ -221,11 +223,15 @@ class _TorchFile:
     def __init__(self, file: Path):
         self.file = file
         self._tensors = dict(self._checked(_tensors_in(file, _loaded(file))))
+        if _start_of(file).startswith(ZIP):
+            _check_records(file, self._tensors.values())
 
     def _checked(self, tensors: Mapping[str, object]) -> Iterable[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
             if not isinstance(name, str):
-                raise fault(self.file, f"has a tensor under {name!r}, where a name must be a str")
+                raise fault(
+                    self.file, f"has a tensor under {shown(name)}, where a name must be a str"
+                )
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 raise fault(self.file, f"is a {type(tensor).__name__}, no plain tensor", name)
             if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -254,13 +260,16 @@ class _TorchFile:
 
 
 def safetensors_library():
-    """The library, imported when it is first used. Raises ImportError that says how to install
-    it."""
+    """The library, imported when it is first used. Raises ImportError that says how to install it,
+    also for a version before 0.6, which does not say in which order tensors lie."""
+    text = "reading .safetensors files needs the library safetensors, 0.6 or later"
     try:
         import safetensors
     except ImportError as error:
-        text = "reading .safetensors files needs the library safetensors: pip install safetensors"
-        raise ImportError(text) from error
+        raise ImportError(f"{text}: pip install safetensors") from error
+    if not hasattr(safetensors.safe_open, "offset_keys"):
+        present = f"this is {safetensors.__version__}"
+        raise ImportError(f"{text}, and {present}: pip install --upgrade safetensors")
     return safetensors
 
 
@@ -297,16 +306,18 @@ def _shards_of(index: Path) -> dict[Path, set[str]]:
     shards: dict[Path, set[str]] = {}
     for tensor, name in places.items():
         if not isinstance(name, str):
-            raise fault(index, f"weight_map has {name!r} where the name of a file is due", tensor)
+            raise fault(
+                index, f"weight_map has {shown(name)} where the name of a file is due", tensor
+            )
         inner = PurePosixPath(name)
         if inner.is_absolute() or ".." in inner.parts:
-            raise fault(index, f"names the file {name!r}, which is not in its folder", tensor)
+            raise fault(index, f"names the file {shown(name)}, which is not in its folder", tensor)
         if inner.suffix not in (".safetensors", *TORCH_ENDINGS):
-            raise fault(index, f"names the file {name!r}, which is no file of tensors", tensor)
+            raise fault(index, f"names the file {shown(name)}, which is no file of tensors", tensor)
         shards.setdefault(index.parent / name, set()).add(tensor)
     for file, tensors in shards.items():
         if not _is_file(file):
-            text = f"names the file {file.name!r}, which is missing: fetch it"
+            text = f"names the file {shown(file.name)}, which is missing: fetch it"
             raise fault(index, text, min(tensors))
     return shards
 
@@ -380,6 +391,19 @@ def _is_uncompressed(file: Path) -> bool:
     """Mapped, tensors of an archive that was compressed anew would be its compressed bytes."""
     with zipfile.ZipFile(file) as archive:
         return all(item.compress_type == zipfile.ZIP_STORED for item in archive.infolist())
+
+
+def _check_records(file: Path, tensors: Iterable[torch.Tensor]) -> None:
+    """Raises CheckpointError if storages are larger than what the archive has of them: torch maps
+    as many bytes as the pickle says, be they of the next. Which is whose does not come back, so
+    that sizes are compared in order."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    with zipfile.ZipFile(file) as archive:
+        items = [item for item in archive.infolist() if "/data/" in item.filename]
+    records = sorted((item.file_size for item in items), reverse=True)
+    sizes = sorted(filter(None, storages.values()), reverse=True)
+    if len(sizes) > len(records) or any(map(gt, sizes, records)):
+        raise fault(file, "holds less data than its tensors have: it is damaged")
 
 
 def _tensors_in(file: Path, value: object) -> dict:

@@ -3,8 +3,8 @@
 - "dense": X itself, with its zeros: what SparseGPT, Wanda and magnitude pruning save. Biases and
   all else are dense too.
 - "masked": X_orig and X_mask, whose product X is. ``torch.nn.utils.prune`` keeps them.
-- "bitmask": compressed, bitmask, row_offsets and shape in place of weight: sparse-bitmask of
-  compressed-tensors, which its versions up to 0.14 write.
+- "bitmask": compressed, bitmask, row_offsets and shape in place of weight, or behind it in files of
+  versions before 0.9: sparse-bitmask of compressed-tensors, which its versions up to 0.14 write.
 - "24-bitmask": compressed, bitmask and shape: sparse-24-bitmask of its versions 0.9 to 0.14.
 - "packed": X_packed, a matrix that kernlib has compressed.
 
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.checkpoints.files import Checkpoint, CheckpointError, Entry, fault
+from kernlib.descriptors.base import shown
 from kernlib.families.sparse.layout import DTYPES
 from kernlib.families.sparse.packed import header_of, unpacked
 
@@ -94,7 +95,9 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
         weight = owner.get(name, dense)
         if weights.setdefault(weight.name, weight) is not weight:
             other = next(iter(weights[weight.name].parts.values())).name
-            raise fault(entry.file, f"stores {weight.name!r}, which {other!r} stores too", name)
+            raise fault(
+                entry.file, f"stores {shown(weight.name)}, which {shown(other)} stores too", name
+            )
     return weights
 
 
@@ -124,16 +127,22 @@ def _bitmasks_in(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
         last = name.rpartition(".")[2]
         if last in PARTS:
             places.setdefault(name.removesuffix(last), {})[last] = entry
+    places = {  # the others are parameters that a model calls so
+        prefix: parts
+        for prefix, parts in places.items()
+        if len(parts) > 1 and parts.keys() & {"compressed", "bitmask"}
+    }
+    # Versions before 0.9 put parts behind the whole name of any tensor, such as X.weight.bitmask.
+    is_old = any(f".{prefix}".endswith(".weight.") for prefix in places)
     for prefix, parts in places.items():
-        if len(parts) < 2 or not parts.keys() & {"compressed", "bitmask"}:
-            continue  # a parameter that a model calls so
         for role in ("compressed", "bitmask", "shape"):
             if role not in parts:
                 one = next(iter(parts.values()))
                 raise fault(one.file, f"has no {prefix}{role} beside it", one.name)
         kind = "bitmask" if "row_offsets" in parts else "24-bitmask"
         dtype = parts["compressed"].dtype
-        weight = StoredWeight(f"{prefix}weight", kind, parts, (), dtype)
+        name = prefix[:-1] if is_old else f"{prefix}weight"
+        weight = StoredWeight(name, kind, parts, (), dtype)
         if not dtype.is_floating_point:
             raise weight.fault("compressed", f"must hold floating-point values, and is {dtype}")
         _check_dtype(weight, "bitmask", (torch.uint8,))
@@ -146,8 +155,8 @@ def _shape_in(weight: StoredWeight, checkpoint: Checkpoint) -> tuple[int, ...]:
     """What the part "shape" says."""
     entry = weight.parts["shape"]
     _check_dtype(weight, "shape", (torch.int64,))
-    sizes = entry.nbytes // 8
-    if len(entry.shape) not in (1, 2) or not 1 <= sizes <= MOST_DIMENSIONS:
+    sizes = entry.nbytes // 8  # (dimensions,), or (dimensions, 1) of 2:4 sparsity
+    if entry.shape not in ((sizes,), (sizes, 1)) or not 1 <= sizes <= MOST_DIMENSIONS:
         text = f"must hold the sizes of a weight, and has the shape {entry.shape} itself"
         raise weight.fault("shape", text)
     shape = tuple(checkpoint.read(entry.name).flatten().tolist())
@@ -216,17 +225,18 @@ def _check_config(checkpoint: Checkpoint) -> None:
         method, format = value.get("quant_method"), value.get("format")
         if method is None and value.get("sparsity_config"):
             method = METHODS[0]
+        named = method if isinstance(method, str) else "a method that it does not name"
         if method not in METHODS:
-            raise refused(file, f"{method or 'a method that it does not name'} ({key})")
+            raise refused(file, f"{named} ({key})")
         if method != "kernlib" and format not in SPARSE_FORMATS:
-            raise refused(file, f"{method} as {format!r} ({key})")
+            raise refused(file, f"{method} as {shown(format)} ({key})")
 
 
 def _check_sparsity(file: Path, value: object) -> None:
     format = value.get("format") if isinstance(value, dict) else value
     if format not in SPARSE_FORMATS:
         names = ", ".join(name for name in SPARSE_FORMATS if name)
-        text = f"sparsity_config has the format {format!r}, of which none is read but {names}"
+        text = f"sparsity_config has the format {shown(format)}, of which none is read but {names}"
         raise fault(file, text)
 
 

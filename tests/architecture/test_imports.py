@@ -10,7 +10,10 @@ from tests.support import imports as reader
 from tests.support.paths import ROOT
 
 OPERATIONS = tuple(f"kernlib.families.{name}.operation" for name in FAMILIES)
-ABOVE = ("kernlib.nn", "kernlib.cli", "kernlib.compat", "kernlib.ahead", "kernlib.tuner")
+ABOVE = (
+    *("kernlib.nn", "kernlib.checkpoints", "kernlib.cli", "kernlib.compat", "kernlib.ahead"),
+    "kernlib.tuner",
+)
 # Where pickles of kernlib 0.1 look.
 FORMER = {PACKAGE / f"descriptors/{name}.py" for name in (*FAMILIES, "norms")}
 
@@ -34,7 +37,10 @@ FORBIDDEN = {
         f"families/{one}": tuple(f"kernlib.families.{other}" for other in FAMILIES if other != one)
         for one in FAMILIES
     },
-    "linalg": ("lmdb", "kernlib.nn", "kernlib.cli", "kernlib.compat", "kernlib.ahead"),
+    "linalg": ("lmdb", "kernlib.nn", "kernlib.checkpoints", "kernlib.cli", "kernlib.compat",
+               "kernlib.ahead"),
+    "checkpoints": ("cuda", "lmdb", "kernlib.linalg", "kernlib.jit", "kernlib.cli",
+                    "kernlib.compat", "kernlib.ahead", "kernlib.tuner"),
     "ahead.py": ("cuda", "lmdb", *OPERATIONS, "kernlib.cli"),
     "tuner.py": ("cuda", "lmdb", *OPERATIONS, "kernlib.cli"),
     "progress.py": ("torch", "cuda", "lmdb", "kernlib"),
@@ -48,7 +54,10 @@ FORBIDDEN = {
     "events.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
 }  # fmt: skip
 # What may be imported only inside a function: the rest of the package works without it.
-LAZY = {"cuda": PACKAGE, "platformdirs": PACKAGE, "torch": PACKAGE / "__init__.py"}
+LAZY = {
+    **{"cuda": PACKAGE, "platformdirs": PACKAGE, "safetensors": PACKAGE},
+    "torch": PACKAGE / "__init__.py",
+}
 
 
 @cache
@@ -125,6 +134,7 @@ def test_what_is_optional_or_slow_is_imported_when_it_is_used():
 def test_no_module_of_the_package_imports_tests_or_benchmarks():
     known = {"kernlib", "torch", "cuda", "lmdb", "numpy", "platformdirs", "click", "rich"}
     known |= {"nvmath"}  # an extra, for kernlib.linalg
+    known |= {"safetensors"}  # for kernlib.checkpoints, which says how to install it
     known |= {"typing_extensions"}  # which torch requires, and type checkers alone import
     for path in MODULES:
         roots = {name.split(".")[0] for name in imports(path)}
