@@ -1,1 +1,30 @@
-"""What people have on disk of a pruned model: files of tensors, and the weights stored in them."""
+"""Pruned checkpoints: what people have on disk, and the compressed ones made of it.
+
+``Checkpoint`` reads, ``convert`` compresses, ``to_dense`` lays out again, ``plan`` says what
+convert would do.
+"""
+
+from importlib import import_module as _import_module
+
+_HOMES = {
+    "Checkpoint": "kernlib.checkpoints.files",
+    "CheckpointError": "kernlib.checkpoints.files",
+    "Layer": "kernlib.checkpoints.estimate",
+    "convert": "kernlib.checkpoints.conversion",
+    "plan": "kernlib.checkpoints.conversion",
+    "to_dense": "kernlib.checkpoints.conversion",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise _import_module("kernlib.hints").UnknownName(__name__, name)
+    value = getattr(_import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
