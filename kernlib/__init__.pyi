@@ -1,6 +1,7 @@
 """What a type checker sees of kernlib: the names that its ``__getattr__`` loads."""
 
 from kernlib import blocksparse as blocksparse
+from kernlib import checkpoints as checkpoints
 from kernlib import compat as compat
 from kernlib import descriptors as descriptors
 from kernlib import events as events
@@ -105,8 +106,8 @@ __all__ = [
     "Polynomial", "Power", "PowerExponential", "PowerLog", "RationalQuadratic", "Relu", "Root",
     "Scale", "Sigmoid", "Silu", "SparseMatmul", "Sqrt", "Square", "Tanh", "UnsupportedError",
     "__version__", "agop", "blocksparse", "cauchy", "cdist", "cdist_expadd", "cdist_grad",
-    "cdist_grad_expadd", "compat", "descriptors", "dot_product", "events", "exp_power_sum",
-    "gaussian", "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min",
+    "cdist_grad_expadd", "checkpoints", "compat", "descriptors", "dot_product", "events",
+    "exp_power_sum", "gaussian", "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min",
     "kernel_sum", "kernel_topk", "kron_matmul", "l1_distance", "l2_distance", "laplace_l1",
     "laplace_l2", "laplace_pq", "linalg", "matern32", "matern52", "nn", "p_distance",
     "polynomial", "power_sum", "prepare", "rational_quadratic", "recording", "register_operators",

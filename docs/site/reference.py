@@ -25,6 +25,7 @@ ROOTS = (
     "kernlib.descriptors",
     "kernlib.events",
     "kernlib.settings",
+    "kernlib.checkpoints",
     "kernlib.compat",
 )
 # Headings of the page of kernlib, which has the names of many modules: the first words of the

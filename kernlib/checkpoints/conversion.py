@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from kernlib import progress as display
+from kernlib.calls import hinted
 from kernlib.checkpoints.estimate import Layer, estimated, layer_of
 from kernlib.checkpoints.files import Checkpoint, CheckpointError, fault
 from kernlib.checkpoints.modules import linear_layers
@@ -67,10 +68,29 @@ class Work(NamedTuple):
         return dense.t() if self.layers[weight.name.removesuffix(".weight")] else dense
 
 
-def plan(source: str | Path, *, progress: bool | None = None, **options) -> list[Layer]:
-    """The layers that :func:`convert` would compress, with the same arguments, by some rows of
-    each: nothing is written. Raises what convert raises of the checkpoint and the arguments."""
-    checked = _checked(options)
+@hinted
+def plan(
+    source: str | Path,
+    *,
+    density: float | None = None,
+    per: str = "matrix",
+    format: str = "auto",
+    columns: int = 1,
+    values: str | None = None,
+    match: str | re.Pattern[str] | None = None,
+    progress: bool | None = None,
+) -> list[Layer]:
+    """The layers that :func:`convert` would compress with the same arguments, estimated by some
+    rows of each. Nothing is written. Raises what convert raises of the checkpoint and the
+    arguments.
+
+    Example:
+        >>> for layer in kl.checkpoints.plan("llama", density=0.5):  # doctest: +SKIP
+        ...     print(layer.name, layer.format, layer.nbytes, layer.us)
+    """
+    checked = Options.checked(
+        density=density, per=per, format=format, columns=columns, values=values, match=match
+    )
     with Checkpoint(source) as checkpoint:
         work = _work(checkpoint, checked)
         some = [weight for weight in work.weights.values() if work.module_of(weight)]
@@ -86,13 +106,20 @@ def plan(source: str | Path, *, progress: bool | None = None, **options) -> list
             ]
 
 
+@hinted
 def convert(
     source: str | Path,
     out: str | Path,
     *,
+    density: float | None = None,
+    per: str = "matrix",
+    format: str = "auto",
+    columns: int = 1,
+    values: str | None = None,
+    match: str | re.Pattern[str] | None = None,
+    fuse: bool = True,
     device: torch.device | str | int = "cpu",
     progress: bool | None = None,
-    **options,
 ) -> list[Layer]:
     """A checkpoint with compressed linear layers in the folder ``out``, and the layers that are.
 
@@ -124,7 +151,11 @@ def convert(
     Example:
         >>> layers = kl.checkpoints.convert("llama", "llama-half", density=0.5)  # doctest: +SKIP
     """
-    checked, device = _checked(options), as_device(device)
+    checked = Options.checked(
+        density=density, per=per, format=format, columns=columns, values=values, match=match,
+        fuse=fuse,
+    )  # fmt: skip
+    device = as_device(device)
     with Checkpoint(source) as checkpoint:
         work = _work(checkpoint, checked)
         if not any(map(work.module_of, work.weights.values())):
@@ -139,12 +170,17 @@ def convert(
         return layers
 
 
+@hinted
 def to_dense(source: str | Path, out: str | Path, *, progress: bool | None = None) -> None:
     """A dense checkpoint in the folder ``out`` of one that :func:`convert` made, or of any that
     :class:`kernlib.checkpoints.Checkpoint` reads: masks are applied, and bitmasks laid out.
-    ``source``, ``out`` and ``progress`` are those of convert, and so are the errors."""
+    ``source``, ``out`` and ``progress`` are those of convert, and so is what this raises.
+
+    Example:
+        >>> kl.checkpoints.to_dense("llama-half", "llama-dense")  # doctest: +SKIP
+    """
     with Checkpoint(source) as checkpoint:
-        work = _work(checkpoint, _checked({}))
+        work = _work(checkpoint, Options())
         target = _Target(Path(out), work, json.dumps("dense"))
         total = sum(len(weights) for weights in work.files().values())
         with display.shown(progress, "converting", total) as bar:
@@ -154,15 +190,6 @@ def to_dense(source: str | Path, out: str | Path, *, progress: bool | None = Non
         for key in ("quantization_config", "compression_config", "sparsity_config"):
             config.pop(key, None)
         target.close(config or None)
-
-
-def _checked(options: Mapping) -> Options:
-    """Raises TypeError for an argument that is none."""
-    defaults = Options()._asdict()
-    for name in options:
-        if name not in defaults:
-            raise TypeError(f"convert has no argument {name!r}; it has {', '.join(defaults)}")
-    return Options.checked(**{**defaults, **options})
 
 
 def _work(checkpoint: Checkpoint, options: Options) -> Work:

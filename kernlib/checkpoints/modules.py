@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib import import_module
 
 import torch
 
@@ -79,7 +80,7 @@ def _model_of(checkpoint: Checkpoint) -> torch.nn.Module | None:
     if not isinstance(architectures, list) or not architectures or "auto_map" in config:
         return None
     try:
-        import transformers
+        transformers = import_module("transformers")
     except ImportError:
         return None
     kind = getattr(transformers, str(architectures[0]), None)

@@ -24,7 +24,7 @@ class Options(NamedTuple):
     fuse: bool = True
 
     @classmethod
-    def checked(cls, *, density, per, format, columns, values, match, fuse) -> Options:
+    def checked(cls, *, density, per, format, columns, values, match, fuse=True) -> Options:
         """Raises TypeError and ValueError that name the argument."""
         if density is not None:
             check_density(density)

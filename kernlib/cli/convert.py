@@ -111,7 +111,7 @@ def convert(checkpoint, out, to_dense, dry_run, as_json, device, **options) -> N
             say(f"A dense checkpoint is in {out}.", err=as_json)
             return
         if dry_run:
-            layers = checkpoints.plan(checkpoint, **options)
+            layers = checkpoints.plan(checkpoint, **{n: options[n] for n in options if n != "fuse"})
         else:
             layers = checkpoints.convert(checkpoint, out, device=device, **options)
     if as_json:

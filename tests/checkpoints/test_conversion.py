@@ -338,7 +338,7 @@ def test_a_full_disk_leaves_no_half_of_a_shard(folder, tmp_path, monkeypatch):
         ({"match": len}, "match must be None or a regular expression"),
         ({"match": "nothing"}, "match takes none of its 6 linear layers"),
         ({"fuse": 1}, "fuse must be a bool"),
-        ({"sparsity": 0.5}, "convert has no argument 'sparsity'"),
+        ({"sparsity": 0.5}, "sparsity"),
     ],
     ids=str,
 )

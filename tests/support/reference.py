@@ -59,6 +59,7 @@ MODULES = (
     "kernlib.descriptors",
     "kernlib.events",
     "kernlib.settings",
+    "kernlib.checkpoints",
     "kernlib.compat",
     "kernlib.compat.fastkron",
     "kernlib.compat.fastkron.fastkrontorch",
