@@ -134,6 +134,12 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
 #else
         if (takes_part) x.read(p, walk.first + warp);
 #endif
+#if COPY_ENGINE
+        if (turn == 0) {
+            ring.wait();
+            ring.fill();
+        }
+#endif
         int first = walk.slab, end = min(p.slabs, first + int(units - turn));
 #pragma unroll 1
         for (; walk.slab < end; ++walk.slab) {

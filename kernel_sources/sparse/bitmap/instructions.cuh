@@ -58,6 +58,15 @@ __device__ __forceinline__ void store_pair(u32 to, int t, float upper, float low
                  "}" :: "r"(to), "r"(t), "f"(upper), "f"(lower) : "memory");
 }
 
+// By the lanes t = 0 and 1.
+__device__ __forceinline__ void store_one(u32 to, int t, float sum) {
+    asm volatile("{\n\t"
+                 ".reg .pred stores;\n\t"
+                 "setp.lt.s32 stores, %1, 2;\n\t"
+                 "@stores st.shared.f32 [%0], %2;\n\t"
+                 "}" :: "r"(to), "r"(t), "f"(sum) : "memory");
+}
+
 __device__ __forceinline__ void store_sums(u32 to, const float (&x)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                  :: "r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");

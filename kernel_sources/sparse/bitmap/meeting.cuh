@@ -17,6 +17,9 @@ struct Meeting {
           finish(Read<Parameters>{p}) {
         int lane = threadIdx.x % 32;
         own = sums + warp * PARTIAL * 4 + (COLUMN_TILES == 0 ? lane / 4 * 4 : lane * 16);
+#if IN_DIGITS
+        own += lane % 4 * 32;
+#endif
         keep(own);
 #if COPY_ENGINE
         if (threadIdx.x < DEPTH) {
@@ -37,8 +40,11 @@ struct Meeting {
         barrier_wait(&empty[place], turn / DEPTH % 2 ^ 1);
 #endif
         if (COLUMN_TILES == 0) {
-            // Rows g and g + 8.
-            store_pair(to, threadIdx.x % 4, sums[0][0], sums[0][2]);
+#if IN_DIGITS
+            store_one(to, threadIdx.x % 4, sums[0][0]);
+#else
+            store_pair(to, threadIdx.x % 4, sums[0][0], sums[0][2]);  // rows g and g + 8
+#endif
         } else {
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) store_sums(to + tile * 512, sums[tile]);

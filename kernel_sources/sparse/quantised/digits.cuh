@@ -112,13 +112,21 @@ private:
     }
 };
 
-// sums += those of a group of columns, by its scales of rows g and g + 8: of two digits each lane,
-// which fit 31 bits together.
+// upper, lower += those of a group of columns, by its scales of rows g and g + 8: of two digits
+// each lane, which fit 31 bits together. x.worth[1] is still to come.
 __device__ __forceinline__ void add_digits(float& upper, float& lower, const int (&group)[4],
                                            u32 scales, const Digits& x) {
     float high = float(group[0] + 256 * group[1]), low = float(group[2] + 256 * group[3]);
-    upper += high * x.worth[0] * __uint_as_float(scales << 16) * x.worth[1];
-    lower += low * x.worth[0] * __uint_as_float(scales & 0xffff0000) * x.worth[1];
+    upper += high * x.worth[0] * __uint_as_float(scales << 16);
+    lower += low * x.worth[0] * __uint_as_float(scales & 0xffff0000);
+}
+
+// Of the four lanes of a row: the sum of `upper` to even ones, that of `lower` to odd ones.
+__device__ __forceinline__ float add_lanes(float upper, float lower) {
+    bool odd = threadIdx.x & 1;
+    float sum = odd ? lower : upper;
+    sum += __shfl_xor_sync(~0u, odd ? upper : lower, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
 // Adds the products of a chunk's 16 rows and 256 columns with x.
@@ -126,7 +134,6 @@ template <class S>
 __device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const Digits& x, const Lane& lane) {
     make_ranks(chunk, lane);
     __syncwarp();
-    u32 words = chunk + lane.unit;
     float upper = 0, lower = 0;
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
@@ -134,9 +141,9 @@ __device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const Digits& x, c
                          x.biased[group][0], x.biased[group][1]};
 #pragma unroll
         for (int i = 0; i < 4 / GROUPS; ++i) {
-            int block = (group * (4 / GROUPS) + i) * 2, swap = block / 2 * 16;
-            auto word = load_words((words ^ swap) + block * 64);
-            auto rank = load_words((lane.ranks ^ swap) + block * 64);
+            int block = (group * (4 / GROUPS) + i) * 2;
+            auto word = load_words(chunk + lane.unit[block / 2] + block * 64);
+            auto rank = load_words(lane.ranks + lane.unit[block / 2] + block * 64);
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 Fragment left;
@@ -152,14 +159,8 @@ __device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const Digits& x, c
                 multiply_bytes(counts, left, x.part[block + odd].element);
             }
         }
-        u32 scales = GROUPS == 2 ? lane.unit / 2 + group * 4 : lane.unit / 4;
+        u32 scales = GROUPS == 2 ? lane.unit[0] / 2 + group * 4 : lane.unit[0] / 4;
         add_digits(upper, lower, counts, load_word(chunk + BITMAP_BYTES + scales), x);
     }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        upper += __shfl_xor_sync(~0u, upper, step);
-        lower += __shfl_xor_sync(~0u, lower, step);
-    }
-    sums[0][0] = upper;
-    sums[0][2] = lower;
+    sums[0][0] = add_lanes(upper, lower) * x.worth[1];
 }

@@ -22,10 +22,12 @@ using Fragment = u32[4];
 // (b / 2 * 8 + (r % 8 ^ b / 2)) * 4 + b % 2 * 2 + r / 8: two rows of two blocks are 16 bytes, and
 // the words that lanes count lie in banks of their own.
 struct Lane {
-    u32 bit, below;     // t, and the bits of the lanes before it
-    u32 upper;          // bits by which to shift a word for those of the last four columns
-    u32 counted, unit;  // bytes in a chunk: the word of the first row that it counts; its own
-    u32 counts, ranks;  // the same where the warp's ranks lie
+    u32 bit, below;  // t, and the bits of the lanes before it
+    u32 upper;       // bits by which to shift a word for those of the last four columns
+    // Bytes in a chunk and in the warp's ranks, which lie at multiples of 128: of the words of rows
+    // that it counts, and of its own words in each two blocks.
+    u32 counted[4], unit[4];
+    u32 ranks;
     u32 mask, upper_mask, sixteen;  // constants that are no immediates
 
     __device__ __forceinline__ Lane(u32 ranks_of_warp) {
@@ -33,18 +35,30 @@ struct Lane {
         bit = CODES == INT4 ? 1u << (3 - lane % 4) : lane % 4;
         upper = lane % 4 + 16;
         below = NIBBLES * ((1u << lane % 4) - 1);
-        counted = block / 2 * 144 + lane % 2 * 64 + block % 2 * 8 + lane / 16 * 4;
-        unit = lane / 4 * 16;
-        ranks = ranks_of_warp + unit;
-        counts = ranks_of_warp + counted;
+        u32 first = block / 2 * 144 + lane % 2 * 64 + block % 2 * 8 + lane / 16 * 4;
+        u32 own = lane / 4 * 16;
+        keep(first);
+        keep(own);
+        ranks = ranks_of_warp;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            counted[i] = first ^ i * 16;
+            unit[i] = own ^ i * 16;
+        }
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 1200
+        // By way of shuffles, else the compiler would make the last three of the first for each
+        // chunk. For sm_120 it spills registers instead.
+        ranks = uniform(ranks);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            counted[i] = __shfl_sync(~0u, counted[i], lane);
+            unit[i] = __shfl_sync(~0u, unit[i], lane);
+        }
+#endif
         mask = 0x000f000f * gridDim.y, upper_mask = 0x00f000f0 * gridDim.y, sixteen = 16;
         keep(bit);
         keep(below);
         keep(upper);
-        keep(counted);
-        keep(unit);
-        keep(ranks);
-        keep(counts);
     }
 };
 
@@ -52,18 +66,17 @@ struct Lane {
 // rows, block, row, column), of which a lane counts four rows; those of 4 bits lie in the upper
 // nibbles of the same bytes for the lower half.
 __device__ __forceinline__ void make_ranks(u32 chunk, const Lane& lane) {
-    u32 words = chunk + lane.counted;
     int count[4], sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        count[i] = __popc(load_word(words ^ i * 16));
+        count[i] = __popc(load_word(chunk + lane.counted[i]));
         sum += count[i];
     }
     u32 before = (CODES == INT4 ? add_before_in_half(sum) : add_before(sum)) - sum;
     u32 at = chunk + CODES_OFFSET + before;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        store_word(lane.counts ^ i * 16, at);
+        store_word(lane.ranks + lane.counted[i], at);
         at += count[i];
     }
 }
@@ -86,11 +99,20 @@ __device__ __forceinline__ void load_eight(u32 (&codes)[2], u32 word, u32 at, in
     codes[0] = permute(low, high, select);
     codes[1] = permute(low, high, select >> 16);
 #else
-    // The first four take ZERO where the bit is not set: 4 + rank. The others are masked.
-    u32 select = (word >> lane.bit & NIBBLES) * 0x1111110c + 4 * NIBBLES;
-    u32 mask = permute(0xff00ff00, 0xff00ff00, word >> lane.upper);
+    u32 present = word >> lane.bit & NIBBLES;
+    // The first four take ZERO where the bit is not set: 4 + rank.
+    u32 select = present * 0x1111110c + 4 * NIBBLES;
     codes[0] = permute(low, ZERO, select);
+#if CODES == FP8
+    // The others 8 + rank: the sign of a byte, of which the sign bit stays, 0 or -0. So it does of
+    // 0x7f, which makes a mask of all other bits.
+    u32 others = (present * 0x11111108 + 8 * NIBBLES) >> 16;
+    u32 mask = permute(0x7f7f7f7f, 0x7f7f7f7f, others);
+    codes[1] = permute(low, high, others) & (mask | 0x80808080);
+#else
+    u32 mask = permute(0xff00ff00, 0xff00ff00, word >> lane.upper);
     codes[1] = (permute(low, high, select >> 16) & mask) | (ZERO & ~mask);
+#endif
 #endif
 }
 

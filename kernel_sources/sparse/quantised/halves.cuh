@@ -128,13 +128,11 @@ template <class X, class S>
 __device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const X& x, const Lane& lane) {
     make_ranks(chunk, lane);
     __syncwarp();
-    u32 words = chunk + lane.unit;
     S group = {};
 #pragma unroll
     for (int block = 0; block < CHUNK_COLUMNS / 32; block += 2) {
-        int swap = block / 2 * 16;
-        auto word = load_words((words ^ swap) + block * 64);
-        auto rank = load_words((lane.ranks ^ swap) + block * 64);
+        auto word = load_words(chunk + lane.unit[block / 2] + block * 64);
+        auto rank = load_words(lane.ranks + lane.unit[block / 2] + block * 64);
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             Fragment left[2];  // of the first and the last four columns
@@ -156,8 +154,8 @@ __device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const X& x, const 
             }
         }
         if (GROUPS == 2 && block == 2)
-            add_scaled(sums, group, load_word(chunk + BITMAP_BYTES + lane.unit / 2));
+            add_scaled(sums, group, load_word(chunk + BITMAP_BYTES + lane.unit[0] / 2));
     }
-    add_scaled(sums, group,
-               load_word(chunk + BITMAP_BYTES + (GROUPS == 2 ? lane.unit / 2 + 4 : lane.unit / 4)));
+    u32 scales = GROUPS == 2 ? lane.unit[0] / 2 + 4 : lane.unit[0] / 4;
+    add_scaled(sums, group, load_word(chunk + BITMAP_BYTES + scales));
 }

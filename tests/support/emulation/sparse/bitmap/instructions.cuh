@@ -30,6 +30,9 @@ inline void store_pair(u32 to, int t, float upper, float lower) {
     store_word(to, __float_as_uint(upper));
     store_word(to + 32, __float_as_uint(lower));
 }
+inline void store_one(u32 to, int t, float sum) {
+    if (t < 2) store_word(to, __float_as_uint(sum));
+}
 inline void store_sums(u32 to, const float (&x)[4]) { std::memcpy(in_shared(to, 16), x, 16); }
 
 inline u32 permute(u32 low, u32 high, u32 select) {
