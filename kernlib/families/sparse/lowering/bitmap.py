@@ -104,7 +104,7 @@ def lower(
     warps = _warps(problem, arch, codes)
     ranges = _ranges(problem, warps)
     variant = _variant(problem, warps, False)._replace(codes=codes)
-    if not _has_all_ranges(problem, variant, ranges, arch, multiprocessors):
+    if not has_all_ranges(problem, variant, ranges, arch, multiprocessors):
         variant = variant._replace(sums=True)
     made = spec(() if variant.sums else epilogue, variant, arch)
     fixed, ctas = _fixed(problem, variant, ranges, arch, multiprocessors)
@@ -171,7 +171,7 @@ def _running(variant: Variant, slabs: int, ranges: int, ctas: int) -> int:
     return round_up(ceil_div(slabs, ctas) * of_slab, 128) if ranges > 1 else 0
 
 
-def _has_all_ranges(
+def has_all_ranges(
     problem: Problem, variant: Variant, ranges: int, arch: str, multiprocessors: int
 ) -> bool:
     """Whether CTAs take all ranges of their slabs, in one launch: where none has more units by

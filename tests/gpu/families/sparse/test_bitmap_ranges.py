@@ -18,18 +18,18 @@ BITS = {torch.float16: 11, torch.bfloat16: 8}
 @pytest.fixture
 def by(monkeypatch):
     """Products of which CTAs take all ranges, or none does, into memory full of NaNs."""
-    rule = lowering._has_all_ranges
+    rule = lowering.has_all_ranges
 
     def product(w, x, together):
         def chosen(problem, variant, ranges, *_):
             return together or ranges == 1
 
-        monkeypatch.setattr(lowering, "_has_all_ranges", chosen)
+        monkeypatch.setattr(lowering, "has_all_ranges", chosen)
         forget_plans()
         return matmul(w, x, out=torch.full((len(x), w.shape[0]), torch.nan, device="cuda").to(x))
 
     yield product
-    monkeypatch.setattr(lowering, "_has_all_ranges", rule)
+    monkeypatch.setattr(lowering, "has_all_ranges", rule)
     forget_plans()
 
 
