@@ -3,22 +3,25 @@
 //
 // A warp keeps x of 256 columns in registers, as fragments of mma.sync, and walks down the slabs of
 // 16 rows: its chunks come through a ring of its own. The CTA's warps stand side by side along the
-// columns of a range and add up their sums slab by slab; several ranges meet in sum.cuh.
+// columns of a range and add up their sums slab by slab. Of several ranges a CTA either walks all,
+// one after the other, with running sums of its slabs in shared memory, or some: then they meet in
+// sum.cuh.
 //
 // Floors on an H200 for a chunk at density d (16-bit values), in clocks of an SM at 1.72 GHz:
 //   memory    512 + 8192 d bytes over 4.31 TB/s on 132 SMs: 243 at d = 0.5
 //   shared    wavefronts: 183 of values, which at d = 0.5 spread over more than 32 banks in 43 of
 //             100 loads; 32 of words and ranks, 13 to make ranks, 36 of the copy, 8 of sums: 272
 //   issue     4 a clock: 519 of the decoding and products, 51 of ranks, 64 of everything else: 158
-// Measured at 8192 x 28672: 69, 78 and 105 us at d = 0.3, 0.5 and 0.7 where shared memory alone is
-// 69 at 0.5; 71, 88 and 116 us for 8 vectors. Three loads of whole words a lane for its four values
+// Measured at 8192 x 28672: 63, 71 and 95 us at d = 0.3, 0.5 and 0.7 where shared memory alone is
+// 69 at 0.5; 67, 83 and 113 us for 8 vectors. Three loads of whole words a lane for its four values
 // were 226 wavefronts, but with what selects the halves no faster.
 //
 // The generated source defines before it includes this file:
 //   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish
 //   WARPS                  of a CTA: chunks side by side
 //   COLUMN_TILES           tiles of 8 vectors; 0 for a single vector
-//   SUMS                   whether the result goes to the workspace, as float [range][n][row]
+//   SUMS                   whether the result goes to the workspace, as float [range][n][row]; else
+//                          a CTA takes all ranges of its slabs
 //   COPY_ENGINE            1 where bulk copies fill the ring (sm_90 and later), 0 for cp.async
 //   PARAMETER_BYTES        Parameters as lowering lays them out
 #pragma once
@@ -48,8 +51,9 @@ struct Fixed {
     i64 rows, x_stride, out_vector_stride, out_row_stride;
     int cols, columns, kchunks, slabs;
     int stages, slot_bytes;          // of a warp's ring
-    int cta_units, longer_ctas;      // units of a CTA: the first ones have one more
+    int cta_units, longer_ctas;      // units of a CTA, or slabs: the first ones have one more
     int range_chunks, wider_ranges;  // and chunks of a range
+    int ranges, running;             // running: where those sums are, in bytes of shared memory
 };
 
 // Laid out by kernlib/families/sparse/lowering/bitmap.py.
@@ -69,25 +73,35 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
 struct Vectors {
     Vector<u32, 4> part[TILES][CHUNK_COLUMNS / 32];
 
+    // All loads first, and nothing with a branch between them, as they would take 0.3 us each.
     __device__ __forceinline__ void read(const Parameters& p, int chunk) {
-        int lane = threadIdx.x % 32;
+        int lane = threadIdx.x % 32, first = chunk * CHUNK_COLUMNS + lane % 4 * 8;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             int n = tile * 8 + lane / 4;
             const InputT* from = p.x + n * p.x_stride;
 #pragma unroll
             for (int block = 0; block < CHUNK_COLUMNS / 32; ++block) {
-                int column = chunk * CHUNK_COLUMNS + block * 32 + lane % 4 * 8;
+                int column = first + block * 32;
                 auto& to = part[tile][block];
                 to = {0, 0, 0, 0};
-                if (n >= p.columns || column >= p.cols) continue;
-                to = load_vector<u32, 4>(reinterpret_cast<const u32*>(from + column));
-                if (column + 8 > p.cols) keep(to, p.cols - column);
-#if defined(CODES) && !IN_DIGITS
-                arrange(to);
-#endif
+                if (n < p.columns && column < p.cols)
+                    to = load_vector<u32, 4>(reinterpret_cast<const u32*>(from + column));
             }
         }
+        if ((chunk + 1) * CHUNK_COLUMNS > p.cols) {
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+                for (int block = 0; block < CHUNK_COLUMNS / 32; ++block)
+                    keep(part[tile][block], p.cols - first - block * 32);
+        }
+#if defined(CODES) && !IN_DIGITS
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+            for (int block = 0; block < CHUNK_COLUMNS / 32; ++block) arrange(part[tile][block]);
+#endif
     }
 
     // The first `count` of 8 elements; what lies behind a vector may be anything.
@@ -106,15 +120,15 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
     __shared__ __align__(128) u32 ranks[WARPS][WORDS];
     __shared__ u64 barriers[2 * DEPTH];
     int warp = uniform(threadIdx.x / 32), cta = blockIdx.x;
-    int unit = cta * p.cta_units + min(cta, p.longer_ctas);
-    u32 units = p.cta_units + (cta < p.longer_ctas);
+    Share share(p, cta);
+    u32 units = share.units;
 #if COPY_ENGINE
     launch_dependents();
 #endif
     u32 sums_of_slabs = uniform(shared_address(shared));
-    Ring ring(p, sums_of_slabs + DEPTH * WARPS * PARTIAL * 4 + RING_OFFSET, warp, unit, int(units));
+    Ring ring(p, share, sums_of_slabs + DEPTH * WARPS * PARTIAL * 4 + RING_OFFSET, warp);
     Lane lane(shared_address(ranks[warp]));
-    Walk walk(p, unit);
+    Walk walk = share.at(p, 0);
 #if IN_DIGITS
     Digits x;
 #else
@@ -124,7 +138,7 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
 #if COPY_ENGINE
     wait_for_prerequisites();  // the matrix is read before, x and the epilogue's numbers after this
 #endif
-    Meeting meeting(p, sums_of_slabs, uniform(shared_address(barriers)), warp);
+    Meeting meeting(p, share, sums_of_slabs, uniform(shared_address(barriers)), warp);
     u32 turn = 0;
 #pragma unroll 1
     while (turn < units) {  // ranges
@@ -140,7 +154,7 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
             ring.fill();
         }
 #endif
-        int first = walk.slab, end = min(p.slabs, first + int(units - turn));
+        int first = walk.slab, end = min(share.end, first + int(units - turn));
 #pragma unroll 1
         for (; walk.slab < end; ++walk.slab) {
             Sums sums = {};
@@ -162,12 +176,12 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
             // The slab before, once the other warps have had time for it.
             if (--until_written == 0) {
                 until_written = WARPS;
-                if (walk.slab > first) meeting.write(walk.slab - 1, walk.range, turn - 1);
+                if (walk.slab > first) meeting.write(walk, walk.slab - 1, turn - 1);
             }
             ++turn;
         }
         // The range's last one.
-        if (until_written == 1) meeting.write(end - 1, walk.range, turn - 1);
-        walk = Walk(p, walk.range + 1, 0);
+        if (until_written == 1) meeting.write(walk, end - 1, turn - 1);
+        walk = Walk(p, walk.range + 1, share.first);
     }
 }

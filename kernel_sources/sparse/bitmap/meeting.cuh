@@ -1,5 +1,6 @@
 // The sums of a CTA's warps, which meet in shared memory: of a slab in one of DEPTH places, so that
-// a warp need not wait for the others before it goes on to the next slab.
+// a warp need not wait for the others before it goes on to the next slab. Behind the ring lie the
+// running sums of slabs, over the ranges that a CTA has walked, if there is another.
 #pragma once
 
 using Sums = float[TILES][4];
@@ -8,11 +9,14 @@ struct Meeting {
     const Parameters& p;
     float* partials;  // [DEPTH][WARPS][PARTIAL]
     u32 own;          // this lane's of place 0
+    float* running;   // [slab of the CTA][PARTIAL], from this lane's on
+    int first;        // slab of the CTA
     u64 *full, *empty;
     Finish finish;
 
-    __device__ __forceinline__ Meeting(const Parameters& p, u32 sums, u32 barriers, int warp)
-        : p(p), partials(static_cast<float*>(__cvta_shared_to_generic(sums))),
+    __device__ __forceinline__ Meeting(const Parameters& p, const Share& share, u32 sums,
+                                       u32 barriers, int warp)
+        : p(p), first(share.first), partials(static_cast<float*>(__cvta_shared_to_generic(sums))),
           full(static_cast<u64*>(__cvta_shared_to_generic(barriers))), empty(full + DEPTH),
           finish(Read<Parameters>{p}) {
         int lane = threadIdx.x % 32;
@@ -21,6 +25,8 @@ struct Meeting {
         own += lane % 4 * 32;
 #endif
         keep(own);
+        u32 behind = sums + p.running + lane * (COLUMN_TILES == 0 ? 4 : 16);
+        running = static_cast<float*>(__cvta_shared_to_generic(behind));
 #if COPY_ENGINE
         if (threadIdx.x < DEPTH) {
             barrier_init(&full[threadIdx.x], WARPS);
@@ -53,31 +59,35 @@ struct Meeting {
 
     __device__ __forceinline__ void arrive(u32 turn) { barrier_arrive(&full[turn % DEPTH]); }
 
-    // Adds up the warps' sums of a slab, in their order, and writes them; by one warp.
-    __device__ __forceinline__ void write(int slab, int range, u32 turn) {
+    // Adds up the warps' sums of a slab, in their order, and writes them, or the running sums; by
+    // one warp. Another one reads those a range later, when this one has arrived again: it writes
+    // at once what is the last of a range, and all else before it arrives for the slab after next.
+    __device__ __forceinline__ void write(const Walk& walk, int slab, u32 turn) {
         int lane = threadIdx.x % 32, place = int(turn % DEPTH);
         const float* from = partials + place * WARPS * PARTIAL;
 #if COPY_ENGINE
         barrier_wait(&full[place], turn / DEPTH % 2);
 #endif
-        i64 row = i64(slab) * 16;
         if (COLUMN_TILES == 0) {
-            float sum = 0;
+            float sum[1] = {};
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) sum += from[w * PARTIAL + lane % 16];
-            if (lane < 16) store(row + lane, range, 0, sum);
+            for (int w = 0; w < WARPS; ++w) sum[0] += from[w * PARTIAL + lane % 16];
+            if (lane < 16 && is_complete<1>(sum, walk, slab, 0))
+                store(i64(slab) * 16 + lane, walk.range, 0, sum[0]);
         } else {
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile)
-                write_tile(from + tile * 128, row, range, tile);
+                write_tile(from + tile * 128, walk, slab, tile);
         }
 #if COPY_ENGINE
         barrier_arrive_by_warp(&empty[place]);
 #endif
     }
 
-    __device__ __forceinline__ void write_tile(const float* from, i64 row, int range, int tile) {
+    __device__ __forceinline__ void write_tile(const float* from, const Walk& walk, int slab,
+                                               int tile) {
         int lane = threadIdx.x % 32;
+        i64 row = i64(slab) * 16;
         float sum[4] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
@@ -85,9 +95,30 @@ struct Meeting {
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[e] += part.element[e];
         }
+        if (!is_complete<4>(sum, walk, slab, tile)) return;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            store(row + lane / 4 + e / 2 * 8, range, tile * 8 + lane % 4 * 2 + e % 2, sum[e]);
+            store(row + lane / 4 + e / 2 * 8, walk.range, tile * 8 + lane % 4 * 2 + e % 2, sum[e]);
+    }
+
+    // Adds the running sums of the ranges before. False if another range follows, for which these
+    // are the running sums then.
+    template <int COUNT>
+    __device__ __forceinline__ bool is_complete(float (&sum)[COUNT], const Walk& walk, int slab,
+                                                int tile) {
+        if (SUMS) return true;
+        float* at = running + (slab - first) * PARTIAL + tile * 128;
+        if (walk.range > 0) {
+            auto before = load_vector<float, COUNT>(at);
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e) sum[e] = before.element[e] + sum[e];
+        }
+        if (walk.is_last(p)) return true;
+        Vector<float, COUNT> x;
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) x.element[e] = sum[e];
+        store_vector(at, x);
+        return false;
     }
 
     __device__ __forceinline__ void store(i64 row, int range, int n, float sum) {

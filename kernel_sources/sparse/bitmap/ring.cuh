@@ -5,9 +5,6 @@
 struct Walk {
     int slab, range, first, chunks;
 
-    __device__ __forceinline__ Walk(const Parameters& p, int unit)
-        : Walk(p, unit / p.slabs, unit % p.slabs) {}
-
     __device__ __forceinline__ Walk(const Parameters& p, int range, int slab)
         : slab(slab), range(range) {
         first = range * p.range_chunks + min(range, p.wider_ranges);
@@ -18,12 +15,40 @@ struct Walk {
     __device__ __forceinline__ const u32* place(const Parameters& p, int warp) const {
         return p.offsets + i64(slab) * p.kchunks + first + warp;
     }
+
+    __device__ __forceinline__ bool is_last(const Parameters& p) const {
+        return range + 1 == p.ranges;
+    }
+};
+
+// A CTA's units: those of each range lie one behind the other, from the slab `first` to `end`.
+struct Share {
+    int first, end, begin;  // begin: the number of its first unit among those
+    int units;
+
+    __device__ __forceinline__ Share(const Parameters& p, int cta) {
+        begin = cta * p.cta_units + min(cta, p.longer_ctas);
+        units = p.cta_units + (cta < p.longer_ctas);
+        first = 0;
+        end = p.slabs;
+        if (SUMS) return;
+        first = begin;
+        end = begin + units;
+        begin = 0;
+        units *= p.ranges;
+    }
+
+    __device__ __forceinline__ Walk at(const Parameters& p, int unit) const {
+        unit += begin;
+        return Walk(p, unit / (end - first), first + unit % (end - first));
+    }
 };
 
 // A slot holds a chunk and 16 bytes more, of which decoding reads up to 12 for nothing and the last
 // 8 are free for the barrier of the slot behind: one address serves for a chunk and its barrier.
 struct Ring {
     const Parameters& p;
+    const Share& share;
     u32 begin, end, chunk;  // in shared memory; chunk: that of the warp's next unit
     u32 parity;             // of its barrier
     int warp, range;        // of the unit that is asked for next
@@ -37,8 +62,8 @@ struct Ring {
     int apart = threadIdx.x % 32 * (gridDim.y - 1);
 #endif
 
-    __device__ __forceinline__ Ring(const Parameters& p, u32 slots, int warp, int unit, int units)
-        : p(p), parity(0), warp(warp), left(units) {
+    __device__ __forceinline__ Ring(const Parameters& p, const Share& share, u32 slots, int warp)
+        : p(p), share(share), parity(0), warp(warp), left(share.units) {
         int bytes = p.stages * p.slot_bytes, lane = threadIdx.x % 32;
         begin = uniform(slots + warp * bytes);
         end = begin + bytes;
@@ -50,11 +75,11 @@ struct Ring {
 #endif
         __syncwarp();
         // The places of the first chunks together: one after the other they would take 1 us each.
-        if (lane <= p.stages && lane < units) {
-            Walk walk(p, unit + lane);
+        if (lane <= p.stages && lane < share.units) {
+            Walk walk = share.at(p, lane);
             if (warp < walk.chunks) prefetch(walk.place(p, warp));
         }
-        enter(Walk(p, unit));
+        enter(share.at(p, 0));
         read_place();
         chunk = begin;
         if (leads()) copy();
@@ -90,7 +115,7 @@ struct Ring {
 
     __device__ __forceinline__ void enter(const Walk& ahead) {
         range = ahead.range;
-        run = min(p.slabs - ahead.slab, left);
+        run = min(share.end - ahead.slab, left);
         left -= run;
         exists = run > 0 && warp < ahead.chunks;
         place = ahead.place(p, warp);
@@ -126,7 +151,7 @@ struct Ring {
     // Reads the place of the chunk behind the one that has been asked for.
     __device__ __forceinline__ void advance() {
         place += p.kchunks;
-        if (--run == 0) enter(Walk(p, range + 1, 0));
+        if (--run == 0) enter(Walk(p, range + 1, share.first));
         read_place();
     }
 

@@ -132,6 +132,11 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
         chosen |= unsigned(both >> 8 * (selector >> 4 * byte & 7) & 255) << 8 * byte;
     return chosen;
 }
+// x and y as bytes without a sign: the sum of their products, added to `sum`.
+inline unsigned __dp4a(unsigned x, unsigned y, unsigned sum) {
+    for (int bit = 0; bit < 32; bit += 8) sum += (x >> bit & 0xff) * (y >> bit & 0xff);
+    return sum;
+}
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

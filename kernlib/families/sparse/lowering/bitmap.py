@@ -1,5 +1,6 @@
 """The product of a bitmap matrix with few vectors: bitmap/bitmap.cuh, and sum.cuh behind it where
-its columns are more than the warps of a CTA take side by side. Where it can,
+its columns are more than the warps of a CTA take side by side, and CTAs do not take one range of
+those after the other. Where it can,
 :mod:`~kernlib.families.sparse.lowering.bitmap_many` multiplies more. ``codes`` is what values in
 fewer bits are made of, such as "int8", or "" where values have all of their bits."""
 
@@ -17,7 +18,7 @@ from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered, Step
@@ -38,9 +39,17 @@ WARPS = (16, 12, 8)  # of a CTA
 # Of one that multiplies codes, which are fewer bytes and take fewer registers: 28 were 3 to 13 %
 # faster than 16 on an H200 at 8192 x 28672, 20 and 24 slower.
 WARPS_OF_CODES = (28, 16, 8)
-FIXED = "<4q10i"  # struct Fixed
+FIXED = "<4q12i"  # struct Fixed
 POINTERS = 4
 MAX_UNITS = 2**31 - 1
+# CTAs take all ranges of their slabs up to this many vectors times ranges behind the first, as each
+# of those is read anew by all CTAs. On an H200 with a launch of something else between products
+# 4096 x 11008 at density .5, of 3 ranges, takes 21.0, 21.6, 23.0 and 26.1 us for 1, 2, 4 and 8
+# vectors so, and 21.8, 22.2, 23.1 and 25.1 with a second launch for the sums; one behind the other
+# 18.3, 18.8, 19.7 and 22.6 so, and 20.3, 21.0, 21.8 and 23.8.
+MOST_READ_ANEW = 8
+MOST_RANGES_OF_CODES = 2  # with int8 and one vector 4 ranges take 4 % longer, as x becomes digits
+LEAST_STAGES = 3  # that are left beside the sums that CTAs hold, if there were more
 WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")  # targets without an instruction that makes halves of it
 
 
@@ -97,7 +106,9 @@ def lower(
         return _one_by_one(epilogue, problem, arch, multiprocessors)
     warps = _warps(problem, arch, codes)
     ranges = _ranges(problem, warps)
-    variant = _variant(problem, warps, ranges > 1)._replace(codes=codes)
+    variant = _variant(problem, warps, False)._replace(codes=codes)
+    if not has_all_ranges(problem, variant, ranges, arch, multiprocessors):
+        variant = variant._replace(sums=True)
     made = spec(() if variant.sums else epilogue, variant, arch)
     fixed, ctas = _fixed(problem, variant, ranges, arch, multiprocessors)
     grid = (ctas, 1)
@@ -140,20 +151,47 @@ def _fixed(
 ) -> tuple[bytes, int]:
     """struct Fixed, and the CTAs."""
     slabs, chunks, slot = _slabs(problem), _chunks(problem), _slot(problem)
-    ctas = min(slabs * ranges, multiprocessors)
-    stages = _stages(problem, variant, arch)
+    units = slabs * ranges if variant.sums else slabs  # that are shared out
+    ctas = min(units, multiprocessors)
+    running = 0 if variant.sums else _running(variant, slabs, ranges, ctas)
+    stages = _stages(problem, variant, arch, running)
     fixed = struct.pack(
         FIXED, problem.rows, problem.x_stride, *problem.out_strides,
         problem.cols, problem.columns, chunks, slabs, stages, slot,
-        *divmod(slabs * ranges, ctas), *divmod(chunks, ranges),
+        *divmod(units, ctas), *divmod(chunks, ranges), ranges, _dynamic(variant, arch) - running,
     )  # fmt: skip
     return fixed, ctas
 
 
-def _stages(problem: Problem, variant: Variant, arch: str) -> int:
-    """Chunks of a warp's ring that fit, at most MAX_STAGES."""
+def _stages(problem: Problem, variant: Variant, arch: str, running: int = 0) -> int:
+    """Chunks of a warp's ring that fit beside ``running`` bytes of sums, at most MAX_STAGES."""
     most = MAX_STAGES_OF_CODES if variant.codes else MAX_STAGES
-    return min(most, _ring(variant, arch) // (variant.warps * _slot(problem)))
+    return min(most, (_ring(variant, arch) - running) // (variant.warps * _slot(problem)))
+
+
+def _running(variant: Variant, slabs: int, ranges: int, ctas: int) -> int:
+    """Bytes of the sums that a CTA holds from range to range."""
+    of_slab = 512 * variant.tiles or 64
+    return round_up(ceil_div(slabs, ctas) * of_slab, 128) if ranges > 1 else 0
+
+
+def has_all_ranges(
+    problem: Problem, variant: Variant, ranges: int, arch: str, multiprocessors: int
+) -> bool:
+    """Whether CTAs take all ranges of their slabs, in one launch: where none has more units by
+    that than by cutting a slab's ranges apart, and x is small enough to be read for each range."""
+    if ranges == 1:
+        return True
+    most_ranges = MOST_RANGES_OF_CODES if variant.codes else ranges
+    if ranges > most_ranges or (ranges - 1) * problem.columns > MOST_READ_ANEW:
+        return False
+    slabs = _slabs(problem)
+    running = _running(variant, slabs, ranges, min(slabs, multiprocessors))
+    stages = _stages(problem, variant, arch)
+    if _stages(problem, variant, arch, running) < min(stages, LEAST_STAGES):
+        return False
+    units = ceil_div(slabs * ranges, multiprocessors)  # of the CTA with most, cut anywhere
+    return ceil_div(slabs, multiprocessors) * ranges <= units
 
 
 def _warps(problem: Problem, arch: str, codes: str = "") -> int:

@@ -26,7 +26,7 @@ def problem(rows=8192, cols=28672, columns=1, dtype="float16", largest=4880, str
 
 def fixed(step):
     names = "rows x_stride out_vector out_row cols columns kchunks slabs stages "
-    names += "slot cta_units longer_ctas range_chunks wider_ranges"
+    names += "slot cta_units longer_ctas range_chunks wider_ranges ranges running"
     return dict(zip(names.split(), struct.unpack(lowering.FIXED, step.fixed), strict=True))
 
 
@@ -39,10 +39,11 @@ def test_several_ranges_meet_in_the_workspace():
     assert (found["kchunks"], found["slabs"]) == (112, 512)
     assert found["cta_units"] * 132 + found["longer_ctas"] == ranges * 512
     assert found["range_chunks"] * ranges + found["wider_ranges"] == 112
+    assert found["ranges"] == ranges
     assert lowered.workspace == 4 * ranges * 8 * 8192
     assert stem(second.spec) == "sparse_sum" and second.overlaps and second.scalars == 1
     assert second.pointers == (("workspace", 0), ("out", 0), ("vector0", 0))
-    assert not lowering.lower((), problem(), "sm_86", 84).steps[1].overlaps
+    assert not lowering.lower((), problem(columns=4), "sm_86", 84).steps[1].overlaps
 
 
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
