@@ -199,12 +199,15 @@ def _warps(problem: Problem, arch: str, codes: str = "") -> int:
     any, as others stand idle."""
     every = WARPS_OF_CODES if codes else WARPS
     known = [_variant(problem, warps)._replace(codes=codes) for warps in every]
-    fitting = [v.warps for v in known if _has_registers(v) and _stages(problem, v, arch) >= 2]
+    fitting = [v.warps for v in known if _has_registers(v, arch) and _stages(problem, v, arch) >= 2]
     return min(fitting or every[-1:], key=lambda warps: (_ranges(problem, warps), warps))
 
 
-def _has_registers(variant: Variant) -> bool:
-    """Whether its kernel spills none, or of codes next to none: 16 vectors take up to 168."""
+def _has_registers(variant: Variant, arch: str) -> bool:
+    """Whether its kernel spills none, or of codes next to none: 16 vectors take up to 168. ptxas
+    takes more for Blackwell's sm_12x."""
+    if variant.codes and arch.startswith("sm_12") and variant.warps > 16:
+        return False
     return variant.tiles < 2 or variant.warps <= (16 if variant.codes else 12)
 
 
@@ -299,7 +302,7 @@ def variants(
             every, range(_most_tiles(arch, codes) + 1), (False, True)
         ):
             variant = Variant(dtype, warps, tiles, sums, codes)
-            if not _has_registers(variant):
+            if not _has_registers(variant, arch):
                 continue
             found.append(spec(() if sums else epilogue, variant, arch))
         found.append(last.spec(epilogue, dtype, arch))
