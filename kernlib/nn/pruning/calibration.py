@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from kernlib.descriptors.base import shown as in_words
 from kernlib.errors import warn
 from kernlib.nn.pruning.targets import Target
-from kernlib.progress import check, shown
+from kernlib.progress import shown
 
 
 class Statistic(Protocol):
@@ -52,7 +52,8 @@ def prune_by_inputs(
 ) -> list[Target]:
     """Call ``prune`` with each target and the statistic of its inputs, and return those that were
     called. Warns of the others, which stay as they are."""
-    check(progress)
+    if progress is not None and type(progress) is not bool:
+        raise TypeError(f"progress must be True, False or None, got {in_words(progress)}")
     inputs = as_list(batches)
     pruned: list[Target] = []
 

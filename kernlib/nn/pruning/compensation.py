@@ -51,9 +51,10 @@ def _upper(hessian: torch.Tensor, dampening: float) -> torch.Tensor:
     diagonal[diagonal == 0] = 1
     diagonal += dampening * diagonal.mean()
     factor, info = torch.linalg.cholesky_ex(hessian)
-    torch.cholesky_inverse(factor, out=hessian)
-    factor, after = torch.linalg.cholesky_ex(hessian, upper=True)
-    if int(info) or int(after):
+    if not int(info):  # or there is no inverse
+        torch.cholesky_inverse(factor, out=hessian)
+        factor, info = torch.linalg.cholesky_ex(hessian, upper=True)
+    if int(info):
         raise torch.linalg.LinAlgError(
             f"the Hessian of the inputs is not positive definite with dampening = {dampening:g}: "
             f"dampening must be higher, such as {max(10 * dampening, 0.01):g}, or batches must "
