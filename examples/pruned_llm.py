@@ -213,8 +213,8 @@ def compressed(name: str, model: LanguageModel, text: torch.Tensor, device: str)
 
 
 def check(rows: list[Row]) -> None:
-    found = {row.name: row.perplexity for row in rows}
-    if not found["SparseGPT"] < found["magnitude"]:
+    perplexities = {row.name: row.perplexity for row in rows}
+    if not perplexities["SparseGPT"] < perplexities["magnitude"]:
         raise SystemExit("pruning by inputs is no better than by magnitude")
 
 

@@ -228,7 +228,7 @@ def mask(c: Context) -> dict:
     return {"weight": c.randn(6, 24, dtype=c.float_type()), "n": 2, "m": 4}
 
 
-def wanted_mask(weight, n=2, m=4) -> torch.Tensor:
+def expected_mask(weight, n=2, m=4) -> torch.Tensor:
     keys = weight.double().abs().nan_to_num(nan=float("inf"), posinf=1e308).unflatten(-1, (-1, m))
     order = keys.argsort(dim=-1, descending=True, stable=True)[..., :n]
     return torch.zeros_like(keys).scatter_(-1, order, 1).flatten(-2).bool()
@@ -388,7 +388,7 @@ ENTRIES = dict(
         entry("kernlib.sparse.from_csr", call_csr, csr, 6, None, 3),
         entry("kernlib.sparse.SparseMatrix", call_state, state, 0, None, 5),
         entry("kernlib.sparse.magnitude", sparse.magnitude, pruning, 4, None, 2),
-        entry("kernlib.sparse.prune.n_m", sparse.prune.n_m, mask, 3, wanted_mask, 2,
+        entry("kernlib.sparse.prune.n_m", sparse.prune.n_m, mask, 3, expected_mask, 2,
               {"n": "int", "m": "int"}),
         entry("kernlib.sparse.prune.magnitude", sparse.prune.magnitude, pruned_model, 1, None, 2),
         entry("kernlib.sparse.prune.wanda", sparse.prune.wanda, calibrated, 2, None, 1,

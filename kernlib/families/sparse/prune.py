@@ -1,6 +1,6 @@
 """Pruning: some entries of a weight stay, and all others become zeros.
 
-Weights are looked at piece by piece, so that beside a large one little memory is taken.
+Weights are looked at piece by piece, so that a large one needs little memory beside it.
 """
 
 from __future__ import annotations
@@ -305,12 +305,12 @@ def _nth_largest(
     This is one pass over the keys for each bit. Sorting would hold an index of 8 bytes for each
     entry, 5 GB for a matrix of 12288 x 49152.
     """
-    found = next(iter(every())).new_zeros(1, 1)
+    least = next(iter(every())).new_zeros(1, 1)
     for bit in reversed(range(bits)):
-        higher = found | (1 << bit)
+        higher = least | (1 << bit)
         reached = sum((keys >= higher).sum(1, keepdim=True) for keys in every())
-        found = torch.where(reached >= count, higher, found)
-    return found
+        least = torch.where(reached >= count, higher, least)
+    return least
 
 
 def _counter(entries: int) -> torch.dtype:
@@ -329,7 +329,7 @@ def checked_pattern(n: object, m: object, names: tuple[str, str] = ("n", "m")) -
 
 
 def check_groups(name: str, weight: torch.Tensor, m: int, of: str = "m") -> None:
-    """Raises ValueError for a tensor whose rows are no whole groups of ``m``."""
+    """Raises ValueError for a tensor whose rows are not divisible into groups of ``m``."""
     if not weight.dim() or weight.shape[-1] % m:
         raise ValueError(
             f"the last dimension of {name} must be divisible by {of} = {shown(m)}, got shape "

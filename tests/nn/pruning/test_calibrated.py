@@ -38,13 +38,13 @@ def prune_stage(method: str, model: nn.Module, names: list[str], samples, share:
 @pytest.mark.parametrize("method", METHODS)
 def test_each_block_sees_what_the_pruned_ones_in_front_return(method, share):
     model, samples = decoder(), batches()
-    wanted = copy.deepcopy(model)
+    expected = copy.deepcopy(model)
     for block in range(3):
         names = [f"blocks.{block}.{name}" for name in OF_BLOCK]
-        prune_stage(method, wanted, names, samples, share)
-    prune_stage(method, wanted, ["head"], samples, share)
+        prune_stage(method, expected, names, samples, share)
+    prune_stage(method, expected, ["head"], samples, share)
     densities = METHODS[method](model, iter(samples), **share)
-    for name, value in wanted.state_dict().items():
+    for name, value in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, msg=name)
     assert [*densities] == [f"blocks.{i}.{name}" for i in range(3) for name in OF_BLOCK] + ["head"]
     assert model.training and all(part.training for part in model.modules())
@@ -54,11 +54,11 @@ def test_each_block_sees_what_the_pruned_ones_in_front_return(method, share):
 @pytest.mark.parametrize("method", METHODS)
 def test_blocks_that_are_no_chain_are_pruned_by_the_dense_model(method, kind):
     model, samples = decoder(kind), batches()
-    wanted = copy.deepcopy(model)
+    expected = copy.deepcopy(model)
     names = [f"blocks.{i}.{name}" for i in range(3) for name in OF_BLOCK]
-    prune_stage(method, wanted, [*names, "head"], samples, {})
+    prune_stage(method, expected, [*names, "head"], samples, {})
     METHODS[method](model, samples)
-    for name, value in wanted.state_dict().items():
+    for name, value in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, msg=name)
 
 
@@ -67,10 +67,10 @@ def test_models_without_blocks(method, seed):
     samples = [torch.randn(20, 300) @ torch.randn(300, 300) for _ in range(20)]
     model = nn.Sequential(nn.Linear(300, 40), nn.ReLU(), nn.Linear(40, 8)).double()
     samples = [x.double() for x in samples]
-    wanted = copy.deepcopy(model)
-    prune_stage(method, wanted, ["0", "2"], samples, {})
+    expected = copy.deepcopy(model)
+    prune_stage(method, expected, ["0", "2"], samples, {})
     densities = METHODS[method](model, samples)
-    torch.testing.assert_close(model.state_dict(), wanted.state_dict())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
     assert densities == {"0": 0.5, "2": 0.5}
     one = nn.Linear(300, 40).double()
     assert METHODS[method](one, samples, density=0.25) == {"": 0.25}
@@ -114,10 +114,10 @@ def test_each_group_keeps_n(method, pattern, seed):
 def test_half_types_are_computed_in_float32(method, dtype, seed):
     layer, x = nn.Linear(64, 32), torch.randn(300, 64) * torch.rand(64).exp()
     layer, x = layer.to(dtype), x.to(dtype)
-    wanted = PRUNED[method](layer.weight.detach(), x, 0.5)
+    expected = PRUNED[method](layer.weight.detach(), x, 0.5)
     METHODS[method](nn.Sequential(layer), [x])
     assert layer.weight.dtype == dtype and isinstance(layer.weight, nn.Parameter)
-    apart = ((layer.weight.double() - wanted).norm() / wanted.norm()).item()
+    apart = ((layer.weight.double() - expected).norm() / expected.norm()).item()
     # A rounded score that comes to lie behind its neighbour swaps two entries.
     assert apart < {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-3}[dtype]
 
@@ -125,13 +125,13 @@ def test_half_types_are_computed_in_float32(method, dtype, seed):
 def test_dead_inputs_are_dropped_first(seed):
     layer, x = nn.Linear(32, 8, dtype=torch.float64), torch.randn(100, 32, dtype=torch.float64)
     x[:, ::4] = 0
-    wanted = PRUNED["sparsegpt"](layer.weight.detach(), x, 0.5)
+    expected = PRUNED["sparsegpt"](layer.weight.detach(), x, 0.5)
     for density in (0.5, 1):
         model = nn.Sequential(copy.deepcopy(layer))
         prune.sparsegpt(model, [x], density=density)
         assert not model[0].weight[:, ::4].any()
         if density == 0.5:
-            torch.testing.assert_close(model[0].weight.detach(), wanted)
+            torch.testing.assert_close(model[0].weight.detach(), expected)
     model = nn.Sequential(copy.deepcopy(layer))
     assert prune.wanda(model, [x]) == {"0": 0.5} and not model[0].weight[:, ::4].any()
 
@@ -149,12 +149,12 @@ def test_compensation_is_nearer_than_masks_alone(seed):
 
 def test_inputs_of_any_form():
     model, tokens = decoder(), batches()
-    wanted = copy.deepcopy(model)
-    prune.wanda(wanted, [(each, 1.0) for each in tokens])
+    expected = copy.deepcopy(model)
+    prune.wanda(expected, [(each, 1.0) for each in tokens])
     for form in (tokens, tuple(tokens), iter([{"tokens": each} for each in tokens])):
         again = decoder()
         prune.wanda(again, form)
-        torch.testing.assert_close(again.state_dict(), wanted.state_dict())
+        torch.testing.assert_close(again.state_dict(), expected.state_dict())
 
 
 def test_a_layer_in_two_places_is_pruned_once_by_all_its_inputs(seed):
@@ -162,9 +162,9 @@ def test_a_layer_in_two_places_is_pruned_once_by_all_its_inputs(seed):
     model = nn.Sequential(layer, nn.ReLU(), layer)
     x = torch.randn(40, 12, dtype=torch.float64)
     reads = torch.cat((x, layer(x).relu())).detach()
-    wanted = PRUNED["wanda"](layer.weight.detach(), reads, 0.5)
+    expected = PRUNED["wanda"](layer.weight.detach(), reads, 0.5)
     assert prune.wanda(model, [x]) == {"0": 0.5}
-    torch.testing.assert_close(layer.weight.detach(), wanted)
+    torch.testing.assert_close(layer.weight.detach(), expected)
     model = decoder()
     model.blocks[2].up = model.blocks[0].up  # pruned last, as blocks share it
     assert prune.wanda(model, batches(), match="blocks")["blocks.0.up"] == 0.5
@@ -187,12 +187,12 @@ def test_the_last_block_and_the_head_run_densely_for_one_batch_alone():
 
 def test_autocast_and_inference_mode_change_nothing(seed):
     samples = batches()
-    wanted = decoder(dtype=torch.float32)
-    prune.sparsegpt(wanted, samples)
+    expected = decoder(dtype=torch.float32)
+    prune.sparsegpt(expected, samples)
     model = decoder(dtype=torch.float32)
     with torch.inference_mode():
         prune.sparsegpt(model, samples)
-    torch.testing.assert_close(model.state_dict(), wanted.state_dict())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
     layer = nn.Linear(64, 32)
     other, x = copy.deepcopy(layer), torch.randn(200, 64)
     prune.sparsegpt(layer, [x])
@@ -207,8 +207,8 @@ def test_layers_of_torchs_encoders_are_called(encoder, seed):
     model = nn.TransformerEncoder(layer, 2) if encoder else layer
     with warnings.catch_warnings():
         warnings.simplefilter("error", KernlibWarning)
-        found = prune.wanda(model.eval(), [torch.randn(3, 5, 16)], match="linear")
-    assert set(found.values()) == {0.5} and torch.backends.mha.get_fastpath_enabled()
+        result = prune.wanda(model.eval(), [torch.randn(3, 5, 16)], match="linear")
+    assert set(result.values()) == {0.5} and torch.backends.mha.get_fastpath_enabled()
 
 
 class Gate(nn.Module):

@@ -33,20 +33,20 @@ def trained(example):
 @pytest.mark.parametrize("method", PRUNED)
 def test_perplexity_is_that_of_the_reference(method, example, trained):
     model, text, batches = trained
-    wanted = copy.deepcopy(model).double()
+    expected = copy.deepcopy(model).double()
     for block in range(len(model.blocks)):
         names = [f"blocks.{block}.{name}" for name in NAMES]
-        inputs = {name: inputs_of(wanted, name, batches) for name in names}
+        inputs = {name: inputs_of(expected, name, batches) for name in names}
         for name, x in inputs.items():
-            weight = wanted.get_submodule(name).weight
+            weight = expected.get_submodule(name).weight
             weight.copy_(PRUNED[method](weight, x, 0.3))
     pruned = copy.deepcopy(model)
     getattr(prune, method)(pruned, batches, density=0.3, match=r"blocks\.")
-    before, reference, found = (example["perplexity"](m, text) for m in (model, wanted, pruned))
-    assert reference > 1.001 * before and abs(found - reference) < 0.02 * reference
+    before, reference, result = (example["perplexity"](m, text) for m in (model, expected, pruned))
+    assert reference > 1.001 * before and abs(result - reference) < 0.02 * reference
     for name, layer in pruned.named_modules():
         if name.endswith(NAMES):
             stays = layer.weight != 0
-            same = (stays == (wanted.get_submodule(name).weight != 0)).double().mean()
+            same = (stays == (expected.get_submodule(name).weight != 0)).double().mean()
             assert same > 0.99, name
     assert torch.equal(pruned.head.weight, model.head.weight)

@@ -25,11 +25,11 @@ def net() -> nn.Sequential:
 @pytest.mark.parametrize("per", ["matrix", "row"])
 def test_each_weight_is_pruned_as_its_tensor_is(per):
     model = net()
-    wanted = {n: magnitude(model.get_submodule(n).weight, 0.3, per) for n in ("0", "2", "3")}
+    expected = {n: magnitude(model.get_submodule(n).weight, 0.3, per) for n in ("0", "2", "3")}
     before = [*model.parameters()]
     prune.magnitude(model, density=0.3, per=per)
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert torch.equal(model.get_submodule(name).weight, weight)
 
 
@@ -47,12 +47,12 @@ def test_all_layers_together(dtypes, ties, monkeypatch):
                 layer.weight.data = torch.randint(-2, 3, layer.weight.shape).to(dtype) * 0.375
         every = torch.cat([layer.weight.detach().double().flatten() for layer in layers])
         order = every.abs().argsort(dim=0, descending=True, stable=True)
-        wanted = torch.zeros_like(every)
+        expected = torch.zeros_like(every)
         stays = order[: round(density * len(every))]
-        wanted[stays] = every[stays]
+        expected[stays] = every[stays]
         prune.magnitude(model, density=density, per="model")
-        found = torch.cat([layer.weight.detach().double().flatten() for layer in layers])
-        assert torch.equal(found, wanted), density
+        result = torch.cat([layer.weight.detach().double().flatten() for layer in layers])
+        assert torch.equal(result, expected), density
 
 
 def test_nan_is_the_largest_of_all_layers():
@@ -69,11 +69,11 @@ def test_pieces_change_nothing(shape, dtype, monkeypatch, seed):
     weight = torch.randint(-9, 10, shape).to(dtype) / 7
     for density in (0.1, 0.5):
         for per in ("matrix", "row"):
-            wanted = magnitude(weight, density, per)
+            expected = magnitude(weight, density, per)
             with monkeypatch.context() as patch:
                 patch.setattr(weights, "PIECE_CPU", 60)
-                assert torch.equal(magnitude(weight, density, per), wanted)
-                assert torch.equal(magnitude(weight.clone(), density, per, inplace=True), wanted)
+                assert torch.equal(magnitude(weight, density, per), expected)
+                assert torch.equal(magnitude(weight.clone(), density, per, inplace=True), expected)
 
 
 @pytest.mark.parametrize("pattern", [(2, 4), (1, 2), (0, 4), (4, 4), (3, 8), (5, 9)])
@@ -85,10 +85,10 @@ def test_masks_of_patterns(dtype, pattern, monkeypatch, seed):
         weight = torch.randint(-3, 4, shape).to(dtype)
         groups = weight.double().abs().reshape(-1, m)
         order = groups.argsort(dim=1, descending=True, stable=True)[:, :n]
-        wanted = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True)
-        assert torch.equal(prune.n_m(weight, n, m), wanted.reshape(shape))
+        expected = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True)
+        assert torch.equal(prune.n_m(weight, n, m), expected.reshape(shape))
         assert torch.equal(prune.n_m(weight.mT.contiguous().mT if len(shape) > 1 else weight, n, m),
-                           wanted.reshape(shape))  # fmt: skip
+                           expected.reshape(shape))  # fmt: skip
     assert prune.n_m(torch.ones(130), 65, 130).tolist() == [True] * 65 + [False] * 65
     nan = torch.tensor([1.0, 2.0, torch.nan, torch.inf])
     assert prune.n_m(nan, 1).tolist() == [False, False, True, False]
@@ -96,9 +96,9 @@ def test_masks_of_patterns(dtype, pattern, monkeypatch, seed):
 
 def test_patterns_of_models():
     model = net()
-    wanted = {n: w * prune.n_m(w) for n, w in weights_of(model).items()}
+    expected = {n: w * prune.n_m(w) for n, w in weights_of(model).items()}
     assert set(prune.magnitude(model, pattern=(2, 4)).values()) == {0.5}
-    assert all(torch.equal(w, wanted[n]) for n, w in weights_of(model).items())
+    assert all(torch.equal(w, expected[n]) for n, w in weights_of(model).items())
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -132,7 +132,7 @@ Conv1D.__module__ = "transformers.pytorch_utils"
 
 def test_transposed_layers_are_pruned_by_their_rows(seed):
     layer = Conv1D(8, 12)
-    wanted = layer.weight.detach().mT.clone()
+    expected = layer.weight.detach().mT.clone()
     prune.magnitude(nn.Sequential(copy.deepcopy(layer)), density=0.25, per="row")
     for name, call in {
         "row": lambda m: prune.magnitude(m, density=0.25, per="row"),
@@ -140,7 +140,7 @@ def test_transposed_layers_are_pruned_by_their_rows(seed):
     }.items():
         model = nn.Sequential(copy.deepcopy(layer))
         call(model)
-        assert torch.equal(model[0].weight.mT, magnitude(wanted, 0.25, "row")), name
+        assert torch.equal(model[0].weight.mT, magnitude(expected, 0.25, "row")), name
     prune.sparsegpt(nn.Sequential(layer), [torch.randn(50, 12)], density=0.25)
     assert layer.weight.count_nonzero() == 24
 
