@@ -13,14 +13,18 @@ _NAMES = {
     "kernlib.families.sparse.prune": ("magnitude",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_MODULES = ("prune",)
 
-__all__ = sorted(_HOMES)
+__all__ = sorted((*_HOMES, *_MODULES))
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name in _HOMES:
+        value = getattr(_import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = _import_module(f"kernlib.sparse.{name}")
+    else:
         raise _import_module("kernlib.hints").UnknownName(__name__, name)
-    value = getattr(_import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -19,7 +19,7 @@ LAZY = (  # they have stubs
 )
 PUBLIC = (
     *("kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.linalg"),
-    *("kernlib.sparse", "kernlib.blocksparse"),
+    *("kernlib.sparse", "kernlib.sparse.prune", "kernlib.blocksparse"),
     *("kernlib.compat.kermac", "kernlib.compat.kermac.linalg", "kernlib.compat.macko"),
     *("kernlib.compat.fastkron.fastkrontorch", "kernlib.compat.fastkron.fastkronnumpy"),
     *("kernlib.compat.linear_operator", "kernlib.compat.peft"),

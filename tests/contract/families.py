@@ -25,7 +25,7 @@ ENTRIES |= of_attention.ENTRIES
 ENTRIES |= of_linalg.ENTRIES | of_service.ENTRIES | of_methods.ENTRIES
 MODULES = (
     "kernlib", "kernlib.blocksparse", "kernlib.linalg", "kernlib.nn", "kernlib.nn.compat",
-    "kernlib.sparse", "kernlib.compat.kermac", "kernlib.compat.macko",
+    "kernlib.sparse", "kernlib.sparse.prune", "kernlib.compat.kermac", "kernlib.compat.macko",
 )  # fmt: skip
 
 

@@ -224,6 +224,33 @@ def pruning(c: Context) -> dict:
             "per": c.random.choice(["matrix", "row"]), "inplace": False}  # fmt: skip
 
 
+def mask(c: Context) -> dict:
+    return {"weight": c.randn(6, 24, dtype=c.float_type()), "n": 2, "m": 4}
+
+
+def expected_mask(weight, n=2, m=4) -> torch.Tensor:
+    keys = weight.double().abs().nan_to_num(nan=float("inf"), posinf=1e308).unflatten(-1, (-1, m))
+    order = keys.argsort(dim=-1, descending=True, stable=True)[..., :n]
+    return torch.zeros_like(keys).scatter_(-1, order, 1).flatten(-2).bool()
+
+
+def pruned_model(c: Context) -> dict:
+    return {"model": nn.Sequential(linear(c)), "density": 0.5, "pattern": None, "match": None,
+            "per": c.random.choice(["model", "matrix", "row"])}  # fmt: skip
+
+
+CALIBRATED = {"batches": "any", "progress": "flag", "block_size": "int", "dampening": "number"}
+
+
+def calibrated(c: Context) -> dict:
+    return {"model": nn.Sequential(linear(c)), "batches": [c.randn(30, 24)], "density": 0.5,
+            "pattern": None, "match": None, "progress": False}  # fmt: skip
+
+
+def compensated(c: Context) -> dict:
+    return calibrated(c) | {"block_size": 8, "dampening": 0.01}
+
+
 def linear(c: Context) -> nn.Linear:
     made = nn.Linear(24, 6, device=c.device)
     with torch.no_grad():
@@ -361,6 +388,13 @@ ENTRIES = dict(
         entry("kernlib.sparse.from_csr", call_csr, csr, 6, None, 3),
         entry("kernlib.sparse.SparseMatrix", call_state, state, 0, None, 5),
         entry("kernlib.sparse.magnitude", sparse.magnitude, pruning, 4, None, 2),
+        entry("kernlib.sparse.prune.n_m", sparse.prune.n_m, mask, 3, expected_mask, 2,
+              {"n": "int", "m": "int"}),
+        entry("kernlib.sparse.prune.magnitude", sparse.prune.magnitude, pruned_model, 1, None, 2),
+        entry("kernlib.sparse.prune.wanda", sparse.prune.wanda, calibrated, 2, None, 1,
+              CALIBRATED),
+        entry("kernlib.sparse.prune.sparsegpt", sparse.prune.sparsegpt, compensated, 2, None, 1,
+              CALIBRATED),
         entry("kernlib.compat.macko.compress", macko.compress,
               lambda c: {"M": pruned(c, 6, 24, torch.float16)}, 1, None, 1),
         entry("kernlib.compat.macko.decompress",

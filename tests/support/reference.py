@@ -53,6 +53,7 @@ MODULES = (
     "kernlib",
     "kernlib.blocksparse",
     "kernlib.sparse",
+    "kernlib.sparse.prune",
     "kernlib.linalg",
     "kernlib.nn",
     "kernlib.nn.compat",

@@ -1,6 +1,6 @@
 """Pruning: some entries of a weight stay, and all others become zeros.
 
-Weights are looked at piece by piece, so that beside a large one little memory is taken.
+Weights are looked at piece by piece, so that a large one needs little memory beside it.
 """
 
 from __future__ import annotations
@@ -312,12 +312,12 @@ def _nth_largest(
     This is one pass over the keys for each bit. Sorting would hold an index of 8 bytes for each
     entry, 5 GB for a matrix of 12288 x 49152.
     """
-    found = next(iter(every())).new_zeros(1, 1)
+    least = next(iter(every())).new_zeros(1, 1)
     for bit in reversed(range(bits)):
-        higher = found | (1 << bit)
+        higher = least | (1 << bit)
         reached = sum((keys >= higher).sum(1, keepdim=True) for keys in every())
-        found = torch.where(reached >= count, higher, found)
-    return found
+        least = torch.where(reached >= count, higher, least)
+    return least
 
 
 def _counter(entries: int) -> torch.dtype:
