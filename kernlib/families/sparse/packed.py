@@ -26,6 +26,7 @@ _DTYPES = {
     )
 }  # fmt: skip
 _START = len(MAGIC) + 8  # of the header, behind its length
+LONGEST_HEAD = _START + LONGEST  # first bytes, in which a header ends
 
 
 def packed(matrix: SparseMatrix) -> torch.Tensor:
@@ -73,6 +74,12 @@ def check_bytes(data: object) -> None:
     if data.is_meta:
         raise ValueError("a packed matrix on meta has no values: load one that has")
     check_whole("a packed matrix", data)
+
+
+def header_of(head: torch.Tensor) -> dict:
+    """The header that the first ``LONGEST_HEAD`` bytes of a matrix, or all of fewer, begin with.
+    Raises ValueError."""
+    return _header(head)[0]
 
 
 def _header(data: torch.Tensor) -> tuple[dict, int]:
