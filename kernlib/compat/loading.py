@@ -3,6 +3,7 @@ are read, fused ones after, and dense ones again."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -40,6 +41,10 @@ def emptied(
             found = None if stored is None else stored.get(f"{name}.{PACKED}")
             if found is not None:
                 _size(new[layer], name, *found)
+            # Models draw weights of their parts that are not marked as there.
+            stand_in = torch.empty(new[layer]._sizes, dtype=new[layer]._dtype, device="meta")
+            stand_in._is_hf_initialized = True
+            new[layer]._stand_in = stand_in
         prefix, _, child = place.rpartition(".")
         model.get_submodule(prefix)._modules[child] = new[layer]
     without_fused_path(model, SparseLinear)
@@ -86,9 +91,12 @@ def _places(model: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def _moved(model: Any, name: str) -> str:
-    """Where transformers puts what files name so, as models are made of others over its versions:
-    from 5.0 on by rules that it applies to each name in them."""
-    loading = import_module("transformers.core_model_loading")
+    """Where transformers puts what files name so: from 5.0 on rules turn names of former versions,
+    which it also saves by, into those of now."""
+    try:
+        loading = import_module("transformers.core_model_loading")
+    except ImportError:  # before 5.0
+        return name
     mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
     rules = [rule for rule in mapping(model) if isinstance(rule, loading.WeightRenaming)]
     moved = loading.apply_renamings(f"{name}.{PACKED}", rules)
@@ -152,17 +160,9 @@ def _empty(name: str, layer: nn.Module, plan) -> SparseLinear:
 def _dtypes(model: Any, dtype: torch.dtype | None):
     """The dtype in which transformers keeps a parameter that is not to be in that of the model, by
     its name, and None for others."""
-    plan = model._get_dtype_plan(dtype) if dtype is not None else {}
-    if not plan:
-        return lambda name: None
-    loading = import_module("transformers.core_model_loading")
-    pattern, group, _ = loading.build_glob_alternation([*plan])
-
-    def of(name: str) -> torch.dtype | None:
-        match = pattern.search(name)
-        return None if match is None else plan[group[match.lastgroup]]
-
-    return of
+    plan = {} if dtype is None else model._get_dtype_plan(dtype)
+    patterns = {re.compile(key.replace("*", ".*")): other for key, other in plan.items()}
+    return lambda name: next((x for key, x in patterns.items() if key.search(name)), None)
 
 
 def _refuse_tensor_parallelism(model: Any) -> None:
@@ -182,6 +182,7 @@ def finished(model: Any, places: dict[str, int], fuse: bool) -> None:
     layers = {name: model.get_submodule(name) for name in places}
     lacking = []
     for name, layer in layers.items():
+        layer._stand_in = None
         layer._adopt()
         hooks = _offloading(layer)
         if hooks:
