@@ -21,9 +21,7 @@ from kernlib.nn.sparse_linear import SparseLinear
 # Before weights are read.
 
 
-def emptied(
-    model: Any, names: Sequence[str], dtype: torch.dtype | None, files: Sequence[str] | None
-) -> dict[str, int]:
+def emptied(model: Any, names: Sequence[str], files: Sequence[str] | None) -> dict[str, int]:
     """Swap layers of a model on meta for empty ones, and return the names that they have in it, and
     how many bytes their weights are in the files, 0 if the files do not say. Raises ValueError."""
     _refuse_tensor_parallelism(model)
@@ -32,12 +30,11 @@ def emptied(
     if stored is not None and len(stored) < len(places):
         lacking = [name for name in names if f"{name}.{PACKED}" not in stored]
         raise _missing(lacking or [*names])
-    plan = _dtypes(model, dtype)
     new: dict[nn.Module, SparseLinear] = {}
     for name, place in places.items():
         layer = model.get_submodule(place)
         if layer not in new:
-            new[layer] = _empty(place, layer, plan)
+            new[layer] = _empty(model, place, layer)
             found = None if stored is None else stored.get(f"{name}.{PACKED}")
             if found is not None:
                 _size(new[layer], name, *found)
@@ -48,6 +45,7 @@ def emptied(
         prefix, _, child = place.rpartition(".")
         model.get_submodule(prefix)._modules[child] = new[layer]
     without_fused_path(model, SparseLinear)
+    _watch_missing(model, [*places.values()])
     return {place: model.get_submodule(place)._carrier.numel() for place in places.values()}
 
 
@@ -142,12 +140,12 @@ def _size(layer: SparseLinear, name: str, dtype: str, shape: tuple, head: Any) -
     layer._carrier.resize_(shape)
 
 
-def _empty(name: str, layer: nn.Module, plan) -> SparseLinear:
+def _empty(model: Any, name: str, layer: nn.Module) -> SparseLinear:
     """An empty layer in the place of a linear one, that itself if it is one."""
     if isinstance(layer, SparseLinear):
         return layer
     linear = as_linear(layer)
-    dtype = plan(f"{name}.weight") or linear.weight.dtype
+    dtype = _dtype(model, f"{name}.weight", linear.weight.dtype)
     rows, cols = linear.weight.shape
     try:
         new = SparseLinear(cols, rows, False, None, dtype, linear.weight.device)
@@ -157,12 +155,32 @@ def _empty(name: str, layer: nn.Module, plan) -> SparseLinear:
     return new.train(layer.training)
 
 
-def _dtypes(model: Any, dtype: torch.dtype | None):
-    """The dtype in which transformers keeps a parameter that is not to be in that of the model, by
-    its name, and None for others."""
-    plan = {} if dtype is None else model._get_dtype_plan(dtype)
-    patterns = {re.compile(key.replace("*", ".*")): other for key, other in plan.items()}
-    return lambda name: next((x for key, x in patterns.items() if key.search(name)), None)
+def _dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which transformers keeps a parameter, by its name, of a model in a ``dtype``:
+    some stay in float32."""
+    plan = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
+    for key, other in plan.items():
+        if re.search(key.replace("*", ".*"), name):
+            return other
+    return dtype
+
+
+def _watch_missing(model: Any, places: list[str]) -> None:
+    """Raise ValueError for weights that no file has, of those that cannot be told before all files
+    are read, when transformers is about to draw the missing ones."""
+    for method in ("_move_missing_keys_from_meta_to_device", "_move_missing_keys_from_meta_to_cpu"):
+        move = getattr(model, method, None)
+        if move is None:
+            continue
+
+        def checked(missing: Any, *args: Any, method=method, move=move, **kwargs: Any) -> Any:
+            model.__dict__.pop(method)
+            lacking = [name for name in places if f"{name}.{PACKED}" in missing]
+            if lacking:
+                raise _missing(lacking)
+            return move(missing, *args, **kwargs)
+
+        model.__dict__[method] = checked
 
 
 def _refuse_tensor_parallelism(model: Any) -> None:

@@ -179,11 +179,11 @@ class KernlibQuantizer(_Quantizer):
         return True
 
     def _process_model_before_weight_loading(
-        self, model: Any, dtype: Any = None, checkpoint_files: Any = None, **kwargs: Any
+        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
     ) -> Any:
         from kernlib.compat.loading import emptied
 
-        self._places = emptied(model, self.quantization_config.modules, dtype, checkpoint_files)
+        self._places = emptied(model, self.quantization_config.modules, checkpoint_files)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

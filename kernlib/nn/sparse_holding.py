@@ -72,7 +72,7 @@ class MatrixModule(IndexedModule):
         of any size if 0, in the place of the buffer, which is on meta between them."""
         self._become_empty(torch.device("meta"))
         self._carrier.resize_((size,))
-        self._is_lent = True
+        self._is_lent, self._other = True, None
 
     def _put_indices(self, *args) -> None:
         super()._put_indices(*args)

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,12 +89,20 @@ def sparse(make=llama, seed: int = 0, **options):
     return model
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """A saved llama: the model, its folder."""
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A saved llama: the model, and its folder."""
+    folder = tmp_path_factory.mktemp("first")
     model = sparse()
-    model.save_pretrained(tmp_path / "saved")
-    return model, tmp_path / "saved"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.fixture
+def saved(first, tmp_path):
+    """The same, in a folder that may be changed."""
+    model, folder = first
+    return model, Path(shutil.copytree(folder, tmp_path / "saved"))
 
 
 def loaded(folder, kind="AutoModelForCausalLM", **options):
@@ -236,8 +245,11 @@ def test_a_model_in_half_precision_is_saved_in_it(saved, tmp_path):
     for model in (sparse(), loaded(saved[1])):
         model.half().save_pretrained(tmp_path / "half")
         again = loaded(tmp_path / "half", dtype="auto")
-        assert {x.matrix.dtype for x in layers_of(again).values()} == {torch.float16}
-        assert torch.equal(logits(again), logits(model))
+        for name, layer in layers_of(again).items():
+            assert layer.matrix.dtype == torch.float16
+            assert torch.equal(layer.to_dense(), model.get_submodule(name).to_dense())
+        # half() rounds buffers that from_pretrained computes in float32.
+        torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=2e-3)
 
 
 def test_layers_that_transformers_keeps_in_float32(tmp_path):
