@@ -7,6 +7,7 @@ first used.
 from importlib import import_module as _import_module
 
 _import_module("kernlib.forks")  # its hook has to come before threads do
+_import_module("kernlib.hooks")  # for transformers, which may come later
 
 __version__ = "0.1.0"
 

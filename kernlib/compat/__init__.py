@@ -2,7 +2,9 @@
 
 from importlib import import_module as _import_module
 
-_MODULES = ("fastkron", "kermac", "linear_operator", "macko", "peft", "torch_blocksparse")
+_MODULES = (
+    "fastkron", "kermac", "linear_operator", "macko", "peft", "torch_blocksparse", "transformers",
+)  # fmt: skip
 
 __all__ = sorted(_MODULES)
 

@@ -33,6 +33,7 @@ class ComputedWeight(torch.Tensor):
 
     layer, advice = "layer", "Write its parameters"  # in the message
     _is_param = False  # as nn.Parameter says of what it makes of tensors of a class
+    _is_hf_initialized = True  # for transformers, which else draws weights of a model's parts anew
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

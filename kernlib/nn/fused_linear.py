@@ -61,6 +61,10 @@ class Joint(SparseLinear):
         """All rows, (..., in_features) to (..., rows of all layers)."""
         return self._product(matrix, x, torch.cat(biases) if biases else None)
 
+    def _apply(self, fn, recurse: bool = True):
+        # Without a matrix it has neither dtype nor place: those of the layers, once they have rows.
+        return self if self._matrix is None else super()._apply(fn, recurse)
+
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         pass
 

@@ -45,6 +45,9 @@ class MatrixModule(IndexedModule):
     # Whether a tensor of the matrix may be another now. Compiled calls compare them only then, as
     # each that they look at has guards of its own.
     _is_exchanged = False
+    # Whether hooks put the weight there for a call at a time and take it away after it, so that the
+    # layer must not make it its own.
+    _is_lent = False
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -63,6 +66,13 @@ class MatrixModule(IndexedModule):
         self._digits = torch.zeros(DIGITS, dtype=torch.float32, device=there)  # of the mark
         self._set_mark(self._digits.clone())
         self._put_carrier()
+
+    def _lend(self, size: int) -> None:
+        """Hold no matrix but in calls, for each of which hooks put one of so many packed bytes, or
+        of any size if 0, in the place of the buffer, which is on meta between them."""
+        self._become_empty(torch.device("meta"))
+        self._carrier.resize_((size,))
+        self._is_lent, self._other = True, None
 
     def _put_indices(self, *args) -> None:
         super()._put_indices(*args)
@@ -143,7 +153,7 @@ class MatrixModule(IndexedModule):
         data = self._buffers[PACKED]
         if data.numel() == 0 or data.is_meta or stand_ins(data):
             return None
-        is_own = self._lacks_matrix()
+        is_own = self._lacks_matrix() and not self._is_lent
         noted = None if is_own else self._noted_other((data,))
         if noted is None:
             refuse_capture((data,))
@@ -151,7 +161,7 @@ class MatrixModule(IndexedModule):
                 noted, lying = self._unpacked(data, self._dtype)
             if is_own:
                 self._hold(noted, None, lying)
-            else:
+            elif not self._is_lent:  # which would keep the memory
                 self._note_other((data,), noted)
         return noted
 

@@ -68,6 +68,9 @@ class SparseLinear(ComputesWeight, MatrixModule):
         (True, True)
     """
 
+    # In the place of the weight while a model is filled, whose code looks at weights before it.
+    _stand_in: torch.Tensor | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -197,6 +200,8 @@ class SparseLinear(ComputesWeight, MatrixModule):
     def weight(self) -> torch.Tensor:
         """:meth:`to_dense`, for code that asks an ``nn.Linear`` for its weight: no parameter, and
         RuntimeError for a write to it, which the layer would not see."""
+        if self._stand_in is not None:
+            return self._stand_in
         return computed(self.to_dense(), CompressedWeight)
 
     def to_dense(self) -> torch.Tensor:

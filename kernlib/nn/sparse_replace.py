@@ -11,6 +11,7 @@ from torch import nn
 from kernlib.calls import former, hinted
 from kernlib.errors import warn
 from kernlib.families.sparse.formats.registry import with_values
+from kernlib.hooks import swapped
 from kernlib.nn.fusing import fuse_groups, groups_of
 from kernlib.nn.linears import check_model, checked_match, swap
 from kernlib.nn.sparse_linear import SparseLinear
@@ -94,6 +95,8 @@ def sparsify(
     new = swap("sparsify", model, match, SparseLinear, check, compressed)
     _warn_of_dense(dense, new)
     fuse_groups(model, groups, new, format, columns, fuse is not None)
+    if new:
+        swapped(model)
     return new
 
 

@@ -53,9 +53,9 @@ WALKS = {
 
 # Modules of kernlib that an import loads, and packages that it must not.
 IMPORTS = {
-    "kernlib": (2, ("torch", "cuda", "lmdb", "numpy")),
-    "kernlib.jit.store": (10, ("torch", "cuda")),
-    "kernlib.descriptors": (3, ("torch", "cuda", "lmdb")),
+    "kernlib": (3, ("torch", "cuda", "lmdb", "numpy")),
+    "kernlib.jit.store": (11, ("torch", "cuda")),
+    "kernlib.descriptors": (4, ("torch", "cuda", "lmdb")),
 }
 
 

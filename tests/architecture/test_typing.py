@@ -22,7 +22,7 @@ PUBLIC = (
     *("kernlib.sparse", "kernlib.sparse.prune", "kernlib.blocksparse"),
     *("kernlib.compat.kermac", "kernlib.compat.kermac.linalg", "kernlib.compat.macko"),
     *("kernlib.compat.fastkron.fastkrontorch", "kernlib.compat.fastkron.fastkronnumpy"),
-    *("kernlib.compat.linear_operator", "kernlib.compat.peft"),
+    *("kernlib.compat.linear_operator", "kernlib.compat.peft", "kernlib.compat.transformers"),
     *("kernlib.settings", "kernlib.events"),
 )
 DOCUMENTS = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]

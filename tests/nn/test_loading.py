@@ -287,7 +287,7 @@ def test_a_model_that_was_swapped_on_meta_draws_its_blocks(per):
 
 def test_transformers_and_accelerate(tmp_path):
     transformers, accelerate = map(pytest.importorskip, ("transformers", "accelerate"))
-    config = transformers.LlamaConfig(
+    plain = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=96,
     )  # fmt: skip
@@ -302,6 +302,7 @@ def test_transformers_and_accelerate(tmp_path):
                 super().__init__(config)
                 swap(self)
 
+        config = copy.deepcopy(plain)  # sparsify writes into it which layers it has swapped
         wanted, tokens = Swapped(config).eval(), torch.arange(10)[None]
         logits, folder = wanted(tokens).logits, str(tmp_path / str(id(swap)))
         wanted.save_pretrained(folder)

@@ -71,6 +71,7 @@ MODULES = (
     "kernlib.compat.macko",
     "kernlib.compat.peft",
     "kernlib.compat.torch_blocksparse",
+    "kernlib.compat.transformers",
 )
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _MARK = re.compile(r"^\s*>>> ", re.M)

@@ -26,6 +26,7 @@ _DTYPES = {
     )
 }  # fmt: skip
 _START = len(MAGIC) + 8  # of the header, behind its length
+LONGEST_HEAD = _START + LONGEST  # first bytes, in which a header ends
 
 
 def packed(matrix: SparseMatrix) -> torch.Tensor:
@@ -64,8 +65,8 @@ def unpacked(data: torch.Tensor) -> SparseMatrix:
 
 
 def header_of(data: torch.Tensor) -> dict:
-    """The header of such bytes, checked, which says format, shape and dtype of the matrix. Reads no
-    more than its own bytes. Raises ValueError."""
+    """The header of such bytes, or of the first ``LONGEST_HEAD`` of them, checked, which says
+    format, shape and dtype of the matrix. Reads no more than its own bytes. Raises ValueError."""
     check_bytes(data)
     return checked_header(_header(data)[0])
 
