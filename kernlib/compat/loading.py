@@ -131,12 +131,13 @@ def _size(layer: SparseLinear, name: str, dtype: str, shape: tuple, head: Any) -
     if dtype != "U8" or len(shape) != 1:
         raise ValueError(f"{key} must be a vector of uint8 (U8), got {dtype} of shape {shape}")
     try:
-        sizes = header_of(head).get("shape")
+        shape_stored = tuple(header_of(head)["shape"])
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
-    wanted = [layer.out_features, layer.in_features]
-    if sizes != wanted:
-        raise ValueError(f"{key} is a matrix of shape {sizes}, and the layer has {wanted}")
+    if shape_stored != layer._sizes:
+        raise ValueError(
+            f"{key} is a matrix of shape {shape_stored}, and the layer has {layer._sizes}"
+        )
     layer._carrier.resize_(shape)
 
 

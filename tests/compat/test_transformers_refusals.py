@@ -86,7 +86,7 @@ FILES = {
     "matrix": (lambda t: t.update({KEY: t[KEY][None]}), f"{KEY} must be a vector of uint8"),
     "another": (
         lambda t: t.update({KEY: t[f"model.layers.0.mlp.up_proj.{PACKED}"].clone()}),
-        rf"{KEY} is a matrix of shape \[128, 64\], and the layer has \[96, 64\]",
+        rf"{KEY} is a matrix of shape \(128, 64\), and the layer has \(96, 64\)",
     ),
     "damaged": (lambda t: t.update({KEY: torch.zeros_like(t[KEY])}), f"{KEY}: these bytes do not"),
     "short": (_short, "must lie in its"),

@@ -1,0 +1,108 @@
+"""Converted checkpoints in transformers: from what ``save_pretrained`` wrote to tokens and back."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+from kernlib import sparse
+from kernlib.checkpoints import CheckpointError, convert, plan, to_dense
+from kernlib.nn import SparseLinear
+from kernlib.nn.linears import is_conv1d
+
+transformers = pytest.importorskip("transformers", reason="comes with kernlib[checkpoints]")
+
+pytestmark = pytest.mark.few(1000)  # each model is of another kind
+COMMON = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, **COMMON,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, n_positions=64, **COMMON
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=64, max_position_embeddings=64, **COMMON,
+    ),
+}  # fmt: skip
+HALF = {"density": 0.5, "format": "bitmap"}
+TOKENS = torch.arange(3, 13)[None]
+
+
+@pytest.fixture(params=MODELS)
+def model(request, seed):
+    return transformers.AutoModelForCausalLM.from_config(MODELS[request.param]()).eval()
+
+
+def pruned(model, density):
+    """A copy whose linear layers, but for the head, are pruned by magnitude."""
+    other, head = copy.deepcopy(model), model.get_output_embeddings()
+    names = [n for n, m in model.named_modules() if m is not head and is_layer(m)]
+    for name in names:
+        layer = other.get_submodule(name)
+        weight = layer.weight.data.t() if is_conv1d(type(layer)) else layer.weight.data
+        weight.copy_(sparse.magnitude(weight, density))
+    return other, names
+
+
+def is_layer(module):
+    return type(module) is torch.nn.Linear or is_conv1d(type(module))
+
+
+def loaded(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_a_converted_model_computes_as_the_pruned_one(model, tmp_path):
+    other, names = pruned(model, 0.5)
+    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    expected = plan(tmp_path / "model", **HALF)
+    layers = convert(tmp_path / "model", tmp_path / "out", **HALF)
+    assert {layer.name for layer in layers} == {layer.name for layer in expected}
+    assert len(layers) == len(names)
+    result = loaded(tmp_path / "out")
+    swapped = [m for m in result.modules() if isinstance(m, SparseLinear)]
+    assert len(swapped) >= len(names)
+    with torch.no_grad():
+        torch.testing.assert_close(result(TOKENS).logits, other(TOKENS).logits)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(result.generate(TOKENS, **options), other.generate(TOKENS, **options))
+
+
+def test_dense_again(model, tmp_path):
+    """By the converter, and by the converter from what transformers has saved of the result."""
+    other, _ = pruned(model, 0.5)
+    model.save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "out", **HALF)
+    loaded(tmp_path / "out").save_pretrained(tmp_path / "saved")
+    for name in ("out", "saved"):
+        to_dense(tmp_path / name, tmp_path / f"{name}-dense")
+        result = loaded(tmp_path / f"{name}-dense")
+        assert not any(isinstance(m, SparseLinear) for m in result.modules())
+        state = other.state_dict()
+        assert result.state_dict().keys() == state.keys()
+        assert all(torch.equal(v, state[k]) for k, v in result.state_dict().items())
+
+
+def test_pruned_checkpoints_need_no_density(model, tmp_path):
+    other, names = pruned(model, 0.4)
+    other.save_pretrained(tmp_path / "pruned")
+    layers = convert(tmp_path / "pruned", tmp_path / "out", format="u4")
+    assert len(layers) == len(names) and all(layer.density < 0.45 for layer in layers)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tmp_path / "out")(TOKENS).logits, other(TOKENS).logits)
+
+
+def test_a_config_that_makes_no_model_is_named(tmp_path, seed):
+    model = transformers.AutoModelForCausalLM.from_config(MODELS["llama"]())
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_attention_heads": "four"}))
+    with pytest.raises(CheckpointError, match=r"config\.json.*LlamaForCausalLM"):
+        convert(tmp_path / "model", tmp_path / "out", **HALF)
+    assert not (tmp_path / "out").exists()
