@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from kernlib.checkpoints.modules import linear_layers
 from kernlib.checkpoints.options import Options
 from kernlib.checkpoints.stored import StoredWeight, weights_of
 from kernlib.checkpoints.writer import Shard, write_text
+from kernlib.families.sparse.formats.encoding import entries_in
 from kernlib.families.sparse.matrix import SparseMatrix, compressed, is_unpruned
 from kernlib.families.sparse.packed import packed
 from kernlib.families.sparse.prune import magnitude
@@ -62,10 +64,14 @@ class Work(NamedTuple):
         is_layer = weight.name.endswith(".weight") and name in self.layers
         return name if is_layer and self.options.takes(name) else None
 
-    def matrix(self, weight: StoredWeight, device: torch.device) -> torch.Tensor:
-        """The weight (out_features, in_features) of a layer on a device."""
+    def load(self, weight: StoredWeight, device: torch.device) -> torch.Tensor:
+        """The weight (out_features, in_features) of a layer to compress, on a device; of others
+        what the file has, on the CPU."""
+        module = self.module_of(weight)
+        if module is None:
+            return weight.load(self.checkpoint)
         dense = weight.load(self.checkpoint, device)
-        return dense.t() if self.layers[weight.name.removesuffix(".weight")] else dense
+        return dense.t() if self.layers[module] else dense
 
 
 @hinted
@@ -99,7 +105,7 @@ def plan(
                 bar.count(
                     weight.name,
                     lambda weight=weight: estimated(
-                        work.module_of(weight), work.matrix(weight, torch.device("cpu")), checked
+                        work.module_of(weight), work.load(weight, torch.device("cpu")), checked
                     ),
                 )
                 for weight in some
@@ -211,34 +217,50 @@ def _compress(work: Work, weights: list[StoredWeight], shard: Shard, device, bar
     """Write the weights of a file, compressed if they are of layers."""
     layers: list[Layer] = []
 
-    def write(weight: StoredWeight) -> None:
+    def made(weight: StoredWeight, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """What is to be written of a weight, and its name."""
         module = work.module_of(weight)
         if module is None:
-            shard.add(weight.name, weight.load(work.checkpoint))
-            return
-        dense, matrix = _compressed(work, weight, device)
+            return weight.name, dense
+        dense, matrix = _compressed(work, weight, dense)
         if matrix is None:
-            shard.add(weight.name, dense.t() if work.layers[module] else dense)
-            return
-        shard.add(f"{module}.weight_packed", packed(matrix))
+            return weight.name, dense.t() if work.layers[module] else dense
         facts = matrix.density, matrix.format, matrix.nbytes
         layers.append(layer_of(module, matrix.shape, matrix.dtype, *facts))
+        return f"{module}.weight_packed", packed(matrix)
 
-    for weight in _ordered(work, weights):
-        bar.count(weight.name, lambda weight=weight: write(weight))
+    def load(weight: StoredWeight) -> torch.Tensor:
+        return work.load(weight, device)
+
+    ordered = [*_ordered(work, weights)]
+    if device.type != "cuda":
+        for weight in ordered:
+            bar.count(weight.name, lambda w=weight: shard.add(*made(w, load(w))))
+        return layers
+    # While the GPU compresses one weight, the next one is read and the one before is written.
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
+        ahead = [reader.submit(load, weight) for weight in ordered[:1]]
+        written = writer.submit(int)
+        for number, weight in enumerate(ordered):
+            dense = ahead.pop().result()
+            ahead += [reader.submit(load, weight) for weight in ordered[number + 1 :][:1]]
+            result = bar.count(weight.name, lambda w=weight, d=dense: made(w, d))
+            written.result()
+            written = writer.submit(shard.add, *result)
+        written.result()
     return layers
 
 
 def _compressed(
-    work: Work, weight: StoredWeight, device: torch.device
+    work: Work, weight: StoredWeight, dense: torch.Tensor
 ) -> tuple[torch.Tensor, SparseMatrix | None]:
     """The weight of a layer, pruned, and compressed; None where that is not faster."""
-    dense, options = work.matrix(weight, device), work.options
+    options = work.options
     if options.density is not None:
         dense = magnitude(dense, options.density, options.per)
     try:
         matrix = compressed(dense, options.format, options.columns)
-        matrix = counted(matrix, int(torch.count_nonzero(dense)))
+        matrix = counted(matrix, entries_in(dense))
     except ValueError as error:
         file = next(iter(weight.parts.values())).file
         raise fault(file, str(error), weight.name) from error
@@ -317,7 +339,8 @@ class _Target:
                 f"out {self._folder} holds an interrupted conversion of other files or with other "
                 "arguments: repeat that, or pass another folder"
             )
-        self._done = {name: rows for name, rows in done.items() if (self._folder / name).exists()}
+        # A machine that lost power may have kept a name without all of its file.
+        self._done = {n: part for n, part in done.items() if _size_of(self._folder / n) == part[0]}
 
     def _save(self) -> None:
         text = json.dumps({"plan": self._plan, "done": self._done})
@@ -342,12 +365,12 @@ class _Target:
         rows = [
             [*layer._replace(dtype=str(layer.dtype).removeprefix("torch."))] for layer in layers
         ]
-        self._done[name] = rows
+        self._done[name] = [_size_of(self._folder / name), rows]
         self._save()
 
     def layers(self) -> list[Layer]:
         """Those of all files, in order."""
-        rows = [row for name in sorted(self._done) for row in self._done[name]]
+        rows = [row for name in sorted(self._done) for row in self._done[name][1]]
         layers = (Layer(*row) for row in rows)
         return [
             layer._replace(shape=tuple(layer.shape), dtype=getattr(torch, layer.dtype))
@@ -381,6 +404,11 @@ def _identity(checkpoint: Checkpoint) -> list:
     """What tells the files of a source from others: names, sizes and times."""
     stats = ((file, file.stat()) for file in checkpoint.files)
     return [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+
+def _size_of(file: Path) -> int:
+    """Bytes of a file, -1 without one."""
+    return file.stat().st_size if file.exists() else -1
 
 
 def _stem_of(file: Path) -> str:

@@ -13,6 +13,7 @@ import torch
 from kernlib.checkpoints.files import DTYPES, fault
 
 ALIGNMENT = 64  # of the first byte behind the header: packed matrices are read where they lie
+PIECE = 1 << 25  # bytes of a GPU's tensor that are written at a time
 DIGITS = 15  # of the largest offset and size that the header has room for
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
@@ -34,6 +35,7 @@ class Shard:
         metadata: Mapping[str, str] | None = None,
     ):
         self.path, self.nbytes = path, 0
+        self._pinned: torch.Tensor | None = None
         self._part = path.with_name(path.name + ".part")
         self._entries: dict[str, dict] = {}
         if metadata:
@@ -52,23 +54,30 @@ class Shard:
         """Write a tensor. Raises CheckpointError for a dtype that the format does not have."""
         if tensor.dtype not in KINDS:
             raise fault(self.path, f"files of safetensors hold no {tensor.dtype}", name)
-        data = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         end = self.nbytes + data.numel()
         self._entries[name] = {
             "dtype": KINDS[tensor.dtype],
             "shape": [*tensor.shape],
             "data_offsets": [self.nbytes, end],
         }
-        self._file.write(data.numpy().data)
+        for some in data.split(PIECE) if data.is_cuda else (data,):
+            self._file.write(self._on_host(some).numpy().data)
         self.nbytes = end
 
+    def _on_host(self, data: torch.Tensor) -> torch.Tensor:
+        """Bytes of a GPU in memory that it writes to directly, the same for all of them."""
+        if not data.is_cuda:
+            return data
+        if self._pinned is None:
+            self._pinned = torch.empty(PIECE, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._pinned[: data.numel()].copy_(data)
+
     def close(self) -> None:
-        """Write the header, and give the file its name once all of it is on the disk."""
+        """Write the header, and give the file its name."""
         text = _json(self._entries)
         self._file.seek(0)
         self._file.write(self._room.to_bytes(8, "little") + text.ljust(self._room))
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._part, self.path)
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import shown
+from kernlib.families.sparse.formats.encoding import entries_in
 from kernlib.families.sparse.formats.registry import check_format
 from kernlib.families.sparse.layout import DTYPES, format_of, parse_layout
 from kernlib.families.sparse.lowering.rates import check_columns
@@ -36,7 +37,7 @@ def matrix_of(linear: nn.Linear, format, density, per, columns) -> SparseMatrix 
     matrix = compressed(weight, format, columns)
     if weight.layout in SPARSE_LAYOUTS:  # whose entries have been counted
         return matrix
-    return counted(matrix, int(torch.count_nonzero(weight)))
+    return counted(matrix, entries_in(weight))
 
 
 def is_silently_dense(matrix: SparseMatrix | None, density, format) -> bool:

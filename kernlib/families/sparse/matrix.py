@@ -213,7 +213,7 @@ class SparseMatrix:
             if is_quantised(self):
                 count = format_of(self._format).stored(self.tensors)
             elif _is_laid_out(self):
-                count = int(torch.count_nonzero(dense_of(self)))
+                count = encoding.entries_in(dense_of(self))
             else:
                 count = sum(part.bits.numel() for part in _entries(self))
             _count(self, count)

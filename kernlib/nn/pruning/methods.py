@@ -12,6 +12,7 @@ from torch import nn
 
 from kernlib.calls import hinted
 from kernlib.descriptors.base import as_int, as_number, shown
+from kernlib.families.sparse.formats.encoding import entries_in
 from kernlib.families.sparse.prune import PIECE, largest, n_m, prune_n_m, prune_together
 from kernlib.families.sparse.prune import magnitude as prune_weight
 from kernlib.nn.pruning.calibration import as_list, prune_by_inputs
@@ -233,6 +234,5 @@ def _check_finite(target: Target, sums: torch.Tensor) -> None:
 
 def _densities(targets: list[Target]) -> dict[str, float]:
     return {
-        target.name: int(torch.count_nonzero(target.weight)) / max(1, target.weight.numel())
-        for target in targets
+        target.name: entries_in(target.weight) / max(1, target.weight.numel()) for target in targets
     }

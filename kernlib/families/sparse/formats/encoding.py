@@ -16,6 +16,7 @@ BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: 
 # All bits of a value but its sign, and the bits of infinity.
 MAGNITUDE = {torch.float16: 0x7FFF, torch.bfloat16: 0x7FFF, torch.float32: 0x7FFFFFFF}
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
+COUNTED = 1 << 22  # entries that are counted together
 FEW_COUNTS = 1 << 16  # which a core sorts in the time in which a GPU begins the operators for it
 
 
@@ -62,6 +63,13 @@ def nonzero(values: torch.Tensor) -> torch.Tensor:
     """Where :func:`bits` are those of a value other than 0.0 and -0.0. Bits are compared, not
     values: where torch flushes subnormals, these would count as zero."""
     return (values & torch.iinfo(values.dtype).max) != 0
+
+
+def entries_in(dense: torch.Tensor) -> int:
+    """Entries of a matrix that are not 0. Waits for the device. Of some rows at a time, as torch
+    takes 9 bytes for each entry of a GPU that it counts."""
+    rows = max(1, COUNTED // max(1, dense.shape[1]))
+    return int(sum(torch.count_nonzero(some) for some in dense.split(rows)))
 
 
 def check_tensors(
