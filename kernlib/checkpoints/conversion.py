@@ -86,9 +86,13 @@ def plan(
     match: str | re.Pattern[str] | None = None,
     progress: bool | None = None,
 ) -> list[Layer]:
-    """The layers that :func:`convert` would compress with the same arguments, estimated by some
-    rows of each. Nothing is written. Raises what convert raises of the checkpoint and the
-    arguments.
+    """The layers that :func:`convert` would compress, estimated by some rows of each. Nothing is
+    written.
+
+    - ``source``, ``density``, ``per``, ``format``, ``columns``, ``values``, ``match``,
+      ``progress``: those of convert.
+
+    Raises what convert raises of the checkpoint and the arguments.
 
     Example:
         >>> for layer in kl.checkpoints.plan("llama", density=0.5):  # doctest: +SKIP

@@ -86,10 +86,14 @@ class Checkpoint:
     that.
 
     Example:
-        >>> torch.save(torch.nn.Linear(4, 2).state_dict(), folder / "linear.pt")
-        >>> with Checkpoint(folder / "linear.pt") as checkpoint:
-        ...     [(name, entry.shape) for name, entry in checkpoint.entries.items()]
-        [('weight', (2, 4)), ('bias', (2,))]
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     torch.save(torch.nn.Linear(4, 2).state_dict(), f"{folder}/linear.pt")
+        ...     checkpoint = kl.checkpoints.Checkpoint(f"{folder}/linear.pt")
+        ...     weight, says = checkpoint.read("weight"), checkpoint.metadata(checkpoint.files[0])
+        ...     checkpoint.close()
+        >>> list(checkpoint.entries), weight.shape, says
+        (['weight', 'bias'], torch.Size([2, 4]), {})
     """
 
     def __init__(self, path: str | Path):

@@ -25,7 +25,7 @@ def commands(group, path=()):
 def test_the_commands():
     found = {" ".join(path) for path, _ in commands(main)}
     cache = {"info", "list", "show", "verify", "prune", "clear", "export", "import"}
-    plain = {"", "bench", "demo", "doctor", "compile", "explain", "show", "cache"}
+    plain = {"", "bench", "demo", "doctor", "compile", "convert", "explain", "show", "cache"}
     assert found == plain | {f"cache {name}" for name in cache}
 
 

@@ -25,6 +25,7 @@ PARTS = {
 }  # fmt: skip
 MODULES = {
     "blocksparse",
+    "checkpoints",
     "compat",
     "descriptors",
     "events",
