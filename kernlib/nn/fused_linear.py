@@ -118,7 +118,12 @@ def _joined(matrices: list[SparseMatrix | None], format: str, columns: int) -> S
     with torch.inference_mode(False), torch.no_grad():
         if format in ("auto", present[0].format) and (whole := stack(present)) is not None:
             return whole
-        dense = torch.cat([m.to_dense() for m in present])
+        rows = [m.shape[0] for m in present]
+        dense = torch.empty(
+            (sum(rows), present[0].shape[1]), dtype=present[0].dtype, device=present[0].device
+        )
+        for part, m in zip(dense.split(rows), present, strict=True):
+            part.copy_(m.to_dense())  # one at a time, for room
         if format != "auto" and format_of(format).nbytes(dense) is None:
             format = "auto"
         counts = [None if is_quantised(m) else m.known_nnz() for m in present]

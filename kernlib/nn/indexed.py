@@ -33,7 +33,8 @@ MARK = "index_mark"
 EXTRA = "_extra_state"  # of a state_dict of version 0.1: the header of the tensors beside it
 DIGITS = 16  # of a fingerprint, of 4 bits each
 TOLERANCE = 2.0**-7  # what averages of equal numbers up to 15 may lose to rounding, in bfloat16
-_CHUNK = 1 << 24  # bytes of a tensor that are summed at a time
+_CHUNK = 1 << 24  # bytes of a tensor whose sum is mixed at a time
+_PIECE = 1 << 21  # of these summed at a time, which takes four times as many
 _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, of 64 bits
 
 
@@ -188,13 +189,17 @@ def fingerprint(tensors: Sequence[torch.Tensor], salt: int = 0) -> torch.Tensor:
 
 def _summed(flat: torch.Tensor) -> torch.Tensor:
     """The sum of words of 8 bytes, each times an odd number of its place, modulo 2^64."""
-    if flat.numel() % 8:
-        flat = nn.functional.pad(flat, (0, -flat.numel() % 8))
-    elif flat.storage_offset() % 8:
-        flat = flat.clone()
-    words = flat.view(torch.int64)
-    places = torch.arange(1, len(words) + 1, dtype=torch.int64, device=words.device)
-    return (words * (_mixed(places) | 1)).sum()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _PIECE):
+        some = flat[start : start + _PIECE]
+        if some.numel() % 8:
+            some = nn.functional.pad(some, (0, -some.numel() % 8))
+        elif some.storage_offset() % 8:
+            some = some.clone()
+        words, first = some.view(torch.int64), start // 8 + 1
+        places = torch.arange(first, first + len(words), dtype=torch.int64, device=words.device)
+        total = total + (words * (_mixed(places) | 1)).sum()
+    return total
 
 
 def _mixed(v: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_loading_takes_the_compressed_bytes_and_a_layer(saved):
     stored = os.path.getsize(folder / "model.safetensors")
     layer = 2 * SIZES["intermediate_size"] * SIZES["hidden_size"] * 2  # gate and up are fused
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak <= 1.02 * stored + layer
+    assert peak <= 1.02 * stored + 1.6 * layer  # which is dense, and then compressed too
     gc.collect()
     assert torch.cuda.memory_allocated() - before <= 1.02 * stored
     del model
