@@ -37,18 +37,18 @@ def linear_layers(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -
     model = _model_of(checkpoint)
     if model is None:
         _check_layout(checkpoint)
-        taken = (n for n in names if IN_BLOCK.search(f".{n}.") and not NO_LINEAR.search(n))
-        return {name: False for name in weights_order(weights, taken)}
+        in_blocks = (n for n in names if IN_BLOCK.search(f".{n}.") and not NO_LINEAR.search(n))
+        return {name: False for name in weights_order(weights, in_blocks)}
     layers = _layers_of(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    found = {}
+    stored = {}
     for name in names:
         # A checkpoint of the model without its head has names without the prefix.
-        for known in (name, prefix + name, name.removeprefix(prefix)):
-            if known in layers:
-                found[name] = layers[known]
+        for place in (name, prefix + name, name.removeprefix(prefix)):
+            if place in layers:
+                stored[name] = layers[place]
                 break
-    return {name: found[name] for name in weights_order(weights, found)}
+    return {name: stored[name] for name in weights_order(weights, stored)}
 
 
 def weights_order(weights: Mapping[str, StoredWeight], names) -> list[str]:

@@ -35,9 +35,9 @@ def emptied(model: Any, names: Sequence[str], files: Sequence[str] | None) -> di
         layer = model.get_submodule(place)
         if layer not in new:
             new[layer] = _empty(model, place, layer)
-            found = None if stored is None else stored.get(f"{name}.{PACKED}")
-            if found is not None:
-                _size(new[layer], name, *found)
+            entry = None if stored is None else stored.get(f"{name}.{PACKED}")
+            if entry is not None:
+                _size(new[layer], name, *entry)
             # Models draw weights of their parts that are not marked as there.
             stand_in = torch.empty(new[layer]._sizes, dtype=new[layer]._dtype, device="meta")
             stand_in._is_hf_initialized = True

@@ -163,19 +163,19 @@ def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     steps = {name: Steps.of(format_of(name).code) for name in SLICES}
     pads = macko.STEPS, max(1, shape[1])
     chunks = ENTRIES, bitmap_cpu.COLUMNS
-    found = counts(dense, [pads, chunks, *product(steps.values(), widths)])
-    entries = bitmap_cpu.chunks_of_panels(found[chunks])
+    codes = counts(dense, [pads, chunks, *product(steps.values(), widths)])
+    entries = bitmap_cpu.chunks_of_panels(codes[chunks])
     sizes = {
         "bitmap": int(format_of("bitmap").measure(dense, entries)),
         **{
-            name: int(format_of(name).measure(dense, {w: found[one, w] for w in widths}))
+            name: int(format_of(name).measure(dense, {w: codes[one, w] for w in widths}))
             for name, one in steps.items()
         },
-        "macko": macko.bytes_of(int(found[pads].sum()), shape, itemsize),
+        "macko": macko.bytes_of(int(codes[pads].sum()), shape, itemsize),
         "dense": dense.numel() * itemsize,
     }
-    known = {name: size for name, size in sizes.items() if size >= 0}
-    return known, int(entries.sum(dtype=torch.int64)) / max(1, dense.numel())
+    sizes = {name: size for name, size in sizes.items() if size >= 0}
+    return sizes, int(entries.sum(dtype=torch.int64)) / max(1, dense.numel())
 
 
 @lru_cache(maxsize=64)

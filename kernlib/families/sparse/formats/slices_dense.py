@@ -118,14 +118,14 @@ def _write_slice(
         groups = (each - first) // count
         if groups:
             last = first + groups * count
-            taken = groups * count * code.size(cells.itemsize)
+            nbytes = groups * count * code.size(cells.itemsize)
             _write_groups(
                 code,
                 values[:, :, first:last].reshape(LANES, parts, groups, count),
                 steps[:, :, first:last].reshape(LANES, parts, groups, count),
-                parted[:, at : at + taken].reshape(parts, groups, -1),
+                parted[:, at : at + nbytes].reshape(parts, groups, -1),
             )
-            first, at = last, at + taken
+            first, at = last, at + nbytes
         count //= 2
     return (steps.sum(2, dtype=np.int64) + code.least * each).T
 
@@ -137,12 +137,12 @@ def _write_groups(code: Code, values: np.ndarray, steps: np.ndarray, out: np.nda
     runs = values.reshape(lanes, parts, groups, count // run, run).transpose(1, 2, 3, 0, 4)
     end = count * lanes * values.itemsize
     out[:, :, :end] = np.ascontiguousarray(runs).view(np.uint8).reshape(parts, groups, end)
-    taken = count * code.bits // 8  # bytes of a lane's steps
-    shares = steps.reshape(lanes, parts, groups, count // taken, taken)
+    width = count * code.bits // 8  # bytes of a lane's steps
+    shares = steps.reshape(lanes, parts, groups, count // width, width)
     joined = shares[:, :, :, 0].copy()
-    for share in range(1, count // taken):
+    for share in range(1, count // width):
         joined |= shares[:, :, :, share] << np.uint8(share * code.bits)
-    out[:, :, end:] = joined.transpose(1, 2, 0, 3).reshape(parts, groups, lanes * taken)
+    out[:, :, end:] = joined.transpose(1, 2, 0, 3).reshape(parts, groups, lanes * width)
 
 
 def _number(code: Code, cells: np.ndarray, values: np.ndarray, steps: np.ndarray) -> None:
