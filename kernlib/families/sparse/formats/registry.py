@@ -174,8 +174,8 @@ def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
         "macko": macko.bytes_of(int(codes[pads].sum()), shape, itemsize),
         "dense": dense.numel() * itemsize,
     }
-    sizes = {name: size for name, size in sizes.items() if size >= 0}
-    return sizes, int(entries.sum(dtype=torch.int64)) / max(1, dense.numel())
+    possible = {name: size for name, size in sizes.items() if size >= 0}
+    return possible, int(entries.sum(dtype=torch.int64)) / max(1, dense.numel())
 
 
 @lru_cache(maxsize=64)
