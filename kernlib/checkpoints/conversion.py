@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -20,58 +18,57 @@ import torch
 from kernlib import progress as display
 from kernlib.calls import hinted
 from kernlib.checkpoints.estimate import Layer, estimated, layer_of
-from kernlib.checkpoints.files import Checkpoint, CheckpointError, fault
-from kernlib.checkpoints.modules import linear_layers
+from kernlib.checkpoints.files import Checkpoint, fault
+from kernlib.checkpoints.modules import Linear, linear_layers
 from kernlib.checkpoints.options import Options
 from kernlib.checkpoints.stored import StoredWeight, weights_of
-from kernlib.checkpoints.writer import Shard, write_text
+from kernlib.checkpoints.target import VERSION, Target
+from kernlib.checkpoints.writer import KINDS, Shard
 from kernlib.families.sparse.formats.encoding import entries_in
 from kernlib.families.sparse.matrix import SparseMatrix, compressed, is_unpruned
-from kernlib.families.sparse.packed import packed
+from kernlib.families.sparse.packed import packed, unpacked
 from kernlib.families.sparse.prune import magnitude
 from kernlib.nn.sparse_weights import counted
 from kernlib.runtime.tensors import as_device
 
-VERSION = 1  # of the entry in config.json
-METHOD = "kernlib"
-STATE = "kernlib-convert.json"  # in a folder whose conversion has not ended
-INDEX = "model.safetensors.index.json"
-METADATA = {"format": "pt"}  # which transformers asks for
-# What a folder holds besides weights that the result needs too: the tokenizer and the like.
-ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken", ".spm")
-LARGEST = 1 << 26  # bytes of such a file
+METHOD, CONFIG = "kernlib", "quantization_config"
 
 
 class Work(NamedTuple):
-    """A conversion: the checkpoint, its weights in the order of the files, and which of them are
-    linear layers, by their modules' names, transposed or not."""
+    """A conversion: the checkpoint, the weights of each of its files, the linear layers among them
+    by their modules' names, and what is to be done. Weights that lie in several files are of the
+    first one."""
 
     checkpoint: Checkpoint
-    weights: dict[str, StoredWeight]
-    layers: dict[str, bool]
+    files: dict[Path, list[StoredWeight]]
+    layers: dict[str, Linear]
     options: Options
 
-    def files(self) -> dict[Path, list[StoredWeight]]:
-        """The weights of each file; those that lie in several are of the first one."""
-        by_file: dict[Path, list[StoredWeight]] = {}
-        for weight in self.weights.values():
-            by_file.setdefault(next(iter(weight.parts.values())).file, []).append(weight)
-        return by_file
-
     def module_of(self, weight: StoredWeight) -> str | None:
-        """The name of the layer to compress that a weight is of, if it is."""
+        """The name of the layer to compress that a weight is of, if it is: of the head only where
+        ``match`` takes it."""
         name = weight.name.removesuffix(".weight")
-        is_layer = weight.name.endswith(".weight") and name in self.layers
-        return name if is_layer and self.options.takes(name) else None
+        layer = self.layers.get(name) if weight.name.endswith(".weight") else None
+        if layer is None or (layer.is_head and self.options.match is None):
+            return None
+        return name if self.options.takes(name) else None
+
+    def stays(self, weight: StoredWeight) -> bool:
+        """Whether a weight is packed already, and stays so: nothing else is asked for, or not of
+        it."""
+        plain = self.options._replace(match=None, fuse=True) == Options()
+        return weight.kind == "packed" and (plain or self.module_of(weight) is None)
 
     def load(self, weight: StoredWeight, device: torch.device) -> torch.Tensor:
         """The weight (out_features, in_features) of a layer to compress, on a device; of others
-        what the file has, on the CPU."""
-        module = self.module_of(weight)
-        if module is None:
-            return weight.load(self.checkpoint)
+        what a dense file has, on the CPU."""
+        layer = self.layers.get(weight.name.removesuffix(".weight"), Linear())
+        is_turned = layer.is_transposed and weight.kind != "packed"  # which lies as layers have it
+        if self.module_of(weight) is None:
+            dense = weight.load(self.checkpoint)
+            return dense.t() if layer.is_transposed and not is_turned else dense
         dense = weight.load(self.checkpoint, device)
-        return dense.t() if self.layers[module] else dense
+        return dense.t() if is_turned else dense
 
 
 @hinted
@@ -103,17 +100,16 @@ def plan(
     )
     with Checkpoint(source) as checkpoint:
         work = _work(checkpoint, checked)
-        some = [weight for weight in work.weights.values() if work.module_of(weight)]
+        some = [w for weights in work.files.values() for w in weights if work.module_of(w)]
+        layers = []
         with display.shown(progress, "reading", len(some)) as bar:
-            return [
-                bar.count(
-                    weight.name,
-                    lambda weight=weight: estimated(
-                        work.module_of(weight), work.load(weight, torch.device("cpu")), checked
-                    ),
+            for weight in some:
+                module = weight.name.removesuffix(".weight")
+                dense = work.load(weight, torch.device("cpu"))
+                layers.append(
+                    bar.count(weight.name, lambda m=module, d=dense: estimated(m, d, checked))
                 )
-                for weight in some
-            ]
+        return [layer for layer in layers if layer.format != "dense" or format == "dense"]
 
 
 @hinted
@@ -145,7 +141,8 @@ def convert(
     - ``format``, ``columns``, ``values``: as of :func:`kernlib.sparse.compress`.
     - ``match``: which layers, a regular expression found in their names; None takes all but the
       head. Layers are ``nn.Linear`` and ``Conv1D`` of the model that config.json names, if
-      transformers is there; else matrices ``NAME.weight`` of numbered blocks.
+      transformers is there; else matrices ``NAME.weight`` of numbered blocks. Layers that are
+      packed already stay so, unless ``density``, ``format``, ``columns`` or ``values`` is passed.
     - ``fuse``: whether from_pretrained fuses layers that read the same x.
 
     A compressed layer is a tensor ``NAME.weight_packed`` in place of ``NAME.weight``. Layers with
@@ -166,18 +163,17 @@ def convert(
         fuse=fuse,
     )  # fmt: skip
     device = as_device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, and torch sees no GPU here: device='cpu' does")
     with Checkpoint(source) as checkpoint:
         work = _work(checkpoint, checked)
-        if not any(map(work.module_of, work.weights.values())):
+        if not any(work.module_of(w) for weights in work.files.values() for w in weights):
             raise fault(checkpoint.path, _no_layers(work))
-        target = _Target(Path(out), work, checked.text())
-        total = sum(len(weights) for weights in work.files().values())
-        with display.shown(progress, "converting", total) as bar:
-            for file, weights in work.files().items():
-                target.write(file, lambda shard, w=weights: _compress(work, w, shard, device, bar))
-        layers = target.layers()
-        target.close(_config_of(checkpoint.config, [layer.name for layer in layers], checked))
-        return layers
+        with Target(Path(out), work.checkpoint, work.files, checked.text()) as target:
+            target.write_all(progress, lambda *job: _compress(work, device, *job))
+            layers = target.layers()
+            target.end(_with_layers(checkpoint.config, [one.name for one in layers], checked))
+            return layers
 
 
 @hinted
@@ -191,65 +187,84 @@ def to_dense(source: str | Path, out: str | Path, *, progress: bool | None = Non
     """
     with Checkpoint(source) as checkpoint:
         work = _work(checkpoint, Options())
-        target = _Target(Path(out), work, json.dumps("dense"))
-        total = sum(len(weights) for weights in work.files().values())
-        with display.shown(progress, "converting", total) as bar:
-            for file, weights in work.files().items():
-                target.write(file, lambda shard, w=weights: _lay_out(work, w, shard, bar))
-        config = dict(checkpoint.config or {})
-        for key in ("quantization_config", "compression_config", "sparsity_config"):
-            config.pop(key, None)
-        target.close(config or None)
+        work = work._replace(options=Options(match=re.compile("$^")))  # no layer is compressed
+        with Target(Path(out), work.checkpoint, work.files, json.dumps("dense")) as target:
+            target.write_all(progress, lambda *job: _lay_out(work, *job))
+            config = dict(checkpoint.config or {})
+            for key in ("quantization_config", "compression_config", "sparsity_config"):
+                config.pop(key, None)
+            target.end(config or None)
 
 
 def _work(checkpoint: Checkpoint, options: Options) -> Work:
+    """Raises CheckpointError for tensors that files of safetensors do not hold."""
     weights = weights_of(checkpoint)
-    return Work(checkpoint, weights, linear_layers(checkpoint, weights), options)
+    files: dict[Path, list[StoredWeight]] = {}
+    for weight in weights.values():
+        file = next(iter(weight.parts.values())).file
+        if weight.dtype not in KINDS:
+            raise fault(file, f"files of safetensors hold no {weight.dtype}", weight.name)
+        files.setdefault(file, []).append(weight)
+    return Work(checkpoint, files, linear_layers(checkpoint, weights), options)
 
 
 def _no_layers(work: Work) -> str:
-    some = ", ".join(list(work.layers)[:3]) or "none"
+    some = ", ".join(list(work.layers)[:3])
     if work.layers:
-        return f"match takes none of its {len(work.layers)} linear layers ({some}, ...)"
+        return (
+            f"has {len(work.layers)} linear layers ({some}, ...), of which match takes none; "
+            "without match they are all but the head"
+        )
+    count = sum(map(len, work.files.values()))
     return (
-        f"has no linear layers that could be compressed among its {len(work.weights)} tensors: "
-        "those of numbered blocks are, and with a config.json all of its model"
+        f"has no linear layers that could be compressed among its {count} tensors: those are taken "
+        "that are nn.Linear itself or Conv1D in the model that config.json names, and without "
+        "transformers or such a model matrices NAME.weight of numbered blocks"
     )
 
 
-def _compress(work: Work, weights: list[StoredWeight], shard: Shard, device, bar) -> list[Layer]:
-    """Write the weights of a file, compressed if they are of layers."""
+def _compress(
+    work: Work, device: torch.device, weights: list[StoredWeight], shard: Shard, bar
+) -> list[Layer]:
+    """Write the weights of a file, compressed if they are of layers, and return these."""
     layers: list[Layer] = []
 
-    def made(weight: StoredWeight, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """What is to be written of a weight, and its name."""
+    def made(weight: StoredWeight, dense: torch.Tensor | None) -> tuple[str, torch.Tensor]:
+        """The name and the tensor to write of a weight, which has been loaded unless it stays."""
         module = work.module_of(weight)
-        if module is None:
+        if module is None and dense is not None:
             return weight.name, dense
-        dense, matrix = _compressed(work, weight, dense)
-        if matrix is None:
-            return weight.name, dense.t() if work.layers[module] else dense
+        if dense is None:
+            module = weight.name.removesuffix(".weight")
+            data = work.checkpoint.read(weight.parts["packed"].name)
+            matrix = unpacked(data)
+        else:
+            dense, matrix = _compressed(work, weight, dense)
+            if matrix is None:
+                return weight.name, dense.t() if work.layers[module].is_transposed else dense
+            data = packed(matrix)
         facts = matrix.density, matrix.format, matrix.nbytes
         layers.append(layer_of(module, matrix.shape, matrix.dtype, *facts))
-        return f"{module}.weight_packed", packed(matrix)
+        return f"{module}.weight_packed", data
 
-    def load(weight: StoredWeight) -> torch.Tensor:
-        return work.load(weight, device)
+    def load(weight: StoredWeight) -> torch.Tensor | None:
+        return None if work.stays(weight) else work.load(weight, device)
 
-    ordered = [*_ordered(work, weights)]
+    ordered = sorted(weights, key=lambda weight: _rank(work, weight))
     if device.type != "cuda":
         for weight in ordered:
             bar.count(weight.name, lambda w=weight: shard.add(*made(w, load(w))))
         return layers
     # While the GPU compresses one weight, the next one is read and the one before is written.
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        ahead = [reader.submit(load, weight) for weight in ordered[:1]]
-        written = writer.submit(int)
-        for number, weight in enumerate(ordered):
-            dense = ahead.pop().result()
-            ahead += [reader.submit(load, weight) for weight in ordered[number + 1 :][:1]]
+        ahead, written = reader.submit(load, ordered[0]), None
+        for weight, following in zip(ordered, [*ordered[1:], None], strict=True):
+            dense = ahead.result()
+            if following is not None:
+                ahead = reader.submit(load, following)
             result = bar.count(weight.name, lambda w=weight, d=dense: made(w, d))
-            written.result()
+            if written is not None:
+                written.result()
             written = writer.submit(shard.add, *result)
         written.result()
     return layers
@@ -273,161 +288,28 @@ def _compressed(
     return dense, None if is_kept else matrix
 
 
-def _ordered(work: Work, weights: list[StoredWeight]) -> Iterator[StoredWeight]:
-    """Layers first, whose packed tensors are of whole 64 bytes, then others by the bytes of their
-    numbers: so that all of them lie where they can be used as they lie."""
-
-    def rank(weight: StoredWeight) -> tuple[bool, int]:
-        return work.module_of(weight) is None, -weight.dtype.itemsize
-
-    yield from sorted(weights, key=rank)
+def _rank(work: Work, weight: StoredWeight) -> tuple[bool, int]:
+    """The order in a file: layers first, whose packed tensors are of whole 64 bytes, then others by
+    the bytes of their numbers. So all of them lie where they can be used as they lie."""
+    is_packed = work.module_of(weight) is not None or work.stays(weight)
+    return not is_packed, -weight.dtype.itemsize
 
 
 def _lay_out(work: Work, weights: list[StoredWeight], shard: Shard, bar) -> list[Layer]:
-    """Write the weights of a file as dense tensors."""
-
-    def write(weight: StoredWeight) -> None:
-        dense = weight.load(work.checkpoint)
-        name = weight.name.removesuffix(".weight")
-        if weight.kind == "packed" and work.layers.get(name, False):
-            dense = dense.t()
-        shard.add(weight.name, dense)
-
+    """Write the weights of a file as dense tensors: no layer is compressed."""
     for weight in sorted(weights, key=lambda weight: -weight.dtype.itemsize):
-        bar.count(weight.name, lambda weight=weight: write(weight))
+        bar.count(
+            weight.name, lambda w=weight: shard.add(w.name, work.load(w, torch.device("cpu")))
+        )
     return []
 
 
-def _config_of(config: dict | None, modules: list[str], options: Options) -> dict | None:
-    """config.json of the result."""
+def _with_layers(config: dict | None, modules: list[str], options: Options) -> dict | None:
+    """config.json of a result with these layers."""
     if config is None:
         return None
+    others = {k: v for k, v in config.items() if k not in ("compression_config", CONFIG)}
+    if not modules:
+        return others
     entry = {"quant_method": METHOD, "version": VERSION, "modules": modules, "fuse": options.fuse}
-    others = {k: v for k, v in config.items() if k != "compression_config"}
-    return {**others, "quantization_config": entry}
-
-
-class _Target:
-    """The folder of a result, and which files of it are done."""
-
-    def __init__(self, folder: Path, work: Work, text: str):
-        self._folder, self._work = folder, work
-        self._plan = {"version": VERSION, "options": text, "source": _identity(work.checkpoint)}
-        self._done: dict[str, list] = {}
-        self._sizes: dict[str, int] = {}
-        if folder.exists():
-            self._go_on()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._save()
-
-    def _go_on(self) -> None:
-        """Take what an interrupted conversion has done. Raises FileExistsError for another folder,
-        and for a file."""
-        if not self._folder.is_dir():
-            raise FileExistsError(f"out {self._folder} is a file: pass a folder")
-        state = self._folder / STATE
-        if not state.exists():
-            if any(self._folder.iterdir()):
-                raise FileExistsError(
-                    f"out {self._folder} is not empty, and holds no interrupted conversion: pass "
-                    "an empty folder, or one that does not exist"
-                )
-            return
-        try:
-            saved = json.loads(state.read_text(encoding="utf-8"))
-            plan, done = saved["plan"], dict(saved["done"])
-        except (ValueError, KeyError, TypeError):
-            raise fault(state, "is damaged: remove the folder, and convert anew") from None
-        if plan != self._plan:
-            raise FileExistsError(
-                f"out {self._folder} holds an interrupted conversion of other files or with other "
-                "arguments: repeat that, or pass another folder"
-            )
-        # A machine that lost power may have kept a name without all of its file.
-        self._done = {n: part for n, part in done.items() if _size_of(self._folder / n) == part[0]}
-
-    def _save(self) -> None:
-        text = json.dumps({"plan": self._plan, "done": self._done})
-        write_text(self._folder / STATE, text)
-
-    def write(self, file: Path, write) -> None:
-        """Have ``write(shard)`` write the file of the result that a file of the source becomes,
-        unless that is done."""
-        name = f"{_stem_of(file)}.safetensors"
-        if name in self._done:
-            return
-        weights = self._work.files()[file]
-        names = [n for w in weights for n in (w.name, f"{w.name}_packed")]
-        dims = max(len(weight.shape) for weight in weights)
-        shard = Shard(self._folder / name, names, max(1, dims), METADATA)
-        try:
-            layers = write(shard)
-            shard.close()
-        except BaseException:
-            shard.drop()
-            raise
-        rows = [
-            [*layer._replace(dtype=str(layer.dtype).removeprefix("torch."))] for layer in layers
-        ]
-        self._done[name] = [_size_of(self._folder / name), rows]
-        self._save()
-
-    def layers(self) -> list[Layer]:
-        """Those of all files, in order."""
-        rows = [row for name in sorted(self._done) for row in self._done[name][1]]
-        layers = (Layer(*row) for row in rows)
-        return [
-            layer._replace(shape=tuple(layer.shape), dtype=getattr(torch, layer.dtype))
-            for layer in layers
-        ]
-
-    def close(self, config: dict | None) -> None:
-        """Write the index and config.json, copy what else the model needs, and end it."""
-        if len(self._done) > 1 or not (self._folder / "model.safetensors").exists():
-            self._write_index()
-        source = self._work.checkpoint
-        for file in sorted(source.folder.iterdir()) if source.path == source.folder else ():
-            if _is_needed(file):
-                shutil.copyfile(file, self._folder / file.name)
-        if config is not None:
-            text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-            write_text(self._folder / "config.json", text)
-        (self._folder / STATE).unlink()
-
-    def _write_index(self) -> None:
-        places, total = {}, 0
-        for name in sorted(self._done):
-            with Checkpoint(self._folder / name) as shard:
-                places.update(dict.fromkeys(shard.entries, name))
-                total += sum(entry.nbytes for entry in shard.entries.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        write_text(self._folder / INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _identity(checkpoint: Checkpoint) -> list:
-    """What tells the files of a source from others: names, sizes and times."""
-    stats = ((file, file.stat()) for file in checkpoint.files)
-    return [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
-
-
-def _size_of(file: Path) -> int:
-    """Bytes of a file, -1 without one."""
-    return file.stat().st_size if file.exists() else -1
-
-
-def _stem_of(file: Path) -> str:
-    """The name of the result's file: that of the source's, in transformers' words for it."""
-    stem = file.name[: -len(file.suffix)]
-    return re.sub(r"^pytorch_model", "model", stem)
-
-
-def _is_needed(file: Path) -> bool:
-    """Whether a file beside the weights belongs to a model."""
-    if not file.is_file() or file.name.startswith(".") or file.name.endswith(".index.json"):
-        return False
-    if file.name in ("config.json", STATE):
-        return False
-    return file.suffix in ENDINGS and file.stat().st_size <= LARGEST
-
-
-__all__ = ["CheckpointError", "Layer", "convert", "plan", "to_dense"]
+    return {**others, CONFIG: entry}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
 from kernlib.checkpoints.files import Checkpoint, fault
 from kernlib.checkpoints.stored import StoredWeight
+from kernlib.errors import warn
 from kernlib.families.sparse.layout import DTYPES
-from kernlib.nn.linears import is_conv1d, linears, weight_parameter
+from kernlib.nn.linears import holders_of, is_conv1d, linears, weight_parameter
 
 WEIGHT = ".weight"
 # Models of transformers whose linear layers are Conv1D, which hold their weights transposed.
@@ -20,56 +22,72 @@ NO_LINEAR = re.compile(r"embed|norm|(^|\.)(wte|wpe|ln_\w+|lm_head|shared)(\.|$)"
 IN_BLOCK = re.compile(r"\.\d+\.")
 
 
-def linear_layers(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> dict[str, bool]:
-    """The linear layers whose weights a checkpoint has, by the names of their modules, and whether
-    each weight is stored transposed, (in_features, out_features).
+class Linear(NamedTuple):
+    """A linear layer: whether its weight is stored transposed, (in_features, out_features), where
+    it is stored dense; and whether it is the head of its model."""
 
-    With transformers, and a config.json that names a model of it, they are those of this model,
-    without the head and without weights that two modules share. Otherwise each matrix called
-    ``NAME.weight`` of a numbered block is taken for one, unless its name says that it embeds or
-    normalises.
+    is_transposed: bool = False
+    is_head: bool = False
+
+
+def linear_layers(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> dict[str, Linear]:
+    """The linear layers whose weights a checkpoint has, by the names of their modules there.
+
+    With transformers, and a config.json that names a model of it, they are those of this model
+    whose weights no other module shares. Otherwise each matrix called ``NAME.weight`` of a numbered
+    block is taken for one, unless its name says that it embeds or normalises. Warns with a
+    :class:`kernlib.KernlibWarning` of linear layers of the model that the checkpoint has under no
+    name that is known.
     """
-    names = {
+    names = [
         name.removesuffix(WEIGHT)
         for name, weight in weights.items()
         if name.endswith(WEIGHT) and len(weight.shape) == 2 and weight.dtype in DTYPES.values()
-    }
+    ]
     model = _model_of(checkpoint)
     if model is None:
         _check_layout(checkpoint)
-        in_blocks = (n for n in names if IN_BLOCK.search(f".{n}.") and not NO_LINEAR.search(n))
-        return {name: False for name in weights_order(weights, in_blocks)}
+        return {n: Linear() for n in names if IN_BLOCK.search(f".{n}.") and not NO_LINEAR.search(n)}
     layers = _layers_of(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    stored = {}
+    stored, places = {}, set()
     for name in names:
         # A checkpoint of the model without its head has names without the prefix.
-        for place in (name, prefix + name, name.removeprefix(prefix)):
-            if place in layers:
-                stored[name] = layers[place]
-                break
-    return {name: stored[name] for name in weights_order(weights, stored)}
+        ways = (name, prefix + name, name.removeprefix(prefix), _renamed(model, name))
+        place = next((way for way in ways if way in layers), None)
+        if place is not None:
+            stored[name] = layers[place]
+            places.add(place)
+    lacking = [name for name in layers if name not in places and not layers[name].is_head]
+    if stored and lacking and any(weight.dtype in DTYPES.values() for weight in weights.values()):
+        warn(
+            f"{len(lacking)} of {len(layers)} linear layers of {type(model).__name__} have no "
+            f"weight in {checkpoint.path} under their names ({lacking[0]!r}, ...): they stay as "
+            "they are stored"
+        )
+    return stored
 
 
-def weights_order(weights: Mapping[str, StoredWeight], names) -> list[str]:
-    """Names of modules in the order of their weights."""
-    some = set(names)
-    return [n.removesuffix(WEIGHT) for n in weights if n.removesuffix(WEIGHT) in some]
-
-
-def _layers_of(model: torch.nn.Module) -> dict[str, bool]:
-    """Linear layers of a model whose weights are their own, but for its head."""
-    head = model.get_output_embeddings()
-    every = [(name, layer) for _, _, name, layer in linears(model)]
-    users: dict[int, int] = {}
-    for part in model.modules():
-        for parameter in part.parameters(recurse=False):
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
+def _layers_of(model: torch.nn.Module) -> dict[str, Linear]:
+    """Linear layers of a model whose weights are their own."""
+    head, holders = model.get_output_embeddings(), holders_of(model)
     return {
-        name: is_conv1d(type(layer))
-        for name, layer in every
-        if layer is not head and users[id(weight_parameter(layer))] == 1
+        name: Linear(is_conv1d(type(layer)), layer is head)
+        for _, _, name, layer in linears(model)
+        if holders[id(weight_parameter(layer))] == 1
     }
+
+
+def _renamed(model: torch.nn.Module, name: str) -> str:
+    """What transformers calls a layer while it reads it: models whose parts have moved have rules
+    for names of before. kernlib/compat/loading.py asks for the same of packed weights."""
+    try:
+        loading = import_module("transformers.core_model_loading")
+        mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
+    except ImportError:  # before 5.0
+        return name
+    rules = [rule for rule in mapping(model) if isinstance(rule, loading.WeightRenaming)]
+    return loading.apply_renamings(f"{name}{WEIGHT}", rules).removesuffix(WEIGHT)
 
 
 def _model_of(checkpoint: Checkpoint) -> torch.nn.Module | None:
@@ -83,7 +101,10 @@ def _model_of(checkpoint: Checkpoint) -> torch.nn.Module | None:
         transformers = import_module("transformers")
     except ImportError:
         return None
-    kind = getattr(transformers, str(architectures[0]), None)
+    try:
+        kind = getattr(transformers, str(architectures[0]), None)
+    except ImportError:  # of what this model needs
+        return None
     if kind is None or not hasattr(kind, "config_class"):
         return None
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type")}

@@ -13,6 +13,7 @@ import torch
 from kernlib.checkpoints.files import DTYPES, fault
 
 ALIGNMENT = 64  # of the first byte behind the header: packed matrices are read where they lie
+PART = ".part"  # behind the name of a file that is not whole
 PIECE = 1 << 25  # bytes of a GPU's tensor that are written at a time
 DIGITS = 15  # of the largest offset and size that the header has room for
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
@@ -36,7 +37,7 @@ class Shard:
     ):
         self.path, self.nbytes = path, 0
         self._pinned: torch.Tensor | None = None
-        self._part = path.with_name(path.name + ".part")
+        self._part = path.with_name(path.name + PART)
         self._entries: dict[str, dict] = {}
         if metadata:
             self._entries["__metadata__"] = dict(metadata)
@@ -54,7 +55,8 @@ class Shard:
         """Write a tensor. Raises CheckpointError for a dtype that the format does not have."""
         if tensor.dtype not in KINDS:
             raise fault(self.path, f"files of safetensors hold no {tensor.dtype}", name)
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        data = tensor.contiguous().view(-1).view(torch.uint8)
         end = self.nbytes + data.numel()
         self._entries[name] = {
             "dtype": KINDS[tensor.dtype],
@@ -93,6 +95,6 @@ def _json(value: dict) -> bytes:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file in one step: it is there whole or not at all."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART)
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

@@ -11,7 +11,7 @@ import torch
 import kernlib as kl
 from kernlib import sparse
 from kernlib.checkpoints import Checkpoint, CheckpointError, convert, plan, to_dense
-from kernlib.checkpoints import conversion as module
+from kernlib.checkpoints import target as module
 from kernlib.checkpoints.stored import weights_of
 from kernlib.checkpoints.writer import Shard
 from kernlib.nn import sparsify
@@ -179,9 +179,42 @@ def test_options_reach_the_layers(folder, tmp_path):
     assert {layer.format for layer in small} == {"bitmap-int8"}
 
 
+def test_a_second_conversion_leaves_packed_layers_as_they_are(folder, tmp_path):
+    convert(folder, tmp_path / "a", density=0.5, values="int8")
+    convert(tmp_path / "a", tmp_path / "b")
+    convert(tmp_path / "a", tmp_path / "c", format="bitmap", match="k_proj")
+    first, second, third = (tensors_of(tmp_path / name) for name in "abc")
+    assert_same(first, second)
+    assert first.keys() == third.keys()
+    changed = {name for name in first if not torch.equal(first[name], third[name])}
+    assert changed == {f"model.layers.{block}.k_proj.weight_packed" for block in range(2)}
+
+
+def test_files_of_one_name_in_two_folders(tmp_path):
+    tensors, source = state(), tmp_path / "source"
+    places = {}
+    for part, names in (("a", sorted(tensors)[:9]), ("b", sorted(tensors)[9:])):
+        (source / part).mkdir(parents=True)
+        safetensors.save_file({n: tensors[n] for n in names}, source / part / "m.safetensors")
+        places.update(dict.fromkeys(names, f"{part}/m.safetensors"))
+    (source / INDEX).write_text(json.dumps({"weight_map": places}))
+    convert(source, tmp_path / "out")
+    assert_same(tensors_of(tmp_path / "out"), tensors)
+    assert names_in(tmp_path / "out") == ["m-2.safetensors", "m.safetensors", INDEX]
+
+
+def test_what_is_computed_when_it_is_read_is_written_as_it_is(tmp_path):
+    values = torch.randn(4, 4, dtype=torch.complex64)
+    torch.save({"a": values.conj()}, tmp_path / "model.pt")
+    to_dense(tmp_path / "model.pt", tmp_path / "out")
+    assert_same(tensors_of(tmp_path / "out"), {"a": values.conj().resolve_conj()})
+
+
 def test_layers_that_nobody_has_pruned_stay_dense(folder, tmp_path):
-    assert convert(folder, tmp_path / "out") == []
+    assert convert(folder, tmp_path / "out") == plan(folder) == []
     assert_same(tensors_of(tmp_path / "out"), state())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"model_type": "other", "hidden_size": 48}
 
 
 def test_weights_with_zeros_need_no_density(tmp_path):
@@ -311,6 +344,21 @@ def test_an_out_that_holds_something_is_left_alone(folder, tmp_path):
     assert (tmp_path / "file").read_text() == "mine" and names_in(folder) == before
 
 
+def test_one_process_at_a_time(folder, tmp_path, monkeypatch):
+    add, out, refused = Shard.add, tmp_path / "out", []
+
+    def adding(self, name, tensor):
+        if not refused:
+            with pytest.raises(FileExistsError, match="another process converts") as caught:
+                convert(folder, out, **HALF)
+            refused.append(caught)
+        add(self, name, tensor)
+
+    monkeypatch.setattr(Shard, "add", adding)
+    convert(folder, out, **HALF)
+    assert refused and names_in(out) == sorted([*SHARDS, INDEX, "config.json", "tokenizer.json"])
+
+
 def test_a_full_disk_leaves_no_half_of_a_shard(folder, tmp_path, monkeypatch):
     def full(self, name, tensor):
         raise OSError(28, "No space left on device", str(self.path))
@@ -336,13 +384,17 @@ def test_a_full_disk_leaves_no_half_of_a_shard(folder, tmp_path, monkeypatch):
         ({"columns": 0}, "columns must be a positive int"),
         ({"match": "["}, r"match '\[' is no regular expression"),
         ({"match": len}, "match must be None or a regular expression"),
-        ({"match": "nothing"}, "match takes none of its 6 linear layers"),
+        ({"match": "nothing"}, "has 6 linear layers .* of which match takes none"),
         ({"fuse": 1}, "fuse must be a bool"),
         ({"sparsity": 0.5}, "sparsity"),
+        ({"device": "cuda"}, "device is cuda, and torch sees no GPU"),
     ],
     ids=str,
 )
-def test_arguments_are_checked_before_anything_is_written(folder, tmp_path, options, message):
+def test_arguments_are_checked_before_anything_is_written(
+    folder, tmp_path, monkeypatch, options, message
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises((TypeError, ValueError), match=message):
         convert(folder, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -89,6 +89,40 @@ def test_dense_again(model, tmp_path):
         assert all(torch.equal(v, state[k]) for k, v in result.state_dict().items())
 
 
+def test_a_part_first_and_the_rest_later(model, tmp_path):
+    """Layers are the same matrices whether their weights are stored transposed, packed or not."""
+    other, names = pruned(model, 0.5)
+    model.save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "part", match="attn", **HALF)
+    layers = convert(tmp_path / "part", tmp_path / "out", match=r"\.\d+\.", **HALF)
+    assert len(layers) == len(names)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tmp_path / "out")(TOKENS).logits, other(TOKENS).logits)
+
+
+def test_the_head_goes_where_it_is_named(tmp_path, seed):
+    config = MODELS["llama"]()
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    (layer,) = convert(tmp_path / "model", tmp_path / "out", match="lm_head", **HALF)
+    assert layer.name == "lm_head"
+    assert isinstance(loaded(tmp_path / "out").lm_head, SparseLinear)
+
+
+def test_names_of_former_versions(tmp_path, seed):
+    """Of models whose parts have moved since, which transformers saves by the names of before."""
+    config = transformers.ViTConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    model = transformers.ViTForImageClassification(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    layers = convert(tmp_path / "model", tmp_path / "out", density=0.5, format="bitmap")
+    linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
+    assert len(layers) >= len(linears) - 1
+    result = transformers.ViTForImageClassification.from_pretrained(tmp_path / "out").eval()
+    assert sum(isinstance(m, SparseLinear) for m in result.modules()) == len(layers)
+
+
 def test_pruned_checkpoints_need_no_density(model, tmp_path):
     other, names = pruned(model, 0.4)
     other.save_pretrained(tmp_path / "pruned")

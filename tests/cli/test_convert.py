@@ -79,7 +79,7 @@ def test_it_goes_on_where_it_was(run, source, tmp_path, monkeypatch):
         (("out", "--to-dense", "--dry-run"), 2, "--to-dense goes with --json alone"),
         (("out", "--density", "2"), 1, "density must be from 0 to 1, got 2"),
         (("out", "--format", "csr"), 1, "format must be 'auto' or one of"),
-        (("out", "--match", "nothing"), 1, "match takes none of its 2 linear layers"),
+        (("out", "--match", "nothing"), 1, "has 2 linear layers"),
         (("out", "--device", "tpu"), 1, "tpu"),
         (("out", "--per", "layer"), 2, "'layer' is not one of"),
     ],
