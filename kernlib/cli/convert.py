@@ -101,7 +101,7 @@ def convert(checkpoint, out, to_dense, dry_run, as_json, device, **options) -> N
     """
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT': the folder of the result, or --dry-run.")
-    if to_dense and (dry_run or _changed(options)):
+    if to_dense and (dry_run or _changed({**options, "device": device})):
         raise click.UsageError("--to-dense goes with --json alone: it lays out what there is.")
     from kernlib import checkpoints
 

@@ -134,6 +134,11 @@ class KernlibConfig(_Config):
             "modules": list(self.modules), "fuse": self.fuse,
         }  # fmt: skip
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of ``key``, as of the dictionary that transformers also takes it for, or
+        ``default``. Raises nothing."""
+        return self.to_dict().get(key, default)
+
     def __iter__(self):
         return iter(self.to_dict().items())
 
@@ -256,6 +261,7 @@ def attach(model: Any) -> list[str]:
         )
         return modules
     if modules:
+        # Into the config too: it is that of the models around this one, which are saved as a whole.
         config = KernlibConfig(modules, fuse)
         model.config.quantization_config = config
         model.hf_quantizer = KernlibQuantizer(config, pre_quantized=True)

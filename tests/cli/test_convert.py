@@ -77,6 +77,7 @@ def test_it_goes_on_where_it_was(run, source, tmp_path, monkeypatch):
         ((), 2, "Missing argument 'OUT'"),
         (("out", "--to-dense", "--density", "0.5"), 2, "--to-dense goes with --json alone"),
         (("out", "--to-dense", "--dry-run"), 2, "--to-dense goes with --json alone"),
+        (("out", "--to-dense", "--device", "cuda"), 2, "--to-dense goes with --json alone"),
         (("out", "--density", "2"), 1, "density must be from 0 to 1, got 2"),
         (("out", "--format", "csr"), 1, "format must be 'auto' or one of"),
         (("out", "--match", "nothing"), 1, "has 2 linear layers"),
