@@ -229,7 +229,7 @@ def _compress(
     """Write the weights of a file, compressed if they are of layers, and return these."""
     layers: list[Layer] = []
 
-    def made(weight: StoredWeight, dense: torch.Tensor | None) -> tuple[str, torch.Tensor]:
+    def tensor_of(weight: StoredWeight, dense: torch.Tensor | None) -> tuple[str, torch.Tensor]:
         """The name and the tensor to write of a weight, which has been loaded unless it stays."""
         module = work.module_of(weight)
         if module is None and dense is not None:
@@ -253,7 +253,7 @@ def _compress(
     ordered = sorted(weights, key=lambda weight: _rank(work, weight))
     if device.type != "cuda":
         for weight in ordered:
-            bar.count(weight.name, lambda w=weight: shard.add(*made(w, load(w))))
+            bar.count(weight.name, lambda w=weight: shard.add(*tensor_of(w, load(w))))
         return layers
     # While the GPU compresses one weight, the next one is read and the one before is written.
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
@@ -262,7 +262,7 @@ def _compress(
             dense = ahead.result()
             if following is not None:
                 ahead = reader.submit(load, following)
-            result = bar.count(weight.name, lambda w=weight, d=dense: made(w, d))
+            result = bar.count(weight.name, lambda w=weight, d=dense: tensor_of(w, d))
             if written is not None:
                 written.result()
             written = writer.submit(shard.add, *result)

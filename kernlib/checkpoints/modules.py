@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from kernlib.checkpoints.files import Checkpoint, fault
+from kernlib.checkpoints.renaming import renamed
 from kernlib.checkpoints.stored import StoredWeight
 from kernlib.errors import warn
 from kernlib.families.sparse.layout import DTYPES
@@ -53,13 +54,18 @@ def linear_layers(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -
     stored, places = {}, set()
     for name in names:
         # A checkpoint of the model without its head has names without the prefix.
-        ways = (name, prefix + name, name.removeprefix(prefix), _renamed(model, name))
+        ways = (
+            name,
+            prefix + name,
+            name.removeprefix(prefix),
+            renamed(model, name + WEIGHT).removesuffix(WEIGHT),
+        )
         place = next((way for way in ways if way in layers), None)
         if place is not None:
             stored[name] = layers[place]
             places.add(place)
     lacking = [name for name in layers if name not in places and not layers[name].is_head]
-    if stored and lacking and any(weight.dtype in DTYPES.values() for weight in weights.values()):
+    if stored and lacking:
         warn(
             f"{len(lacking)} of {len(layers)} linear layers of {type(model).__name__} have no "
             f"weight in {checkpoint.path} under their names ({lacking[0]!r}, ...): they stay as "
@@ -76,18 +82,6 @@ def _layers_of(model: torch.nn.Module) -> dict[str, Linear]:
         for _, _, name, layer in linears(model)
         if holders[id(weight_parameter(layer))] == 1
     }
-
-
-def _renamed(model: torch.nn.Module, name: str) -> str:
-    """What transformers calls a layer while it reads it: models whose parts have moved have rules
-    for names of before. kernlib/compat/loading.py asks for the same of packed weights."""
-    try:
-        loading = import_module("transformers.core_model_loading")
-        mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
-    except ImportError:  # before 5.0
-        return name
-    rules = [rule for rule in mapping(model) if isinstance(rule, loading.WeightRenaming)]
-    return loading.apply_renamings(f"{name}{WEIGHT}", rules).removesuffix(WEIGHT)
 
 
 def _model_of(checkpoint: Checkpoint) -> torch.nn.Module | None:

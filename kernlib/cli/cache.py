@@ -331,8 +331,8 @@ def _noted(items: Iterator[tuple[bytes, bytes]], seen: places.Contents) -> Itera
 def _nothing(archs: tuple[str, ...], seen: places.Contents) -> str:
     if not seen.kernels:
         return "the cache holds no kernels to export; `kernlib compile` makes some"
-    found = places.per_arch(seen.archs)
-    return f"the cache holds no kernels for {', '.join(archs)}, but {found}"
+    others = places.per_arch(seen.archs)
+    return f"the cache holds no kernels for {', '.join(archs)}, but {others}"
 
 
 def _say_left_out(archs: tuple[str, ...], counts: Counter, seen: places.Contents) -> None:
@@ -362,9 +362,9 @@ def import_bundle(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json({**counts, "path": str(places.folder())})
     else:
-        known = f"{counts['known']} were there already" if counts["known"] else ""
+        present = f"{counts['known']} were there already" if counts["known"] else ""
         added = f"Added {counted(counts['added'], 'kernel')} to {places.folder()}"
-        click.echo("; ".join(filter(None, (added, known))) + ".")
+        click.echo("; ".join(filter(None, (added, present))) + ".")
     bad = [f"{counts[name]} {name}" for name in ("damaged", "declined") if counts[name]]
     if bad:
         raise click.ClickException(f"not copied: {', '.join(bad)}; {_advice(counts)}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernlib.checkpoints.renaming import renamed
 from kernlib.families.sparse.packed import LONGEST_HEAD, header_of
 from kernlib.nn.fused_linear import FusedLinear, Joint
 from kernlib.nn.fusing import fuse_groups, groups_of
@@ -62,7 +63,7 @@ def _places(model: Any, names: Sequence[str]) -> dict[str, str]:
         ways = (name, name.removeprefix(base), base + name)
         place = next((way for way in ways if way in modules), None)
         if place is None:
-            moved = _moved(model, name)
+            moved = renamed(model, f"{name}.{PACKED}").removesuffix(f".{PACKED}")
             place = moved if moved in modules else None
         if place is None:
             if is_other and not name.startswith(base):
@@ -86,19 +87,6 @@ def _places(model: Any, names: Sequence[str]) -> dict[str, str]:
             )
         places[name] = place
     return places
-
-
-def _moved(model: Any, name: str) -> str:
-    """Where transformers puts what files name so: from 5.0 on rules turn names of former versions,
-    which it also saves by, into those of now."""
-    try:
-        loading = import_module("transformers.core_model_loading")
-    except ImportError:  # before 5.0
-        return name
-    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
-    rules = [rule for rule in mapping(model) if isinstance(rule, loading.WeightRenaming)]
-    moved = loading.apply_renamings(f"{name}.{PACKED}", rules)
-    return moved.removesuffix(f".{PACKED}")
 
 
 def _some(modules: dict[str, nn.Module]) -> str:
