@@ -27,7 +27,7 @@ from kernlib.checkpoints.writer import KINDS, Shard
 from kernlib.families.sparse.formats.encoding import entries_in
 from kernlib.families.sparse.matrix import SparseMatrix, compressed, is_unpruned
 from kernlib.families.sparse.packed import packed, unpacked
-from kernlib.families.sparse.prune import magnitude
+from kernlib.families.sparse.prune import magnitude, prune_together
 from kernlib.nn.sparse_weights import counted
 from kernlib.runtime.tensors import as_device
 
@@ -275,7 +275,11 @@ def _compressed(
 ) -> tuple[torch.Tensor, SparseMatrix | None]:
     """The weight of a layer, pruned, and compressed; None where that is not faster."""
     options = work.options
-    if options.density is not None:
+    if options.density is not None and options.per == "matrix" and dense.is_cuda:
+        # In fewer passes than magnitude, which never waits for the device. Nobody else has this
+        # tensor, where one on the CPU is mapped from the file.
+        prune_together([dense], round(float(options.density) * dense.numel()))
+    elif options.density is not None:
         dense = magnitude(dense, options.density, options.per)
     try:
         matrix = compressed(dense, options.format, options.columns)

@@ -207,7 +207,7 @@ def finished(model: Any, places: dict[str, int], fuse: bool) -> None:
         groups = [group for group in groups_of(model, None) if not stay & {*group.names}]
         swapped = {name: layers.pop(name) for name in [*layers]}
         layer = None  # and with it a matrix that is joined below
-        fuse_groups(model, groups, swapped, "auto", 1, False)
+        fuse_groups(model, groups, swapped, "auto", 1, False, is_sole=True)
 
 
 def _offloading(layer: nn.Module) -> list[Any]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 
 import torch
@@ -84,16 +84,18 @@ class Group:
         self.joint = joint
         self.is_trusted = is_trusted
 
-    def settle(self, format: str = "auto", columns: int = 1) -> None:
+    def settle(self, format: str = "auto", columns: int = 1, is_sole: bool = False) -> None:
         """Make one matrix of the rows that the layers have, if all have some, of one dtype and on
-        one device: in a ``format``, with "auto" in that of the layers if it is one."""
+        one device: in a ``format``, with "auto" in that of the layers if it is one. ``is_sole``:
+        nobody else needs the layers' matrices, which go before their rows are compressed anew, for
+        room. If that fails, the layers are empty."""
         with _JOINING:
             for layer in self.layers:
                 layer._adopt()
             if all(layer._is_joined for layer in self.layers):
                 return
             matrices = [layer._rows() for layer in self.layers]
-            joined = _joined(matrices, format, columns)
+            joined = _joined(matrices, format, columns, self._empty if is_sole else None)
             if joined is None:
                 return
             self.joint._dtype = joined.dtype
@@ -103,9 +105,19 @@ class Group:
                 layer._dtype, layer._is_joined = joined.dtype, True
                 layer._become_empty(joined.device)
 
+    def _empty(self, device: torch.device) -> None:
+        for layer in self.layers:
+            layer._become_empty(device)
 
-def _joined(matrices: list[SparseMatrix | None], format: str, columns: int) -> SparseMatrix | None:
-    """The matrices one below the other, None where they are not such as one can hold."""
+
+def _joined(
+    matrices: list[SparseMatrix | None],
+    format: str,
+    columns: int,
+    empty: Callable[[torch.device], None] | None,
+) -> SparseMatrix | None:
+    """The matrices one below the other, None where they are not such as one can hold. ``empty``
+    lets go of the layers' matrices, once they are not needed; those of the list go with them."""
     present = [m for m in matrices if m is not None]
     kinds = {(m.dtype, m.device) for m in present}
     if len(present) < len(matrices) or len(kinds) > 1 or present[0].device.type == "meta":
@@ -128,6 +140,11 @@ def _joined(matrices: list[SparseMatrix | None], format: str, columns: int) -> S
             format = "auto"
         counts = [None if is_quantised(m) else m.known_nnz() for m in present]
         nnz = None if None in counts else sum(n for n in counts if n is not None)
+        if empty is not None:
+            del m
+            matrices.clear()
+            present.clear()
+            empty(dense.device)
         return counted(compressed(dense, format, columns), nnz)
 
 
@@ -377,10 +394,10 @@ def _place_of(x: torch.Tensor) -> tuple:
 
 
 def fused(
-    layers: Sequence[SparseLinear], format: str, columns: int, is_trusted: bool
+    layers: Sequence[SparseLinear], format: str, columns: int, is_trusted: bool, is_sole: bool
 ) -> list[FusedLinear]:
     """The layers as those of a group, which shares their biases and has its own matrix if they have
-    matrices."""
+    matrices. ``is_sole``: nobody else needs these, nor the layers, which are empty then."""
     dtype, device = layers[0]._dtype, layers[0]._place
     rows, cols = sum(layer.out_features for layer in layers), layers[0].in_features
     joint = Joint(cols, rows, False, None, dtype, device)
@@ -390,10 +407,12 @@ def fused(
         member.bias, member.joint, member._first = layer.bias, joint, first
         if layer._matrix is not None:
             member._hold(layer._matrix)
+            if is_sole:
+                layer._become_empty(layer._matrix.device)
         members.append(member.train(layer.training))
         first += layer.out_features
     group = Group(members, joint, is_trusted)
     for member in members:
         member._group = group
-    group.settle(format, columns)
+    group.settle(format, columns, is_sole)
     return members

@@ -129,10 +129,11 @@ def fuse_groups(
     format: str,
     columns: int,
     is_asked: bool = True,
+    is_sole: bool = False,
 ) -> None:
     """Put fused layers in the place of swapped ones, in the model and under their names. Warns of
     groups that stay apart: where nobody has asked for them, not of those of which a layer was left
-    out, or swapped before."""
+    out, or swapped before. ``is_sole``: no swapped layer, nor its matrix, is in use elsewhere."""
     apart: list[str] = []
     for names, is_trusted, reason in groups:
         missing = [model.get_submodule(name) for name in names if name not in swapped]
@@ -143,11 +144,12 @@ def fuse_groups(
             apart.append(f"{', '.join(names)} ({reason})")
             continue
         layers = [swapped[name] for name in names]
-        for name, layer in zip(names, fused(layers, format, columns, is_trusted), strict=True):
+        members = fused(layers, format, columns, is_trusted, is_sole)
+        for name, layer in zip(names, members, strict=True):
             prefix, _, child = name.rpartition(".")
             setattr(model.get_submodule(prefix), child, layer)
             swapped[name] = layer
-        del layers  # and with them the matrices that are joined now
+        del layers, members  # and with them the matrices that are joined now
     if apart:
         some = "; ".join(apart[:3]) + ("; ..." if len(apart) > 3 else "")
         warn(f"sparsify leaves {len(apart)} of {len(groups)} groups apart: {some}")

@@ -150,13 +150,13 @@ def prune_together(weights: Sequence[torch.Tensor], count: int) -> list[int]:
         least, equals = _threshold(sources, dtype, count)
         counts = []
         for source in sources:
-            stay = 0
+            stay: int | torch.Tensor = 0
             for piece in _pieces(source, 0):
                 keys = _magnitudes(source[piece].to(dtype)).reshape(1, -1)
                 mask, equals = _with_first(keys, least, equals)
-                stay += int(mask.sum())
+                stay = stay + mask.sum()
                 _drop(source, [(piece, mask.reshape(source[piece].shape))])
-            counts.append(stay)
+            counts.append(int(stay))
     return counts
 
 
@@ -181,12 +181,13 @@ def _threshold(weights: Sequence[torch.Tensor], dtype: torch.dtype, count: int) 
         digits = (1 << width) - 1
         histogram = torch.zeros(1 << width, dtype=torch.int64, device="cpu")
         for weight in weights:
+            counts = torch.zeros_like(histogram, device=weight.device)
             for piece in _pieces(weight, 0):
                 keys = _magnitudes(weight[piece].to(dtype)).reshape(-1)
                 if left < bits:
                     keys = keys[keys >> left == least]
-                part = keys >> (left - width) & digits
-                histogram += torch.bincount(part, minlength=1 << width).cpu()
+                counts += torch.bincount(keys >> (left - width) & digits, minlength=1 << width)
+            histogram += counts.cpu()
         reach = histogram.flip(0).cumsum(0)  # entries of the highest digit, the two highest, ...
         place = int(torch.searchsorted(reach, count - above))
         above += int(reach[place - 1]) if place else 0

@@ -26,7 +26,7 @@ becomes 0. Its value is ``q * scale`` in float32, rounded once to the matrix's d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -240,32 +240,6 @@ class QuantisedFormat:
 
 
 # Whole slabs, as they are.
-
-
-def stacked(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors of matrices one below the other, of as many columns, of which all but the last
-    have whole slabs."""
-    ends = [int(part["offsets"][-1]) for part in parts]
-    starts = [sum(ends[:i]) for i in range(len(parts))]
-    moved = [part["offsets"][1:] + start for part, start in zip(parts, starts, strict=True)]
-    offsets = torch.cat([parts[0]["offsets"][:1], *moved])
-    return {"data": torch.cat([part["data"] for part in parts]), "offsets": offsets}
-
-
-def slabs_of(
-    tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], first: int, last: int
-) -> dict[str, torch.Tensor]:
-    """The tensors of the rows of a matrix from ``first``, of a slab, to before ``last``."""
-    across = ceil_div(shape[1], COLUMNS)
-    offsets = tensors["offsets"][first // ROWS * across : ceil_div(last, ROWS) * across + 1]
-    begin, end = (UNIT * int(offsets[i]) for i in (0, -1))
-    return {"data": tensors["data"][begin:end].clone(), "offsets": offsets - offsets[0]}
-
-
-def largest_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The facts."""
-    units = tensors["offsets"].diff()
-    return {"largest": UNIT * int(units.max()) if units.numel() else 0}
 
 
 FORMATS = {name: QuantisedFormat(code) for name, code in QUANTISED.items()}
