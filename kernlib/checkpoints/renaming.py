@@ -14,5 +14,7 @@ def renamed(model: Any, tensor: str) -> str:
         mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
     except ImportError:  # before 5.0
         return tensor
-    rules = [rule for rule in mapping(model) if isinstance(rule, loading.WeightRenaming)]
-    return loading.apply_renamings(tensor, rules)
+    for rule in mapping(model):
+        if isinstance(rule, loading.WeightRenaming):
+            tensor, _ = rule.rename_source_key(tensor)
+    return tensor
