@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from kernlib.checkpoints.modules import Linear, linear_layers
 from kernlib.checkpoints.options import Options
 from kernlib.checkpoints.stored import StoredWeight, weights_of
 from kernlib.checkpoints.target import VERSION, Target
+from kernlib.checkpoints.workers import Worker
 from kernlib.checkpoints.writer import KINDS, Shard
 from kernlib.families.sparse.formats.encoding import entries_in
 from kernlib.families.sparse.matrix import SparseMatrix, compressed, is_unpruned
@@ -256,10 +256,12 @@ def _compress(
             bar.count(weight.name, lambda w=weight: shard.add(*tensor_of(w, load(w))))
         return layers
     # While the GPU compresses one weight, the next one is read and the one before is written.
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
+    with Worker(device) as reader, Worker(device) as writer:
         ahead, written = reader.submit(load, ordered[0]), None
         for weight, following in zip(ordered, [*ordered[1:], None], strict=True):
             dense = ahead.result()
+            if dense is not None and dense.is_cuda:
+                dense.record_stream(torch.cuda.current_stream(dense.device))
             if following is not None:
                 ahead = reader.submit(load, following)
             result = bar.count(weight.name, lambda w=weight, d=dense: tensor_of(w, d))

@@ -135,7 +135,7 @@ def _joined(
             (sum(rows), present[0].shape[1]), dtype=present[0].dtype, device=present[0].device
         )
         for part, m in zip(dense.split(rows), present, strict=True):
-            part.copy_(m.to_dense())  # one at a time, for room
+            m._write_to(part)
         if format != "auto" and format_of(format).nbytes(dense) is None:
             format = "auto"
         counts = [None if is_quantised(m) else m.known_nnz() for m in present]

@@ -243,12 +243,23 @@ class SparseMatrix:
             return run.sparse_operators.dense([*self.listed], self.form)
         if self._device.type == "meta" and not on_gpu(self._device):
             return torch.empty(self._shape, dtype=self._dtype, device="meta")
+        self._check_place()
+        with untransformed():
+            format = format_of(self._format)
+            return format.decode(self.tensors, self._facts, self._shape, self._dtype)
+
+    def _write_to(self, dense: torch.Tensor) -> None:
+        """Write W into ``dense``, contiguous: in the formats of slices without a copy of W."""
+        format = format_of(self._format)
+        if not hasattr(format, "decode_to"):
+            dense.copy_(self.to_dense())
+            return
+        self._check_place()
+        format.decode_to(dense, self.tensors, self._facts)
+
+    def _check_place(self) -> None:
         if self._device.type == "cuda" and not stand_ins(*self._operands):
             check_place(self, [t.data_ptr() for t in self._operands])
-        format = format_of(self._format)
-        tensors = dict(zip(format.TENSORS, self._operands, strict=True))
-        with untransformed():
-            return format.decode(tensors, self._facts, self._shape, self._dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> SparseMatrix:
         """The matrix on a ``device``: itself if it is there, else a copy, ``non_blocking`` or not.

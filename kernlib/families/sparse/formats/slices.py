@@ -295,12 +295,18 @@ class SlicesFormat(NamedTuple):
     ) -> torch.Tensor:
         """The dense matrix, contiguous, every bit as it was but the sign of -0.0; without a
         synchronisation."""
-        data = tensors["data"]
-        if 0 in shape or not data.numel():
-            return torch.zeros(shape, dtype=dtype, device=data.device)
-        dense = torch.empty(shape, dtype=dtype, device=data.device)
-        _codec(dense).read(self.code, tensors, Tiling.of(facts), dense)
+        dense = torch.empty(shape, dtype=dtype, device=tensors["data"].device)
+        self.decode_to(dense, tensors, facts)
         return dense
+
+    def decode_to(
+        self, dense: torch.Tensor, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, int]
+    ) -> None:
+        """Write the matrix into ``dense``, contiguous, of its shape and dtype."""
+        if dense.numel() and tensors["data"].numel():
+            _codec(dense).read(self.code, tensors, Tiling.of(facts), dense)
+        else:
+            dense.zero_()
 
     def read_entries(
         self,
