@@ -168,7 +168,7 @@ def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     sizes = {
         "bitmap": int(format_of("bitmap").measure(dense, entries)),
         **{
-            name: int(format_of(name).measure(dense, {w: codes[one, w] for w in widths}))
+            name: format_of(name).measure(dense, {w: codes[one, w] for w in widths})
             for name, one in steps.items()
         },
         "macko": macko.bytes_of(int(codes[pads].sum()), shape, itemsize),

@@ -48,10 +48,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kernlib.families.sparse.formats import slices_cpu as cpu
@@ -76,7 +76,6 @@ from kernlib.families.sparse.lowering.codes import (
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.runtime.rehearsal import on_gpu
 
-LISTED = 4096  # slices whose order the host lists
 MOST_CODES = 2**31 - 1  # of a lane in all slices, as offsets count them
 
 
@@ -321,24 +320,19 @@ class SlicesFormat(NamedTuple):
     def nbytes(self, dense: torch.Tensor) -> int | None:
         """Bytes of what :meth:`encode` would make; None for a matrix it refuses. The host waits for
         them."""
-        found = int(self.measure(dense))
-        return None if found < 0 else found
+        size = self.measure(dense)
+        return None if size < 0 else size
 
-    def measure(
-        self, dense: torch.Tensor, counts: Mapping[int, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """:meth:`nbytes` as an int64, -1 for None: on the matrix's device, without a
-        synchronisation, or of few rows on the host. ``counts`` may hold the codes of each (panel,
-        row), by widths of panels."""
+    def measure(self, dense: torch.Tensor, counts: Mapping[int, torch.Tensor] | None = None) -> int:
+        """:meth:`nbytes`, with -1 for None. ``counts`` may hold the codes of each (panel, row), by
+        widths of panels."""
         dense = matrix(dense)
         if max(dense.shape) > MOST_SIZE:
-            return torch.tensor(-1, dtype=torch.int64, device="cpu")
+            return -1
         _, starts, rows = self._tiled(dense, counts=counts)
         held = rows.numel() * rows.element_size() + 4 * starts.numel()
-        total = starts[-1]
-        return torch.where(
-            total > MOST_CODES, -1, total * self.code.size(dense.element_size()) + held
-        )
+        total = int(starts[-1])
+        return -1 if total > MOST_CODES else total * self.code.size(dense.element_size()) + held
 
     def check(
         self,
@@ -435,24 +429,29 @@ def arrange(
     lengths: torch.Tensor, unit: int = 1, parts: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the codes of each (panel, row): int64 starts of all slices and their end, and rows, behind
-    which is room for the starts of parts."""
-    panels, count = lengths.shape
+    which is room for the starts of parts. On the host, which waits for the codes: by numpy, as each
+    of torch's operators may wake threads for these few numbers."""
+    codes = lengths.cpu().numpy()
+    panels, count = codes.shape
     slices = ceil_div(count, LANES)
-    padded = torch.nn.functional.pad(lengths, (0, slices * LANES - count), value=-1)
-    ordered, rows = torch.sort(padded, dim=1, descending=True, stable=True)
-    order = slice_order(slices, lengths.device)
-    ordered = ordered.view(panels, slices, LANES)[:, order]
-    rows = rows.view(panels, slices, LANES)[:, order]
-    rows = torch.where(ordered < 0, -1, rows)
-    longest = ordered[:, :, 0].clamp_min(0).reshape(-1).to(torch.int64)
+    padded = np.full((panels, slices * LANES), -1, codes.dtype)
+    padded[:, :count] = codes
+    keys = -padded  # of 16 bits they are sorted by radix
+    if codes.size and codes.max() < 1 << 15:
+        keys = keys.astype(np.int16)
+    rows = np.argsort(keys, axis=1, kind="stable")
+    ordered = np.take_along_axis(padded, rows, 1)
+    rows = np.where(ordered < 0, -1, rows).reshape(panels, slices, LANES)
+    order = slice_order(slices)
+    longest = ordered[:, ::LANES][:, order].clip(0).reshape(-1).astype(np.int64)
     unit *= parts
-    longest = (longest + unit - 1) // unit * unit
-    starts = torch.nn.functional.pad(longest.cumsum(0), (1, 0))
-    if parts > 1:
-        rows = torch.nn.functional.pad(rows, (0, LANES * parts))
-    if _row_type(count)[0] == torch.uint8:
-        return starts, rows.to(torch.int16).contiguous().view(torch.uint8)
-    return starts, rows.to(torch.int32).contiguous()
+    starts = np.zeros(len(longest) + 1, np.int64)
+    np.cumsum((longest + unit - 1) // unit * unit, out=starts[1:])
+    kind, number = _row_type(count, parts)
+    room = np.zeros((panels, slices, number * kind.itemsize), np.uint8)
+    held = room.view(np.uint16 if kind == torch.uint8 else np.int32)
+    held[:, :, :LANES] = rows[:, order]
+    return torch.from_numpy(starts), torch.from_numpy(room).view(kind)
 
 
 def _some_panels(panels: int, rows: int) -> Iterator[slice]:
@@ -462,23 +461,14 @@ def _some_panels(panels: int, rows: int) -> Iterator[slice]:
         yield slice(first, min(panels, first + step))
 
 
-def slice_order(slices: int, device: torch.device) -> torch.Tensor:
+def slice_order(slices: int) -> np.ndarray:
     """Which slice of the sorted ones is at each place: by reversed bits (van der Corput), so that
     the slices of any run are as long as others are."""
-    if slices <= LISTED:
-        return torch.tensor(_listed_order(slices), dtype=torch.int64, device=device)
-    index = torch.arange(slices, dtype=torch.int64, device=device)
-    turned = torch.zeros_like(index)
+    index = np.arange(slices)
+    turned = np.zeros_like(index)
     for bit in range(max(slices - 1, 0).bit_length()):
         turned = turned * 2 + (index >> bit & 1)
-    return torch.argsort(turned)
-
-
-@lru_cache(maxsize=64)
-def _listed_order(slices: int) -> tuple[int, ...]:
-    """:func:`slice_order` by the host: on a GPU it takes some 25 launches."""
-    bits = max(slices - 1, 0).bit_length()
-    return tuple(sorted(range(slices), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2)))
+    return np.argsort(turned)
 
 
 def _row_type(rows: int, parts: int = 1) -> tuple[torch.dtype, int]:
