@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from kernlib.nn.sparse_weights import counted
 from kernlib.runtime.tensors import as_device
 
 METHOD, CONFIG = "kernlib", "quantization_config"
+WRITES = 2  # compressed weights of a GPU that wait to be written
 
 
 class Work(NamedTuple):
@@ -255,9 +257,9 @@ def _compress(
         for weight in ordered:
             bar.count(weight.name, lambda w=weight: shard.add(*tensor_of(w, load(w))))
         return layers
-    # While the GPU compresses one weight, the next one is read and the one before is written.
+    # While the GPU compresses one weight, the next one is read and the two before are written.
     with Worker(device) as reader, Worker(device) as writer:
-        ahead, written = reader.submit(load, ordered[0]), None
+        ahead, writes = reader.submit(load, ordered[0]), deque()
         for weight, following in zip(ordered, [*ordered[1:], None], strict=True):
             dense = ahead.result()
             if dense is not None and dense.is_cuda:
@@ -265,10 +267,11 @@ def _compress(
             if following is not None:
                 ahead = reader.submit(load, following)
             result = bar.count(weight.name, lambda w=weight, d=dense: tensor_of(w, d))
-            if written is not None:
-                written.result()
-            written = writer.submit(shard.add, *result)
-        written.result()
+            if len(writes) == WRITES:
+                writes.popleft().result()
+            writes.append(writer.submit(shard.add, *result))
+        for write in writes:
+            write.result()
     return layers
 
 
