@@ -144,7 +144,7 @@ def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
 def trained(grammar: Grammar, steps: int, device: str) -> LanguageModel:
     torch.manual_seed(0)
     model = LanguageModel(grammar.words, WIDTH[device]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3 if device == "cpu" else 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for _ in watched(range(steps), "training"):
         loss = loss_of(model, grammar.text(BATCH).to(device))

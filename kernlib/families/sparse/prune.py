@@ -157,6 +157,7 @@ def prune_together(weights: Sequence[torch.Tensor], count: int) -> list[int]:
                 stay = stay + mask.sum()
                 _drop(source, [(piece, mask.reshape(source[piece].shape))])
             counts.append(int(stay))
+            equals = int(equals)  # the next weight may lie on another device
     return counts
 
 

@@ -52,7 +52,9 @@ def _upper(hessian: torch.Tensor, dampening: float) -> torch.Tensor:
     diagonal += dampening * diagonal.mean()
     factor, info = torch.linalg.cholesky_ex(hessian)
     if not int(info):  # or there is no inverse
-        torch.cholesky_inverse(factor, out=hessian)
+        # Column-major as LAPACK writes it, into the same memory: row-major would take a copy more.
+        torch.cholesky_inverse(factor, out=hessian.mT)
+        del factor  # before the next one, as large as the Hessian
         factor, info = torch.linalg.cholesky_ex(hessian, upper=True)
     if int(info):
         raise torch.linalg.LinAlgError(

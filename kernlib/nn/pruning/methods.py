@@ -56,8 +56,9 @@ def magnitude(
     that are no dense floats, ValueError for a weight that another module holds too, that is
     computed by a parametrization, or is on meta; TypeError and ValueError for a ``density``,
     ``pattern``, ``match`` or ``per`` that is none, for both of the first two, and for expressions
-    that fit no layer. Magnitude pruning is that of S. Han and others, Learning both Weights and
-    Connections for Efficient Neural Networks, arXiv 1506.02626.
+    that fit no layer; and :class:`kernlib.errors.CaptureError` while a CUDA graph is captured, as
+    densities are counted on the host. Magnitude pruning is that of S. Han and others, Learning both
+    Weights and Connections for Efficient Neural Networks, arXiv 1506.02626.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 10))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kernlib.descriptors.base import shown
-from kernlib.errors import warn
+from kernlib.errors import CaptureError, warn
 from kernlib.families.sparse.prune import (
     check_density,
     check_groups,
@@ -54,7 +54,8 @@ class Share(NamedTuple):
 
 def targets_of(task: str, model: object, match, dtypes=None) -> list[Target]:
     """The layers of a model that ``match`` takes, in its order. Raises TypeError and ValueError,
-    which name the layer, before anything is written."""
+    which name the layer, and CaptureError while a CUDA graph is captured, before anything is
+    written."""
     if not isinstance(model, nn.Module):
         advice = "; kernlib.sparse.magnitude and n_m take tensors"
         advice = advice if isinstance(model, torch.Tensor) else ""
@@ -68,6 +69,11 @@ def targets_of(task: str, model: object, match, dtypes=None) -> list[Target]:
     targets = [_target(name, layer, dtypes) for name, layer in layers.items()]
     for target in targets:
         check_unshared(holders, _label(target.name), target.layer)
+    if any(t.weight.is_cuda for t in targets) and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"{task} waits for the device, which cannot be while a CUDA graph is captured: prune "
+            "before the capture"
+        )
     if not targets:
         warn(
             f"{task} prunes nothing: match={shown(getattr(match, 'pattern', match))} takes no "
