@@ -19,7 +19,7 @@ from kernlib import progress as display
 from kernlib.calls import hinted
 from kernlib.checkpoints.estimate import Layer, estimated, layer_of
 from kernlib.checkpoints.files import Checkpoint, fault
-from kernlib.checkpoints.modules import Linear, linear_layers
+from kernlib.checkpoints.modules import Linear, linear_layers, note_of
 from kernlib.checkpoints.options import Options
 from kernlib.checkpoints.stored import StoredWeight, weights_of
 from kernlib.checkpoints.target import VERSION, Target
@@ -215,13 +215,14 @@ def _no_layers(work: Work) -> str:
     if work.layers:
         return (
             f"has {len(work.layers)} linear layers ({some}, ...), of which match takes none; "
-            "without match they are all but the head"
+            f"without match they are all but the head{note_of(work.checkpoint)}"
         )
     count = sum(map(len, work.files.values()))
     return (
         f"has no linear layers that could be compressed among its {count} tensors: those are taken "
         "that are nn.Linear itself or Conv1D in the model that config.json names, and without "
         "transformers or such a model matrices NAME.weight of numbered blocks"
+        f"{note_of(work.checkpoint)}"
     )
 
 

@@ -14,7 +14,13 @@ from kernlib.checkpoints.renaming import renamed
 from kernlib.checkpoints.stored import StoredWeight
 from kernlib.errors import warn
 from kernlib.families.sparse.layout import DTYPES
-from kernlib.nn.linears import holders_of, is_conv1d, linears, weight_parameter
+from kernlib.nn.linears import (
+    holders_of,
+    is_conv1d,
+    linears,
+    note_of_derived,
+    weight_parameter,
+)
 
 WEIGHT = ".weight"
 # Models of transformers whose linear layers are Conv1D, which hold their weights transposed.
@@ -72,6 +78,12 @@ def linear_layers(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -
             "they are stored"
         )
     return stored
+
+
+def note_of(checkpoint: Checkpoint) -> str:
+    """:func:`note_of_derived` of the model of a checkpoint, if there is one."""
+    model = _model_of(checkpoint)
+    return "" if model is None else note_of_derived(model, None)
 
 
 def _layers_of(model: torch.nn.Module) -> dict[str, Linear]:

@@ -4,14 +4,15 @@ are read, fused ones after, and dense ones again."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from kernlib.checkpoints.renaming import renamed
+from kernlib.errors import warn
 from kernlib.families.sparse.packed import LONGEST_HEAD, header_of
 from kernlib.nn.fused_linear import FusedLinear, Joint
 from kernlib.nn.fusing import fuse_groups, groups_of
@@ -24,19 +25,30 @@ from kernlib.nn.sparse_linear import SparseLinear
 
 def emptied(model: Any, names: Sequence[str], files: Sequence[str] | None) -> dict[str, int]:
     """Swap layers of a model on meta for empty ones, and return the names that they have in it, and
-    how many bytes their weights are in the files, 0 if the files do not say. Raises ValueError."""
+    how many bytes their weights are in the files, 0 if the files do not say. Raises ValueError.
+    Warns of files with dense weights of all layers, as of a model that was made of the config of a
+    compressed one, and swaps none."""
     _refuse_tensor_parallelism(model)
     places = _places(model, names)
     stored = _stored(files)
-    if stored is not None and len(stored) < len(places):
-        lacking = [name for name in names if f"{name}.{PACKED}" not in stored]
-        raise _missing(lacking or [*names])
+    if stored is not None and len(stored.packed) < len(places):
+        lacking = [name for name in names if f"{name}.{PACKED}" not in stored.packed]
+        dense = _dense(model, places, stored.dense)
+        if not stored.packed and len(dense) == len(places):
+            warn(
+                f"config.json names {len(places)} compressed layers, such as {names[0]!r}, whose "
+                f"weights the files hold as dense ones: {type(model).__name__} is loaded dense, "
+                "and save_pretrained writes a config.json without them. It may have been made of "
+                "the config of a model that kernlib.nn.sparsify has compressed"
+            )
+            return {}
+        raise _missing(lacking or [*names], dense)
     new: dict[nn.Module, SparseLinear] = {}
     for name, place in places.items():
         layer = model.get_submodule(place)
         if layer not in new:
             new[layer] = _empty(model, place, layer)
-            entry = None if stored is None else stored.get(f"{name}.{PACKED}")
+            entry = None if stored is None else stored.packed.get(f"{name}.{PACKED}")
             if entry is not None:
                 _size(new[layer], name, *entry)
             # Models draw weights of their parts that are not marked as there.
@@ -93,12 +105,19 @@ def _some(modules: dict[str, nn.Module]) -> str:
     return next((name for name, layer in modules.items() if is_linear(layer)), "lm_head")
 
 
-def _stored(files: Sequence[str] | None) -> dict[str, tuple] | None:
-    """Packed weights in safetensors files by their names: dtype, shape and the first bytes of each.
-    None for other files, which only reading them would tell."""
+class Stored(NamedTuple):
+    """Weights in files by their names there: dtype, shape and the first bytes of packed ones, and
+    which dense ones there are."""
+
+    packed: dict[str, tuple]
+    dense: set[str]
+
+
+def _stored(files: Sequence[str] | None) -> Stored | None:
+    """The weights in safetensors files. None for others, which only reading them would tell."""
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return None
-    stored = {}
+    stored = Stored({}, set())
     safe_open = import_module("safetensors").safe_open
     for file in files:
         # Models are made inside of torch.device("meta"), which safetensors' slices follow, too.
@@ -108,8 +127,25 @@ def _stored(files: Sequence[str] | None) -> dict[str, tuple] | None:
                     part = opened.get_slice(key)
                     shape = tuple(part.get_shape())
                     head = part[:LONGEST_HEAD] if len(shape) == 1 else None
-                    stored[key] = part.get_dtype(), shape, head
+                    stored.packed[key] = part.get_dtype(), shape, head
+                elif key.endswith(".weight"):
+                    stored.dense.add(key)
     return stored
+
+
+def _dense(model: Any, places: dict[str, str], stored: set[str]) -> dict[str, str]:
+    """The names of the dense weights in files of layers that have some there, by the layers' names
+    in the configuration. Files name layers as places are, or in the ways of former versions."""
+    base = f"{model.base_model_prefix}."
+    former = {renamed(model, key): key for key in stored} if places else {}
+    weights = {}
+    for name, place in places.items():
+        ways = (name, place, place.removeprefix(base), base + place)
+        keys = [f"{way}.weight" for way in ways]
+        key = next((key for key in keys if key in stored), None) or former.get(keys[1])
+        if key is not None:
+            weights[name] = key
+    return weights
 
 
 def _size(layer: SparseLinear, name: str, dtype: str, shape: tuple, head: Any) -> None:
@@ -216,13 +252,22 @@ def _offloading(layer: nn.Module) -> list[Any]:
     return [one for one in getattr(hook, "hooks", (hook,)) if getattr(one, "offload", False)]
 
 
-def _missing(names: Sequence[str]) -> ValueError:
+def _missing(names: Sequence[str], dense: Mapping[str, str] | None = None) -> ValueError:
+    """What is raised of layers without compressed weights, some of which may have ``dense`` ones
+    in the files: the names of these."""
     some = ", ".join(repr(f"{name}.{PACKED}") for name in names[:3])
     some += ", ..." if len(names) > 3 else ""
+    stored = [dense[name] for name in names if name in dense] if dense else []
+    advice = (
+        f"They hold {len(stored)} of them dense, such as {stored[0]!r}: take these layers out of "
+        "modules in config.json"
+        if stored
+        else "Copy the missing files, or take layers that are stored as dense ones out of modules "
+        "in config.json"
+    )
     return ValueError(
         f"quantization_config names {len(names)} layers in its modules whose compressed weights "
-        f"the files of the model lack: {some}. Copy the missing files, or take layers that are "
-        "stored as dense ones out of modules in config.json"
+        f"the files of the model lack: {some}. {advice}"
     )
 
 

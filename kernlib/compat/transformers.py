@@ -161,7 +161,8 @@ class KernlibQuantizer(_Quantizer):
     ``from_pretrained`` raises ValueError that names the layer for a name of no ``nn.Linear`` or
     ``Conv1D`` of the model, for one whose weight is tied to another's, for weights that the files
     lack, and for those of another shape; and for tensor parallelism, which these layers do not
-    take. A ``dtype`` other than the stored one rounds the values.
+    take. A ``dtype`` other than the stored one rounds the values. Warns with a
+    :class:`kernlib.KernlibWarning` of files that hold all these weights dense, and loads them so.
     """
 
     requires_calibration = True
@@ -194,6 +195,9 @@ class KernlibQuantizer(_Quantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         from kernlib.compat.loading import finished
 
+        if not self._places:  # the files are those of a dense model
+            for holder, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+                holder.__dict__.pop(name, None)
         finished(model, self._places, self.quantization_config.fuse)
         # Else transformers refuses .half() and its Trainer all but adapters, which these layers,
         # and the dense ones beside them, take as they did before they were saved.

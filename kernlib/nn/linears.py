@@ -330,7 +330,18 @@ def warn_of_nothing(task: str, module: nn.Module, match: object) -> None:
         warn(f"{task} swaps nothing: {type(module).__name__} has no nn.Linear in it{which}")
         return
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    note = note_of_derived(module, match)
     warn(
         f"{task} swaps nothing: match={shown(getattr(match, 'pattern', match))} takes none of the "
-        f"{len(names)} nn.Linear of {type(module).__name__} ({some})"
+        f"{len(names)} nn.Linear of {type(module).__name__} ({some}){note}"
     )
+
+
+def note_of_derived(module: nn.Module, match) -> str:
+    """The end of a message that no layer is swapped: one that ``match`` takes whose class derives
+    from nn.Linear, such as Falcon's. Nothing tells one that computes x W^T in its own words from
+    one that computes something else, such as a router of experts."""
+    for name, kind in rest_of(module, match):
+        if isinstance(module.get_submodule(name), nn.Linear):
+            return f"; {name!r} is a {kind}, a subclass of nn.Linear, which may compute more"
+    return ""

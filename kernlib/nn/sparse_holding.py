@@ -10,9 +10,14 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.families.sparse.layout import split, untransformed
+from kernlib.families.sparse.layout import untransformed
 from kernlib.families.sparse.matrix import SparseMatrix
-from kernlib.families.sparse.tensors import check_written, joined_of, refuse_capture
+from kernlib.families.sparse.tensors import (
+    check_written,
+    memory_of,
+    refuse_capture,
+    tensors_in,
+)
 from kernlib.nn.indexed import (
     DIGITS,
     EXTRA,
@@ -367,10 +372,10 @@ class MatrixModule(IndexedModule):
         described = None if held is None else (held.layout, held.known_nnz())
         gone = {"_seen": None, "_other": None, "_carrier": None, "_data": None}
         state = {**self.__dict__, "_matrix": described, **gone}
-        joined = None if held is None or self._is_exchanged else joined_of(held)
-        if joined is not None:  # torch would save it for each tensor that lies in it
+        memory = None if held is None or self._is_exchanged else memory_of(held)
+        if memory is not None:  # torch would save it for each tensor that lies in it, or refuse to
             state = {n: value for n, value in state.items() if n not in self._indices}
-            state["_joined"] = joined
+            state["_joined"] = memory
         return state
 
     def __setstate__(self, state: dict) -> None:
@@ -385,9 +390,9 @@ class MatrixModule(IndexedModule):
         tensors = {n: buffers.pop(n) for n in names if n in buffers}
         state = {**state, "_indices": (), "_written": None, "_settled": False, "_buffers": buffers}
         tensors.update((n, state.pop(n)) for n in names if n in state)
-        joined = state.pop("_joined", None)
-        if joined is not None:
-            tensors = dict(zip(names, split(described[0], joined), strict=True))
+        memory = state.pop("_joined", None)
+        if memory is not None:
+            tensors = dict(zip(names, tensors_in(described[0], memory), strict=True))
         state.pop("_names", None)
         mark = buffers.pop(MARK, None)
         nn.Module.__setstate__(self, {**state, "_matrix": None})

@@ -10,7 +10,8 @@ import torch
 
 from kernlib import sparse
 from kernlib.checkpoints import CheckpointError, convert, plan, to_dense
-from kernlib.nn import SparseLinear
+from kernlib.errors import KernlibWarning
+from kernlib.nn import SparseLinear, sparsify
 from kernlib.nn.linears import is_conv1d
 
 transformers = pytest.importorskip("transformers", reason="comes with kernlib[checkpoints]")
@@ -140,3 +141,20 @@ def test_a_config_that_makes_no_model_is_named(tmp_path, seed):
     with pytest.raises(CheckpointError, match=r"config\.json.*LlamaForCausalLM"):
         convert(tmp_path / "model", tmp_path / "out", **HALF)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_layers_of_derived_classes_are_named(is_tied, tmp_path, seed):
+    """Falcon's override what nn.Linear computes, as others do that compute something else."""
+    config = transformers.FalconConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, **COMMON
+    )
+    config.tie_word_embeddings = is_tied
+    model = transformers.FalconForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    name = r"'transformer\.h\.0\.self_attention\.query_key_value'"
+    message = rf"{name} is a transformers\..*FalconLinear, a subclass of nn\.Linear"
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "model", tmp_path / "out", **HALF)
+    with pytest.warns(KernlibWarning, match=message):
+        assert not sparsify(model, match=r"\.h\.", **HALF)

@@ -12,18 +12,25 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.errors import KernlibWarning
 from kernlib.nn.sparse_holding import PACKED
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 ours = pytest.importorskip("kernlib.compat.transformers")
 from tests.compat.transformers_cases import (  # noqa: E402
+    MATCHES,
     ROOT,
+    bert,
+    config_of,
     copied,
     edit,
+    gpt2,
     layers_of,
     llama,
+    loaded,
     logits,
+    mixtral,
     rewrite,
     run,
     save_llama,
@@ -80,7 +87,10 @@ def _short(tensors):
 
 FILES = {
     "lacking": (lambda t: t.pop(KEY), f"whose compressed weights the files .* '{KEY}'"),
-    "dense": (lambda t: t.update({"lm_head.weight": t.pop(KEY)}), f"the files .* lack: '{KEY}'"),
+    "dense": (
+        lambda t: t.update({"lm_head.weight": t.pop(KEY)}),
+        f"the files .* lack: '{KEY}'. They hold 1 of them dense, such as 'lm_head.weight': take",
+    ),
     "renamed": (lambda t: t.update({f"head.{PACKED}": t.pop(KEY)}), f"lack: '{KEY}'"),
     "floats": (lambda t: t.update({KEY: t[KEY].float()}), f"{KEY} must be a vector of uint8"),
     "matrix": (lambda t: t.update({KEY: t[KEY][None]}), f"{KEY} must be a vector of uint8"),
@@ -100,6 +110,42 @@ def test_wrong_weights_are_refused_by_name(saved, case):
     rewrite(saved[1], change)
     with pytest.raises(ValueError, match=match):
         transformers.AutoModelForCausalLM.from_pretrained(saved[1])
+
+
+@pytest.mark.parametrize("shards", ["30KB", "1GB"])
+@pytest.mark.parametrize("make", [llama, tied, gpt2, mixtral, bert])
+def test_a_dense_model_of_the_config_of_a_compressed_one_is_loaded(make, shards, tmp_path):
+    """``sparsify`` writes its layers into the config, of which others may be made."""
+    kind = "AutoModelForMaskedLM" if make is bert else "AutoModelForCausalLM"
+    model = sparse(make)
+    dense = type(model)(model.config).eval()
+    dense.save_pretrained(tmp_path / "dense", max_shard_size=shards)
+    assert config_of(tmp_path / "dense")["quantization_config"]["modules"] == [*layers_of(model)]
+    with pytest.warns(KernlibWarning, match=r"config\.json names .* is loaded dense"):
+        again = loaded(tmp_path / "dense", kind)
+    assert not layers_of(again) and torch.equal(logits(again), logits(dense))
+    assert not hasattr(again.config, "quantization_config") and not again.is_quantized
+    again.save_pretrained(tmp_path / "again")
+    assert "quantization_config" not in config_of(tmp_path / "again")
+    assert {*safetensors.load_file(tmp_path / "again/model.safetensors")} == {
+        key for file in (tmp_path / "dense").glob("*.safetensors")
+        for key in safetensors.load_file(file)
+    }  # fmt: skip
+    assert torch.equal(logits(loaded(tmp_path / "again", kind)), logits(dense))
+    kl.nn.sparsify(again, match=MATCHES[make], density=0.4)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(loaded(tmp_path / "again", kind)), logits(again))
+
+
+def test_the_base_of_a_dense_model_of_such_a_config_is_loaded(tmp_path):
+    model = sparse(match="proj")
+    dense = type(model)(model.config).eval()
+    dense.save_pretrained(tmp_path)
+    with pytest.warns(KernlibWarning, match="is loaded dense"):
+        base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert not layers_of(base)
+    for one, other in zip(base.parameters(), dense.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_shard_that_lacks_a_weight(tmp_path):

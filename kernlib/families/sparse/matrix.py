@@ -19,7 +19,6 @@ from kernlib.families.sparse.layout import (
     formats,
     layout_text,
     parse_layout,
-    split,
     untransformed,
     version_of,
 )
@@ -27,6 +26,7 @@ from kernlib.families.sparse.lowering.rates import check_columns
 from kernlib.families.sparse.lowering.value_codes import QUANTISED
 from kernlib.families.sparse.tensors import (
     TURNED,
+    Memory,
     State,
     check_place,
     checked_header,
@@ -34,9 +34,11 @@ from kernlib.families.sparse.tensors import (
     joined_of,
     loaded,
     mark,
+    memory_of,
     placed,
     settle,
     state_of,
+    tensors_in,
     thaw,
 )
 from kernlib.runtime.dtypes import KERNEL_TYPES
@@ -363,9 +365,9 @@ class SparseMatrix:
 
     def state(self) -> tuple[dict, dict[str, torch.Tensor]]:
         """A header of plain values, and the tensors by name: what :meth:`from_state` takes. Copies
-        of those of "u8", "u4" and "u2", which lie in one tensor: torch would save that for each.
-        Waits for the device if ``nnz`` has not been counted."""
-        copy = torch.Tensor.detach if joined_of(self) is None else torch.clone
+        of those that are views of one storage, such as those of "u8", "u4" and "u2": torch would
+        save it for each, or refuse to. Waits for the device if ``nnz`` has not been counted."""
+        copy = torch.Tensor.detach if memory_of(self) is None else torch.clone
         return self._header(), {name: copy(tensor) for name, tensor in self.tensors.items()}
 
     def _header(self) -> dict:
@@ -409,11 +411,11 @@ class SparseMatrix:
         return format_of(self._format).split(copy(joined), self._facts, self._shape)
 
     def __reduce__(self):
-        joined = joined_of(self)
-        if joined is None:
+        memory = memory_of(self)
+        if memory is None:
             return _unpickled, self.state()
         # No copies, which would be gone before another process maps their memory.
-        return _unpickled, (self._header(), joined)
+        return _unpickled, (self._header(), memory)
 
 
 def _fill(made: SparseMatrix, layout: str, operands: tuple, nnz: int | None) -> None:
@@ -532,11 +534,11 @@ def _turned(w: SparseMatrix) -> SparseMatrix:
     return made
 
 
-def _unpickled(header: dict, tensors: dict | torch.Tensor) -> SparseMatrix:
-    if isinstance(tensors, torch.Tensor):  # in which they lie
+def _unpickled(header: dict, tensors: dict | torch.Tensor | Memory) -> SparseMatrix:
+    if isinstance(tensors, (torch.Tensor, tuple)):  # in which they lie
         fields = checked_header(header)
         kind = fields["format"], fields["shape"], DTYPES[fields["dtype"]]
-        operands = split(layout_text(*kind, fields["facts"]), tensors)
+        operands = tensors_in(layout_text(*kind, fields["facts"]), tensors)
         tensors = dict(zip(format_of(fields["format"]).TENSORS, operands, strict=True))
     return SparseMatrix.from_state(header, tensors)
 

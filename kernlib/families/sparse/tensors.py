@@ -3,6 +3,7 @@ that torch counts, and the promise that nothing writes them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -22,6 +23,7 @@ from kernlib.families.sparse.layout import (
     form_text,
     format_of,
     sizes_as_tensor,
+    split,
     untransformed,
 )
 from kernlib.families.sparse.lowering.value_codes import QUANTISED
@@ -43,6 +45,8 @@ LIVE: WeakValueDictionary[int, SparseMatrix] = WeakValueDictionary()  # matrices
 PLACES: WeakValueDictionary[int, SparseMatrix] = WeakValueDictionary()  # by first addresses
 
 State = tuple[int, ...]
+# One tensor of bytes that holds several, and the dtype, shape and first byte of each in it.
+Memory = tuple[torch.Tensor, tuple[tuple[torch.dtype, tuple[int, ...], int], ...]]
 
 
 def placed(t: torch.Tensor) -> torch.Tensor:
@@ -198,6 +202,49 @@ def joined_of(w: SparseMatrix) -> torch.Tensor | None:
     if not hasattr(format, "joined") or stand_ins(*w._operands) or w._device.type == "meta":
         return None
     return format.joined(w._operands, w._facts, w._shape)
+
+
+def memory_of(w: SparseMatrix) -> torch.Tensor | Memory | None:
+    """What pickles hold in place of the tensors of a matrix if these are views of one storage:
+    the tensor that :func:`joined_of` answers, or their memory. torch.save takes no views of several
+    dtypes of one storage, and pickle writes a storage once for each. None for tensors with memory
+    of their own, and for those without values."""
+    joined = joined_of(w)
+    operands = w._operands
+    if joined is not None or len(operands) < 2 or stand_ins(*operands) or w._device.type == "meta":
+        return joined
+    if len({t.untyped_storage().data_ptr() for t in operands}) > 1:
+        return None
+    if not all(t.is_contiguous() for t in operands):
+        return None
+    starts = [t.storage_offset() * t.element_size() for t in operands]
+    sizes = [t.numel() * t.element_size() for t in operands]
+    first, end = min(starts), max(map(sum, zip(starts, sizes, strict=True)))
+    data = operands[0].view(-1).view(torch.uint8).as_strided((end - first,), (1,), first).detach()
+    places = ((t.dtype, tuple(t.shape), s - first) for t, s in zip(operands, starts, strict=True))
+    return data, tuple(places)
+
+
+def tensors_in(layout: str, memory: torch.Tensor | Memory) -> tuple[torch.Tensor, ...]:
+    """The tensors of a layout's matrix, in order, of which :func:`memory_of` answered this. They
+    are not checked. Raises ValueError for places that are not in the memory."""
+    if isinstance(memory, torch.Tensor):
+        return split(layout, memory)
+    try:
+        data, places = memory
+        check_dense(("memory",), memory=data)
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            raise ValueError(f"memory is {data.dtype} of shape {tuple(data.shape)}")
+        return tuple(_view(data, *place) for place in places)
+    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the tensors of a matrix must lie in its memory: {error}") from error
+
+
+def _view(
+    data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], start: int
+) -> torch.Tensor:
+    end = start + math.prod(shape) * dtype.itemsize
+    return data[start:end].view(dtype).view(shape)
 
 
 def state_of(w: SparseMatrix) -> State | None:

@@ -15,11 +15,12 @@ from kernlib.families.sparse import tensors as sparse_tensors
 from kernlib.families.sparse.fitted import fitted
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.layout import format_of
+from kernlib.families.sparse.packed import packed, unpacked
 from kernlib.families.sparse.tensors import state_of
 from kernlib.nn import SparseLinear, indexed, sparse_holding, sparse_linear, unsized
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
-from tests.families.sparse.cases import FORMATS, made, random
+from tests.families.sparse.cases import FORMATS, QUANTISED, made, random
 from tests.support import fakes
 from tests.support.fakes import OnGpu
 
@@ -330,3 +331,47 @@ def test_a_damaged_pickle_of_a_matrix_is_refused(format):
             restore(header, other)
     with pytest.raises(ValueError, match="does not lie in one tensor"):
         restore({**header, "format": "bitmap", "facts": {"largest": 16}}, joined)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, *QUANTISED])
+def test_a_matrix_in_packed_bytes_is_saved_as_large_as_it_is(format, seed):
+    """Though its tensors are views of these in several dtypes."""
+    other = unpacked(packed(compress(random(64, 512, 0.3), format)))
+    for w in (other, other.transpose()):
+        files = io.BytesIO(), io.BytesIO()
+        torch.save(w, files[0])
+        torch.save(w.state(), files[1])
+        assert max(file.tell() for file in files) < w.nbytes + 8000
+        for file in files:
+            file.seek(0)
+        again = [
+            torch.load(files[0], weights_only=True),
+            SparseMatrix.from_state(*torch.load(files[1], weights_only=True)),
+            pickle.loads(pickle.dumps(w)),
+            copy.deepcopy(w),
+        ]
+        for other in again:
+            assert other.layout == w.layout and other.nnz == w.nnz
+            assert torch.equal(other.to_dense(), w.to_dense())
+            assert not {t.data_ptr() for t in other.operands} & {t.data_ptr() for t in w.operands}
+
+
+def test_damaged_places_in_a_pickle_of_a_matrix_are_refused():
+    w = unpacked(packed(compress(torch.eye(40, 300), "bitmap")))
+    restore, (header, (data, places)) = w.__reduce__()
+    assert torch.equal(restore(header, (data, places)).to_dense(), torch.eye(40, 300))
+    first, (dtype, shape, start) = places
+    for place in (
+        (dtype, shape, start + 1), (dtype, shape, start + 4), (dtype, shape, -64),
+        (dtype, shape, 10**30), (dtype, (10**30,), start), (dtype, (-1,), start),
+        (torch.float64, shape, start), (torch.int16, shape, start), (None, shape, start),
+        (dtype, None, start), (dtype, shape), None,
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            restore(header, (data, (first, place)))
+    for memory in (
+        (data.float(), places), (data[None], places), (data[:40], places), (None, places),
+        (data.to("meta"), places), (data, places[:1]), (data, None), (data,), (),
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            restore(header, memory)
