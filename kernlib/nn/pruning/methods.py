@@ -171,7 +171,8 @@ def sparsegpt(
     one is made up for by the columns behind it.
 
     - ``model``, ``batches``, ``match``, ``progress``: as of :func:`wanda`, with the same order of
-      layers. H takes 4 C^2 bytes of each layer of C inputs in a block, or outside of the blocks.
+      layers. H takes 4 C^2 bytes of each layer of C inputs in a block, or outside of the blocks;
+      pruning a layer takes twice as much beside it.
     - ``density``: as of :func:`magnitude`. Exactly ``round(density * n)`` of the n entries of a
       matrix are not dropped, in equal parts of its blocks of columns.
     - ``pattern``: (n, m), chosen at the first column of each group by what its entries are then.
