@@ -16,7 +16,7 @@ are swapped for empty ones on meta, so that neither the host nor a GPU ever hold
 registers the two classes, before or after ``import transformers``; a program without kernlib, which
 transformers warns of, draws such layers anew.
 
-Needs transformers of version 5.0 or newer, whose names for quantized models (Hugging Face's
+Needs transformers of version 5.17 or newer, whose names for quantized models (Hugging Face's
 ``HfQuantizer``) this module uses; it imports without them, so that its names can be listed.
 
 Example:
@@ -43,8 +43,8 @@ __all__ = ["KernlibConfig", "KernlibQuantizer", "attach", "register"]
 NAME = "kernlib"  # the quant_method
 VERSION = 1
 NEEDED = (
-    "kernlib.compat.transformers needs transformers of version 5.0 or newer: pip install "
-    "'transformers>=5.0' accelerate safetensors"
+    "kernlib.compat.transformers needs transformers of version 5.17 or newer: pip install "
+    "'transformers>=5.17' accelerate safetensors"
 )
 
 _Config: Any
