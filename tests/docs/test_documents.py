@@ -99,16 +99,28 @@ def test_its_results_are_those_that_are_committed():
 
 def test_every_page_of_results_is_of_results_that_are_committed():
     pages = {ROOT / verdict.page(family) for family, _ in report.load(drawing.RESULTS)}
-    assert {*(ROOT / "docs" / "results").glob("*")} == pages
+    assert {*(ROOT / "docs" / "results").glob("*.md")} == pages
+
+
+def test_the_page_of_surprises_leads_to_every_finding_and_page_of_behaviour():
+    page = DOCUMENTS["docs/concepts/surprises.md"]
+    findings, behaviour = (ROOT / "findings").glob("*.sh"), ROOT / "docs/results/behaviour"
+    assert [path.name for path in findings if f"findings/{path.name}" not in page] == []
+    modules = {path.stem for path in (ROOT / "benchmarks/behaviour").glob("*.py")}
+    for path in behaviour.glob("*.md"):
+        assert path.stem in modules and f"](../results/behaviour/{path.name})" in page, path
 
 
 def test_the_start_page_leads_to_every_document_and_example():
-    """Pages of the gallery and of the reference by the first of each."""
+    """Pages of the gallery and of the reference by the first of each, those of behaviour by that of
+    surprises."""
     assert "](docs/index.md)" in README
     folder = ROOT / "docs"
     for path in {*folder.rglob("*.md"), *(ROOT / "examples").glob("*.py")} - {folder / "index.md"}:
         if path.parent.name in ("gallery", "reference"):
             path = path.parent / "index.md"
+        if path.parent.name == "behaviour":
+            path = folder / "concepts" / "surprises.md"
         name = path.relative_to(folder if folder in path.parents else ROOT).as_posix()
         assert name in DOCUMENTS["docs/index.md"], path
 
