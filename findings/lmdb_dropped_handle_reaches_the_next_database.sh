@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # lmdb 3.0.0 (py-lmdb; the formats 0.9 and 1.0 alike): the handle of a named database that was
-# dropped, txn.drop(db), is refused, InvalidParameterError, until some other database is opened. That
-# one gets the free slot, and from then on the old handle is a handle of it: reads answer with its
-# values, and writes go into it, without an error.
+# dropped, txn.drop(db), is refused, InvalidParameterError, until some other database is opened.
+# That one gets the free slot, and from then on the old handle is a handle of it: reads answer with
+# its values, and writes go into it, without an error.
 #
 # Output seen:
 #
@@ -11,10 +11,10 @@
 #     format 1.0: dropped: InvalidParameterError; after open_db(b"new"): b'of new', then new holds
 #     [(b'key', b'of new'), (b'other', b'for old')]
 #
-# Why it matters: handles are kept in attributes and modules, and a test or a clean-up that drops and
-# goes on sees the error, so the error looks like a promise. In a program that drops a database and
-# opens the next one (a version of a cache, a table of results) values of one end up in the other.
-# What does instead: drop(db, delete=False) empties it and keeps the handle; or forget the handle
+# Why it matters: handles are kept in attributes and modules. A test or a clean-up that drops and
+# goes on sees the error, so it looks like a promise. In a program that drops a database and opens
+# the next one (a version of a cache, a table of results) values of one end up in the other. What
+# does instead: drop(db, delete=False) empties it and keeps the handle; or forget the handle
 # together with the database.
 set -euo pipefail
 folder=$(mktemp -d)
