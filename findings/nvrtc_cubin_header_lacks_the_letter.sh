@@ -13,9 +13,8 @@
 #     sm_100f 0x6006402 100 .note.nv.tkinfo
 #     sm_100a 0x6006402 100 .note.nv.tkinfo .nv.compat
 #
-# Why it matters: tools that sort cubins by the header take one of sm_90a for portable, or refuse a
-# good one, and learn of it at the load on another GPU. What does instead: keep the name of the
-# target beside the cubin, or in its key.
+# Why it matters: tools that sort cubins by the header cannot tell one of sm_90a from one that
+# is for all of 9.x. What does instead: keep the name of the target beside the cubin, or in its key.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
