@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# anndata 0.12.19, h5py 3.16.0, zarr 3.1.6: append of a sparse_dataset, which adds rows to a CSR matrix
-# on disk, turns the new rows into the dtype of the file and says nothing. Fractions are cut off and
-# stay as stored zeros; in an HDF5 file what is out of the range of the dtype becomes its nearest end,
-# in a zarr store it wraps around. In memory anndata.concat and scipy's vstack of the same matrices
-# widen the dtype. A file of small counts and one more row of 0.75 300 -1:
+# anndata 0.12.19, h5py 3.16.0, zarr 3.1.6: append of a sparse_dataset, which adds rows to a CSR
+# matrix on disk, turns the new rows into the dtype of the file and says nothing. Fractions are cut
+# off and stay as stored zeros; in an HDF5 file what is out of the range of the dtype becomes its
+# nearest end, in a zarr store it wraps around. In memory anndata.concat and scipy's vstack of the
+# same matrices widen the dtype. A file of small counts and one more row of 0.75 300 -1:
 #
 #     h5 uint8: 0 255 0, 3 stored
 #     h5 int32: 0 300 -1, 3 stored
@@ -12,8 +12,8 @@
 #     zarr int32: 0 300 -1, 3 stored
 #     vstack uint8: 0.75 300 -1, 3 stored
 #
-# What does: compare the dtype of the file with numpy.result_type of both before appending, and write
-# the first part in the dtype that the last part needs.
+# What does: compare the dtype of the file with numpy.result_type of both before appending, and
+# write the first part in the dtype that the last part needs.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# compressed-tensors 0.8.1 and 0.14.0.1 (0.9.4 like the latter; torch 2.13.0, CPU): two versions name
-# the tensors of the format "sparse-bitmask" in two ways, and the format has no version. The older one
-# puts ".bitmask" and the others behind the name of the weight, the newer one in place of its
-# ".weight". Each reads the file of the other without an error and gives every weight, bit for bit,
-# under a name that no model has: one ".weight" too many, or none. What loads them with strict=False,
-# or as transformers does, leaves the layers as they were initialised. Who writes, the names, and
-# what either reads:
+# compressed-tensors 0.8.1 and 0.14.0.1 (0.9.4 like the latter; torch 2.13.0, CPU): two versions
+# name the tensors of the format "sparse-bitmask" in two ways, and the format has no version. The
+# older one puts ".bitmask" and the others behind the name of the weight, the newer one in place of
+# its ".weight". Each reads the file of the other without an error and gives every weight, bit for
+# bit, under a name that no model has: one ".weight" too many, or none. What loads them with
+# strict=False, or as transformers does, leaves the layers as they were initialised. Who writes, the
+# names, and what either reads:
 #
 #     0.8.1 writes: layer.weight.bitmask
 #     0.8.1 reads 0.8.1: layer.weight, equal
@@ -14,8 +14,8 @@
 #     0.8.1 reads 0.14.0.1: layer, equal
 #     0.14.0.1 reads 0.14.0.1: layer.weight, equal
 #
-# What does: look at the names in the file; if they have ".weight.bitmask", read it with 0.8.1 or cut
-# the surplus ".weight" off, and load with strict=True.
+# What does: look at the names in the file; if they have ".weight.bitmask", read it with 0.8.1 or
+# cut the surplus ".weight" off, and load with strict=True.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# scipy 1.17.1, numpy 2.4.6: the arguments field and symmetry of scipy.io.mmwrite say what is written,
-# not what the matrix has to be. Without a word field="real" drops imaginary parts, "integer" cuts
-# fractions off, "pattern" drops the values of a sparse matrix and is passed over for a dense one, and
-# "unsigned-integer" wraps negative numbers. symmetry= keeps one triangle of any matrix;
-# "skew-symmetric" drops the diagonal of a dense matrix and writes that of a sparse one, which the
-# format forbids. What mmread gives of a matrix of one number, and of a 2 x 2 one:
+# scipy 1.17.1, numpy 2.4.6: the arguments field and symmetry of scipy.io.mmwrite say what is
+# written, not what the matrix has to be. Without a word field="real" drops imaginary parts,
+# "integer" cuts fractions off, "pattern" drops the values of a sparse matrix and is passed over for
+# a dense one, and "unsigned-integer" wraps negative numbers. symmetry= keeps one triangle of any
+# matrix; "skew-symmetric" drops the diagonal of a dense matrix and writes that of a sparse one,
+# which the format forbids. What mmread gives of a matrix of one number, and of a 2 x 2 one:
 #
 #     complex as real: dense 1, sparse 1
 #     2.75 as integer: dense 2, sparse 2
@@ -14,8 +14,8 @@
 #     1 2 / 3 4 as hermitian: dense 1 3 3 4, sparse 1 3 3 4
 #     1 2 / 3 4 as skew-symmetric: dense 0 -3 3 0, sparse 1 -3 3 4
 #
-# What does: leave field and symmetry out, then both are read off the matrix (symmetry below 100 rows
-# alone), or compare the matrix with its transpose before naming one.
+# What does: leave field and symmetry out, then both are read off the matrix (symmetry below 100
+# rows alone), or compare the matrix with its transpose before naming one.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

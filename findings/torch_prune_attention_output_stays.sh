@@ -3,9 +3,10 @@
 # forward pass. MultiheadAttention never calls its out_proj, it only reads the weight of it, so the
 # hook does not run. A pruned out_proj computes for good with the weight that it had when it was
 # pruned: load_state_dict reports that all names match and changes nothing of what it computes. In
-# training the first step changes nothing either, and the second backward pass fails. in_proj_weight,
-# which is the attention's, and layers beside it are right. Checkpoints of pruned modules,
-# and whether the output is that of the same module without pruning and with the product as its weight:
+# training the first step changes nothing either, and the second backward pass fails.
+# in_proj_weight, which is the attention's, and layers beside it are right. Checkpoints of pruned
+# modules, and whether the output is that of the same module without pruning and with the product as
+# its weight:
 #
 #     Linear: <All keys matched successfully>, equal
 #     MultiheadAttention, in_proj_weight: <All keys matched successfully>, equal

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# torch 2.13.0 (CPU): of two layers that share one weight, as an embedding and the head of a language
-# model do, torch.nn.utils.prune prunes one. The other goes on with all of the weight, through
-# pruning, training and saving. Then prune.remove, which is to make permanent what is there, writes
-# the zeros into the shared memory: the other layer is pruned too, and the model computes something
-# else than before. Zeros among the 12 numbers of an embedding and of a head that share them, of which
-# half is pruned in the head:
+# torch 2.13.0 (CPU): of two layers that share one weight, as an embedding and the head of a
+# language model do, torch.nn.utils.prune prunes one. The other goes on with all of the weight,
+# through pruning, training and saving. Then prune.remove, which is to make permanent what is there,
+# writes the zeros into the shared memory: the other layer is pruned too, and the model computes
+# something else than before. Zeros among the 12 numbers of an embedding and of a head that share
+# them, of which half is pruned in the head:
 #
 #     pruned: head 6, embedding 0, shared True
 #     removed: head 6, embedding 6, shared True

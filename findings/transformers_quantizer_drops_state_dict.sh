@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # transformers 5.24.0 (4.57.6 alike; torch 2.13.0, CPU): model.save_pretrained(folder, state_dict=s)
 # writes s, unless the model was loaded with a quantization_config. Then s is dropped without a word
-# and the weights that the model has at present are written, for every quantizer: all but two inherit
-# a method that returns None in place of s, and torchao's and mxfp4's return the model's state. A
-# model whose Linear layers are BitNet's, which need no further package, and the same model without
-# a quantizer, both saved with a state of zeros:
+# and the weights that the model has at present are written, for every quantizer: all but two
+# inherit a method that returns None in place of s, and torchao's and mxfp4's return the model's
+# state. A model whose Linear layers are BitNet's, which need no further package, and the same model
+# without a quantizer, both saved with a state of zeros:
 #
 #     no quantizer: largest weight saved 0.0
 #     BitNetHfQuantizer: largest weight saved 1.0
 #
-# What does: load the state into the model before saving it, or write it with save_file of safetensors
-# beside model.config.save_pretrained. A state that was collected from several processes, averaged or
-# pruned is lost otherwise.
+# What does: load the state into the model before saving it, or write it with save_file of
+# safetensors beside model.config.save_pretrained. A state that was collected from several
+# processes, averaged or pruned is lost otherwise.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
