@@ -94,7 +94,7 @@ def _target(name: str, layer: nn.Module, dtypes) -> Target:
         raise ValueError(
             f"{label} is computed, by a parametrization or a hook, so that it cannot be written: "
             "make it a parameter first, as by torch.nn.utils.parametrize.remove_parametrizations "
-            "or torch.nn.utils.prune.remove"
+            "or torch.nn.utils.prune.remove, which prunes layers that share the weight too"
         )
     if nn.parameter.is_lazy(weight):
         raise ValueError(f"{label} is one of a lazy layer that has not been called: call it once")
