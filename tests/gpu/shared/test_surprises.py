@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib import blocksparse
+from kernlib import blocksparse, sparse
 from kernlib.blocksparse import Layout, quantize, scaled_dds
+from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.nn import KSLinear
 
 TERMS, ROWS = 4096, 128
 
@@ -80,3 +82,28 @@ def test_a_logsumexp_of_nothing_is_minus_infinity(dtype, seed):
     descriptor = kl.Pairwise(inner=kl.Square(), epilogue=kl.Custom("-v"))
     found = kl.kernel_logsumexp(descriptor, a, b)
     assert found[::2].eq(-torch.inf).all() and found[1::2].isfinite().all()
+
+
+@pytest.mark.parametrize("algo", ("auto", "sparse", "bsr"))
+def test_long_sums_of_half_types_lose_nothing(algo):
+    """5000 ones, of which the nearest bfloat16 is 4992."""
+    for dtype, wanted in ((torch.bfloat16, 4992), (torch.float16, 5000)):
+        weight = torch.ones(1, 8, 5000, 1, dtype=dtype, device="cuda")
+        layer = KSLinear([(1, 8, 5000, 1)], weights=[weight], bias=False, algo=algo)
+        for rows in (1, 40):
+            x = torch.ones(rows, 5000, dtype=dtype, device="cuda", requires_grad=True)
+            y = layer(x)
+            assert y.eq(wanted).all()
+            y.backward(torch.ones_like(y))
+            assert x.grad.eq(8).all() and layer.factors[0].grad.eq(rows).all()
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_scales_half_way_between_two_are_those_of_a_cpu(name):
+    """Quotients that a reciprocal would move."""
+    largest = QUANTISED[name].largest
+    most = largest * (1 + (2 * torch.arange(64.0) + 1) / 256)
+    dense = torch.zeros(64, 256).index_fill(1, torch.tensor([0]), 1.0) * most[:, None]
+    for weight in (dense, dense.to_sparse_csr()):
+        given, wanted = sparse.compress(weight.cuda(), name), sparse.compress(weight, name)
+        assert torch.equal(given.tensors["data"].cpu(), wanted.tensors["data"])

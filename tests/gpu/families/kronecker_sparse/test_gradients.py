@@ -35,20 +35,6 @@ def built():
     ks.build(specs)
 
 
-@pytest.mark.parametrize("algo", ("auto", "sparse", "bsr"))
-def test_long_sums_of_half_types_lose_nothing(algo):
-    """5000 ones, of which the nearest bfloat16 is 4992."""
-    for dtype, wanted in ((torch.bfloat16, 4992), (torch.float16, 5000)):
-        weight = torch.ones(1, 8, 5000, 1, dtype=dtype, device="cuda")
-        layer = KSLinear([(1, 8, 5000, 1)], weights=[weight], bias=False, algo=algo)
-        for rows in (1, 40):
-            x = torch.ones(rows, 5000, dtype=dtype, device="cuda", requires_grad=True)
-            y = layer(x)
-            assert y.eq(wanted).all()
-            y.backward(torch.ones_like(y))
-            assert x.grad.eq(8).all() and layer.factors[0].grad.eq(rows).all()
-
-
 def recorded(pattern, batch, numbers: str, batch_last: bool, epilogue=BIAS) -> tuple:
     """A descriptor; x, weight and parameters that ask for their gradients; one of the result."""
     descriptor = ks.product(pattern, numbers, batch_last, epilogue)
