@@ -223,7 +223,7 @@ def test_all_algorithms_agree(patterns, numbers, batch_last, seed):
 
 
 @ks.both_layouts
-@pytest.mark.parametrize("algo", ("auto", "sparse", "bsr"))
+@pytest.mark.parametrize("algo", ("auto", *ALGOS))
 @pytest.mark.parametrize("numbers", ("fp16", "bf16"))
 def test_autocast_is_that_of_a_linear_layer(numbers, algo, batch_last, seed):
     made = layer(bs_last=batch_last, algo=algo)
