@@ -72,9 +72,11 @@ def run_nvrtc(spec: KernelSpec, arch: str, log: io.StringIO) -> bytes:
         program = core.Program(sources.assemble(spec.source, name), "c++", options)
         cubin = bytes(program.compile("cubin", logs=log).code)
         toolchain.confirm_nvrtc()
-        return cubin
     except Exception as error:
         raise _explain(error, spec, arch) from error
+    if not cubin:  # as of a virtual architecture, without an error
+        raise CompileError(f"NVRTC made no code of {_source_of(spec, arch)}", log.getvalue(), "")
+    return cubin
 
 
 def _explain(error: Exception, spec: KernelSpec, arch: str) -> Exception:
@@ -85,10 +87,14 @@ def _explain(error: Exception, spec: KernelSpec, arch: str) -> Exception:
     if "invalid value for --gpu-architecture" in text:
         advice = f"NVRTC {toolchain.nvrtc_version()} does not know {arch}; install a newer one"
         return CompileError(advice, text, "")
-    what = f"the source of {spec.description or spec.entry} for {arch}"
+    what = _source_of(spec, arch)
     if not any(verdict in text for verdict in _VERDICTS) or any(it in text for it in _SHORTAGE):
         return NoVerdict(f"NVRTC failed on {what}; the next call tries again", text, "")
     return CompileError(f"NVRTC refused {what}", text, spec.source)
+
+
+def _source_of(spec: KernelSpec, arch: str) -> str:
+    return f"the source of {spec.description or spec.entry} for {arch}"
 
 
 def _resources(log: str, spec: KernelSpec) -> dict[str, str]:

@@ -196,8 +196,8 @@ def eigh(
 
 def steps_for(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
     """Who factors and solves. torch would copy a padded matrix, and a large one to overwrite, which
-    cuSOLVER takes as it lies; and where TF32 is permitted to products torch's solutions have no
-    more digits than that."""
+    cuSOLVER takes as it lies; and where TF32 is permitted to products :mod:`native` computes in
+    float64."""
     large = overwrite and matrix.shape[-1] >= cusolver.LOOP_FROM
     wanted = large or rounds(matrix) or not layouts.is_packed(matrix)
     return cusolver if wanted and cusolver.serves(matrix) else native

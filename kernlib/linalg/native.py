@@ -1,7 +1,8 @@
 """The steps of the dense solvers in PyTorch, in place: on the CPU, and on GPUs where it suffices.
 
 Matrices are (L, N, N) and right-hand sides (L, N, C), column-major, as
-:mod:`kernlib.linalg.layouts` makes them.
+:mod:`kernlib.linalg.layouts` makes them. Where torch may round products to TF32 its factors by LU
+and its solutions have no more digits than that: they are computed in float64 there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import threading
 
 import torch
+
+from kernlib.runtime.precision import rounds
 
 _loading, _loaded = threading.Lock(), False
 
@@ -36,6 +39,11 @@ def cholesky(a: torch.Tensor, upper: bool) -> torch.Tensor:
 
 def cholesky_solve(factor: torch.Tensor, b: torch.Tensor, upper: bool) -> None:
     """Write the solutions into b."""
+    if rounds(b):
+        x = b.double()
+        cholesky_solve(factor.double(), x, upper)
+        b.copy_(x)
+        return
     first, second = (factor.mT, factor) if upper else (factor, factor.mT)
     torch.linalg.solve_triangular(first, b, upper=False, out=b)
     torch.linalg.solve_triangular(second, b, upper=True, out=b)
@@ -44,6 +52,11 @@ def cholesky_solve(factor: torch.Tensor, b: torch.Tensor, upper: bool) -> None:
 def lu(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Write both factors into a; returns pivots (L, N) and info (L,)."""
     load(a.device)
+    if rounds(a):
+        factors = a.double()
+        pivots, info = lu(factors)
+        a.copy_(factors)
+        return pivots, info
     info = _info(a)
     pivots = torch.empty(a.shape[:2], dtype=torch.int32, device=a.device)
     torch.linalg.lu_factor_ex(a, out=(a, pivots, info))
@@ -54,6 +67,11 @@ def lu_solve(
     factors: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, transposed: bool
 ) -> None:
     """Write the solutions into b, those with the transposed matrix if ``transposed``."""
+    if rounds(b):
+        x = b.double()
+        lu_solve(factors.double(), pivots, x, transposed)
+        b.copy_(x)
+        return
     torch.linalg.lu_solve(factors, pivots, b, adjoint=transposed, out=b)
 
 

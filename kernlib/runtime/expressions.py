@@ -224,7 +224,7 @@ def _evaluate_score(node: Node, values: dict[str, torch.Tensor], dtype: torch.dt
         return _as_tensor(operands[0], dtype).to(dtype if node.operator == "float" else torch.long)
     if all(_is_whole(x) for x in operands):
         return _OF_WHOLE[node.operator](*(_as_tensor(x, dtype) for x in operands))
-    return _operate(node, operands, dtype, _FUNCTIONS)
+    return _operate(node, operands, dtype, _OF_FLOATS)
 
 
 def _select(node: Operation, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -260,6 +260,16 @@ def _sign(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), x.detach(), torch.sign(x))
 
 
+def _ratio(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
+    """``x / y`` rounded once, which ``floor`` and comparisons show: torch divides a number by a
+    tensor, and on GPUs a tensor by a number or by one in host memory, by way of a reciprocal."""
+    if not isinstance(x, torch.Tensor):
+        x = x * torch.ones((), dtype=y.dtype, device=y.device)
+    elif not isinstance(y, torch.Tensor) or y.device != x.device:
+        y = y * torch.ones((), dtype=x.dtype, device=x.device)
+    return x / y
+
+
 def _quotient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``x // y``, and 0 where y is 0. Division by -1 is a negation, because the processor traps
     when it divides the least number by -1."""
@@ -273,6 +283,7 @@ def _rest(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(is_plain, x % torch.where(is_plain, y, 1), 0)
 
 
+_OF_FLOATS = _FUNCTIONS | {"/": _ratio}
 _OF_SCORES = {
     "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
     ">=": operator.ge, "and": operator.and_, "or": operator.or_,

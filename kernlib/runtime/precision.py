@@ -35,6 +35,13 @@ def rounds(t: torch.Tensor) -> bool:
     return t.dtype is torch.float32 and t.is_cuda and float32_precision() == "tf32"
 
 
+def times(precision: str | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left @ right`` by torch, not in TF32 where a descriptor's ``precision`` forbids it."""
+    if precision == "fp32" and rounds(left):
+        return (left.double() @ right.double()).to(left.dtype)
+    return left @ right
+
+
 def rounds_gradients(t: torch.Tensor) -> bool:
     """Whether torch may round what its own gradients multiply of a tensor: in TF32, or, where they
     are taken inside of autocast as this is, in half types. float64 is left alone by both."""

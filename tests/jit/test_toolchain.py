@@ -175,6 +175,15 @@ def test_failures_of_the_moment_are_tried_again(cache, monkeypatch, text):
     assert service.build(spec, ARCH).cubin[:4] == b"\x7fELF"
 
 
+def test_a_compile_without_code_is_an_error_and_is_not_kept(cache):
+    """As cuda.core's of a virtual architecture: no bytes, and no error."""
+    spec = SPEC._replace(source='extern "C" __global__ void entry() {}')
+    with pytest.raises(kl.CompileError, match="no code of the source of a kernel"):
+        service.build(spec, "compute_90")
+    assert layers.layers().store.info()["entries"] == 0
+    assert service.build(spec, ARCH).cubin[:4] == b"\x7fELF"
+
+
 def test_an_import_may_come_back_for_what_it_loads(monkeypatch):
     """As a finalizer does that the interpreter runs in the middle of it."""
 

@@ -156,6 +156,35 @@ def test_nan_in_a_matrix_is_an_info_and_nan(n, batch, steps, monkeypatch):
     hostile.check_nan(n, batch, torch.float64, "cpu")
 
 
+@pytest.mark.few(100)
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_torch_may_round_to_tf32_it_is_given_in_float64(batch, overwrite, monkeypatch, seed):
+    """Without cuSOLVER: on GPUs torch's factors by LU and its solutions follow the setting."""
+    monkeypatch.setattr(native, "rounds", lambda t: t.dtype is torch.float32)
+    for name in ("solve_triangular", "lu_factor_ex", "lu_solve"):
+        monkeypatch.setattr(torch.linalg, name, rounded(getattr(torch.linalg, name)))
+    a, b = torch.randn(*batch, 40, 40), torch.randn(*batch, 40, 3)
+    spd = positive(*batch, 40, 40, dtype=torch.float32)
+    both = {"overwrite_a": overwrite, "overwrite_b": overwrite}
+    check_solution(a, linalg.solve_lu(a.clone(), b.clone(), **both)[0], b)
+    check_solution(a, linalg.solve_lu(a.mT.clone().mT, b.clone(), **both)[0], b)
+    for upper in (False, True):
+        x = linalg.solve_cholesky(one_triangle(spd, upper), b.clone(), upper=upper, **both)[0]
+        check_solution(spd, x, b)
+
+
+def rounded(function):
+    """With the first operand, if it is float32, without the last 13 bits, as TF32 has it."""
+
+    def call(first, *rest, **options):
+        if first.dtype is torch.float32:
+            first.copy_((first.view(torch.int32) & -(1 << 13)).view(torch.float32))
+        return function(first, *rest, **options)
+
+    return call
+
+
 def test_errors_on_request():
     a, b = torch.eye(4).repeat(3, 1, 1), torch.ones(3, 4, 1)
     a[1, 2, 2] = 0

@@ -128,6 +128,14 @@ def test_half_types_accumulate_in_float32(algo, dtype):
         assert error(found, expected(made, x)) < bound, c
 
 
+@pytest.mark.parametrize("algo", ["sparse", "bsr"])
+def test_sparse_matrices_of_half_types_are_stored_in_float32_on_every_device(algo):
+    """Torch's products of CSR in bfloat16 are wrong on GPUs."""
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = torch.empty(1, 2, 4, 3, dtype=dtype, device="meta")
+        assert STORAGE[algo](weight).dtype == torch.float32
+
+
 @each_layout
 @each_algo
 def test_strides_do_not_matter(algo, bs_last):

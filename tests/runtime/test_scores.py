@@ -169,6 +169,14 @@ def test_the_sign_of_a_nan_is_one():
     assert found[:3] == [-1, 0, 1] and math.isnan(found[3])
 
 
+@pytest.mark.parametrize("text", ["{0} / v", "v / {0}", "v / ({0} + 0.0)"])
+def test_a_number_over_itself_is_one(text):
+    """By a reciprocal it is less for 41, 47, 55 and 61."""
+    for number in range(1, 100):
+        v = torch.full((1, 1, 1, 3), float(number))
+        assert score_of(f"floor({text})".format(number), v).eq(1).all(), number
+
+
 @pytest.mark.parametrize("text", ["1 / 3", "where(1 < 2, 1, 0.5)", "2 ** 3", "7", "inf", "7 // 3"])
 def test_a_constant_is_as_large_as_the_logits(text):
     v = torch.zeros(1, 1, 1, 3)

@@ -262,6 +262,8 @@ def top_k(scores: torch.Tensor, block: Block, k: int, *, debug: bool = False) ->
         raise ValueError(f"k must be at most the {scores.shape[-1]} columns of blocks, got {k}")
     if scores.is_floating_point() and scores.element_size() == 1:
         scores = scores.float()  # torch sorts no float8
+    if scores.is_floating_point():  # on GPUs it sorts a NaN with a sign behind all numbers
+        scores = torch.where(scores.isnan(), torch.nan, scores)
     # topk() of torch leaves open which of equal ones it takes.
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)

@@ -8,6 +8,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise.functions.agop import agop
 from kernlib.families.pairwise.gradients import backward
+from kernlib.runtime import precision
 
 Q, T, K, O, L = 9, 6, 4, 3, 2
 DOUBLE = torch.float64
@@ -144,3 +145,17 @@ def test_a_gradient_is_refused_and_not_dropped():
     x, z, c = torch.ones(Q, K), torch.ones(T, K), torch.ones(O, T, requires_grad=True)
     with pytest.raises(RuntimeError, match="coefficients requires"):
         agop(kl.gaussian(), x, z, c, bandwidth=2.0)
+
+
+@pytest.mark.parametrize("permitted", ["fp32", "tf32", None])
+def test_no_product_is_in_tf32_where_the_descriptor_forbids_it(permitted, monkeypatch, seed):
+    """As torch's of float32 are on GPUs, by its settings."""
+    asked = []
+    monkeypatch.setattr(precision, "rounds", lambda t: not asked.append(tuple(t.shape)))
+    x, z, c = (points(*size).float() for size in ((Q, K), (T, K), (O, T)))
+    descriptor = kl.gaussian().replace(precision=permitted)
+    found = agop(descriptor, x, z, c, bandwidth=2.0, centred=True)
+    exact = agop(descriptor, *(t.double() for t in (x, z, c)), bandwidth=2.0, centred=True)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    sums = (1, K, O * Q), (1, K, O)  # of gradients, and of their means
+    assert {*sums} & {*asked} == ({*sums} if permitted == "fp32" else set())

@@ -181,12 +181,21 @@ def tf32_permitted():
     torch.set_float32_matmul_precision(before)
 
 
-def test_tf32_stays_out_of_it(device, seed, tf32_permitted):
-    pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
+@pytest.mark.parametrize("extra", ["there", "missing"])
+def test_tf32_stays_out_of_it(extra, device, seed, tf32_permitted, monkeypatch):
+    if extra == "there":
+        pytest.importorskip("nvmath.bindings.cusolverDn", exc_type=ImportError)
+    else:
+        monkeypatch.setattr(cusolver, "import_error", ImportError)
     for batch in ((), (20,)):
-        a = torch.randn(*batch, 200, 200, device=device)
-        b = torch.randn(*batch, 200, 50, device=device)
-        check_solution(a, linalg.solve_lu(a, b)[0], b)
+        for n in (200, 600):
+            a = torch.randn(*batch, n, n, device=device)
+            spd = positive(*batch, n, n, dtype=torch.float64).to(device, torch.float32)
+            b = torch.randn(*batch, n, 50, device=device)
+            check_solution(a, linalg.solve_lu(a, b)[0], b)
+            for upper in (False, True):
+                x = linalg.solve_cholesky(one_triangle(spd, upper), b, upper=upper)[0]
+                check_solution(spd, x, b)
 
 
 @pytest.mark.few(100)

@@ -50,7 +50,8 @@ def quantize(
     largest = x.new_zeros([1 if i in dims else size for i, size in enumerate(x.shape)])
     if x.numel():
         largest = x.abs().amax(dims, keepdim=True) if dims else x.abs()
-    scale = largest / LARGEST
+    # By a tensor: by a number torch multiplies with a reciprocal on GPUs.
+    scale = largest / largest.new_full((), LARGEST)
     # Below what is normal a scale has few bits: rounded down, or to 0, the largest would saturate.
     up = torch.nextafter(scale, scale.new_full((), torch.inf))
     scale = torch.where((scale < SMALLEST) & (scale * LARGEST < largest), up, scale)

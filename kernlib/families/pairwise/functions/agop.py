@@ -15,7 +15,7 @@ from kernlib.families.pairwise.gradients.weights import by_norms, by_sums, is_pl
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.numbers import check_kind, plain
-from kernlib.runtime.precision import without_autocast
+from kernlib.runtime.precision import times, without_autocast
 from kernlib.runtime.tensors import (
     check_dense,
     check_memory,
@@ -35,6 +35,7 @@ def _sum_products(call: Call, total, x, z, coefficients, tensors: dict, centred:
     """The averages, into ``total`` of zeros, (L, K, K) or of diagonals (L, K), for checked
     arguments that all have a batch, in its dtype."""
     outputs, (queries, features) = coefficients.shape[1], x.shape[1:]
+    precision = call.descriptor.precision
     diagonal, largest = total.dim() == 2, max(z.shape[1], outputs * features)
     for block in backward.blocks(total.shape[0], queries, largest, backward.BLOCK_ENTRIES):
         part = total[block.part]
@@ -45,10 +46,10 @@ def _sum_products(call: Call, total, x, z, coefficients, tensors: dict, centred:
             found = found - shift
             moved = moved + found.sum(2)
         flat = found.flatten(1, 2)
-        part += flat.square().sum(1) if diagonal else flat.mT @ flat
+        part += flat.square().sum(1) if diagonal else times(precision, flat.mT, flat)
         if centred and block.rows.stop >= queries:
-            products = "lok,lok->lk" if diagonal else "lok,loj->lkj"
-            part -= torch.einsum(products, moved, moved) / queries
+            squares = moved.square().sum(1) if diagonal else times(precision, moved.mT, moved)
+            part -= squares / queries
     total /= outputs * queries
     return total
 

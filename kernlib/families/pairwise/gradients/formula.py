@@ -16,7 +16,7 @@ from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise import stages_reference as stages
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime import rehearsal
-from kernlib.runtime.precision import rounds, without_autocast
+from kernlib.runtime.precision import times, without_autocast
 from kernlib.runtime.tensors import normal
 
 BLOCK_ELEMENTS = 1 << 24  # of (L, rows, T, K) at once: 64 MB in float32, several times
@@ -102,7 +102,7 @@ def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
 
     def value(x, z, weights, p, scale):
         if made.linear:
-            return _times(made.descriptor.precision, weights, z)
+            return times(made.descriptor.precision, weights, z)
         x = x.expand(weights.shape[0], -1, -1)
         s = made.having(p, scale).of(x, z, first)
         (found,) = torch.autograd.grad(s, x, weights, create_graph=True)
@@ -111,13 +111,6 @@ def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
     tensors = x, z, weights, made.p, made.scale
     with without_autocast(x.device):
         return by_rows(value, tensors, needs, along, create, whole=made.linear)
-
-
-def _times(precision: str | None, left, right) -> torch.Tensor:
-    """``left @ right``, which is not in TF32 where ``precision`` forbids it."""
-    if precision == "fp32" and rounds(left):
-        return (left.double() @ right.double()).to(left.dtype)
-    return left @ right
 
 
 def _second_of_squares(precision: str | None, x, z, weights, along, needs: tuple) -> list:
@@ -129,7 +122,7 @@ def _second_of_squares(precision: str | None, x, z, weights, along, needs: tuple
     if needs[0]:
         to_x = (2 * weights.sum(-1, keepdim=True) * along).sum_to_size(x.shape)
     if needs[1]:
-        to_z = (-2 * _times(precision, weights.mT, along)).sum_to_size(z.shape)
+        to_z = (-2 * times(precision, weights.mT, along)).sum_to_size(z.shape)
     if needs[2]:
         rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
         parts = zip(x.split(rows, 1), along.split(rows, 1), strict=True)

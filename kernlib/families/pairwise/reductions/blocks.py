@@ -222,7 +222,9 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(found: torch.Tensor, places: torch.Tensor, largest: bool):
-    """Values and their places, sorted, equal values as they were."""
+    """Values and their places, sorted, equal values as they were. The NaN of all have one sign: on
+    GPUs torch sorts one with the other sign as the least number."""
+    found = torch.where(found.isnan(), torch.nan, found)
     found, order = found.sort(dim=-1, descending=largest, stable=True)
     return found, places.gather(-1, order)
 

@@ -23,7 +23,8 @@ LEAST_SCALE = 2.0**-126
 
 def scales_of(most: torch.Tensor, code: ValueCode, dtype: torch.dtype) -> torch.Tensor:
     """The scales, bfloat16, of groups by their largest magnitudes, float32."""
-    scale = (most / code.largest).clamp_min(LEAST_SCALE).to(torch.bfloat16)
+    # By a tensor: by a number torch multiplies with a reciprocal on GPUs.
+    scale = (most / most.new_full((), code.largest)).clamp_min(LEAST_SCALE).to(torch.bfloat16)
     overflows = (scale.float() * code.largest).to(dtype).isinf()
     smaller = (scale.view(torch.int16) - 1).view(torch.bfloat16)
     scale = torch.where(overflows, smaller, scale)

@@ -127,6 +127,16 @@ def test_compiled_calls_make_their_layouts(mode, seed):
 # Layouts.
 
 
+@pytest.mark.parametrize("columns", [10, 5000])
+def test_a_score_of_nan_is_the_highest_with_a_sign_too(columns, seed):
+    """Long rows torch sorts otherwise."""
+    scores = torch.randn(3, columns, device="cuda")
+    scores[:, 7] = -scores.new_tensor(torch.nan)
+    assert scores[:, 7].signbit().all()
+    for kind in (torch.float32, F16, torch.float64):
+        assert top_k(scores.to(kind), 16, 2).mask()[:, 7].all()
+
+
 @pytest.mark.parametrize("block", BLOCKS[:4], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 65), (64, 64), (3, 40, 31), (2, 300, 129)])
 def test_layouts_are_those_of_the_cpu(shape, block, seed):

@@ -39,6 +39,12 @@ def exact(layout: Layout, values, scale, x, scale_of_x) -> torch.Tensor:
     return (x.double() * scale_of_x.double()[..., None]) @ whole.mT
 
 
+def test_scales_are_those_of_a_cpu(seed):
+    x = torch.randn(500, 3)
+    for found, wanted in zip(quantize(x.cuda(), -1), quantize(x, -1), strict=True):
+        assert torch.equal(found.float().cpu(), wanted.float())
+
+
 @every_dtype
 @pytest.mark.parametrize("size", [1, 7, 64, 72, 200, 1000])
 def test_layers(size, dtype, kinds, seed):

@@ -10,6 +10,7 @@ from kernlib.families.pairwise.gradients import backward, operators
 from tests.gpu.families.pairwise.cases import points, relative_error
 from tests.gpu.watched import nothing_waits, peak
 from tests.support.ties import ACTIVATIONS, CHOSEN
+from tests.support.torch_settings import torch_permits
 
 CASES = {  # descriptor, hyperparameters
     "l1": (kl.l1_distance(), {}),
@@ -160,6 +161,16 @@ def test_compiled_gradients_match_float64(case, seed):
     for ours, theirs in zip(found, wanted, strict=True):
         assert relative_error(ours, theirs) <= 2e-5
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_agop_is_not_in_tf32_where_the_descriptor_forbids_it(diagonal, seed):
+    x, z, c = points(300, 40), points(200, 40), points(2, 200)
+    descriptor, options = kl.gaussian(precision="fp32"), {"bandwidth": 9.0, "diagonal": diagonal}
+    wanted = agop(descriptor, *(t.double() for t in (x, z, c)), centred=True, **options)
+    with torch_permits("allow_tf32"):
+        found = agop(descriptor, x, z, c, centred=True, **options)
+    assert (found - wanted).norm() <= 2e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize("centred", [False, True])

@@ -58,6 +58,9 @@ def test_who_computes_it():
     assert not by_kernels(SQUARES, a.double(), a.double(), 1)
 
 
+NEGATED = kl.Pairwise(epilogue=kl.Custom("-v"))
+
+
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("features", [3, 20])
 def test_equal_values_nan_and_infinities(features, largest, seed):
@@ -76,6 +79,18 @@ def test_equal_values_nan_and_infinities(features, largest, seed):
     zeros, ones = torch.zeros(300, features, device="cuda"), torch.ones(70_000, features).cuda()
     check(descriptor, zeros, ones, 10, largest, exact=True)
     check(descriptor, zeros.double(), ones[:5000].double(), 10, largest, exact=True)
+
+
+def test_a_nan_with_a_sign_is_the_largest(seed):
+    """Which a negation makes, in lists too long for kernels."""
+    a = torch.randn(7, 3, device="cuda")
+    b = torch.randn(5000, 3, device="cuda")
+    b[77] = math.nan
+    for dtype in (torch.float32, torch.float64):
+        for k in (10, 3000):
+            values, places = kl.kernel_topk(NEGATED, a.to(dtype), b.to(dtype), k, True)
+            assert places[:, 0].eq(77).all() and values[:, 0].isnan().all()
+            assert not values[:, 1:].isnan().any()
 
 
 @pytest.fixture

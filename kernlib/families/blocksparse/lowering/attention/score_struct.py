@@ -23,6 +23,8 @@ _TYPES = {FLOAT: "float", INT: "int", LONG: "i64", BOOL: "bool"}
 _FUNCTIONS = {"//": "floor_quotient", "%": "floor_rest", "sign": "sign_of", "tanh": "fast_tanh"}
 _INFINITY = "infinity(0.0f)"
 _NOT_FINITE = {"inf": _INFINITY, "-inf": f"(-{_INFINITY})", "nan": f"({_INFINITY} - {_INFINITY})"}
+# Operations that show the last bit of a quotient or a product: 41 * (1 / 41) is below 1.
+_JUMPS = ("floor", "sign", *COMPARISONS)
 _OF_MATRIX = ("batch", "head")  # what is the same for a whole matrix
 _INLINE = "__device__ __forceinline__"
 _ALWAYS = Operation("==", (Integer(0, 32), Integer(0, 32)))
@@ -64,6 +66,7 @@ class _Source(ExpressionSource):
         self._elements: dict[str, str] = {}  # names of values of a row and column, and their text
         self._constants: dict[str, str] = {}
         self.types: dict[str, str] = {}
+        self._is_exact = False  # within one of _JUMPS
         for index, (name, axes) in enumerate(expression.captured):
             cuda = CAPTURED[dtypes[index]]
             at = f"captured[{index}].from<{cuda}>(batch, head)"
@@ -128,6 +131,13 @@ class _Source(ExpressionSource):
 
     def _operation(self, node: Operation) -> str:
         operator = node.operator
+        if operator in _JUMPS and not self._is_exact:
+            self._is_exact = True
+            text = self._operation(node)
+            self._is_exact = False
+            return text
+        if self._is_exact and operator in ("*", "/") and kind_of(node, self._kinds) == FLOAT:
+            return self._rounded(operator, *node.operands)
         if operator in _FUNCTIONS:
             node = Operation(_FUNCTIONS[operator], node.operands)
         if operator not in ("and", "or", "not", "where", *COMPARISONS, FLOAT, LONG):
@@ -142,6 +152,16 @@ class _Source(ExpressionSource):
         # Not && and ||: what is cheap costs less than a branch, and all elements are read before.
         sign = {"and": "&", "or": "|"}.get(operator, operator)
         return f"({f' {sign} '.join(parts)})"
+
+    def _rounded(self, operator: str, left: Node, right: Node) -> str:
+        """A product or a quotient as the reference has it: rounded before what is added to it, and
+        without a reciprocal."""
+        if operator == "*":
+            return f"__fmul_rn({self._render(left)}, {self._render(right)})"
+        if isinstance(right, Operation) and right.operator == "*":
+            first, second = right.operands
+            return self._rounded("/", Operation("/", (left, first)), second)
+        return f"({self._render(left)} / {self._render(right)})"
 
 
 def _integer(node: Integer) -> str:

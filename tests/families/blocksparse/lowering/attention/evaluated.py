@@ -119,6 +119,8 @@ NAMED = {
     "wide": "v + document * topic * 3000000000",
     "least": "v + (document - 9223372036854775807 - 1) * (topic - 2147483648) % 7",
     "rests": "v + (row - col) % 3 * 9 + (row - col) // 3 + (col - row) % -3 * 99 + col // -2",
+    "cells": "v + floor(41 * (row + 1) / 41) * 9 + floor(41 / (col + 41)) + sign(1 - 41 / 41.0)",
+    "borders": "where(41 * (col + 1) / (gain / gain * 41) >= col + 1, v, -inf)",
     "by zero": "v + document // topic + document % topic + row // -1",
 }
 

@@ -102,6 +102,12 @@ def test_tensors_of_any_strides_and_order_of_axes(emulator, seed):
     close(found[4], own["z"].expand(SHAPE), made)
 
 
+def test_products_that_are_compared_are_not_part_of_a_multiply_add():
+    """As those of NVRTC are by default: the diagonal would be left out."""
+    made = ScoreExpression("v + 0.1 * row", "0.1 * row - 0.1 * col >= 0")
+    assert score_of(made, ()).text.count("__fmul_rn(") == 2
+
+
 def test_nothing_is_plain():
     assert score_of(ScoreExpression(), ()) == Score()
 

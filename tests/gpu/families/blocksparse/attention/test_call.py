@@ -75,6 +75,19 @@ def test_gradients(name, shape, dtype, seed):
         check(t.cpu(), other, GRADIENTS[dtype])
 
 
+CELLS = ("floor(row / 41.0) == floor(col / 41.0)", "0.1 * row - 0.1 * col >= 0")
+
+
+@pytest.mark.parametrize("mask", (*CELLS, "floor(41 / (col + 41)) == 1", "41 * row / 41 >= row"))
+@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)  # kernels, and torch
+def test_borders_of_a_mask_are_those_of_a_cpu(mask, dtype, seed):
+    """Which reciprocals and sums of products that are not rounded would move."""
+    tensors, made = SHAPE.tensors(dtype), SHAPE.layout(None, 0.9)
+    found = attention(*map(there, (*tensors, made)), mask=mask, return_lse=True)[1]
+    wanted = attention(*tensors, made, mask=mask, return_lse=True)[1]
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [SHAPE, SMALL], ids=["whole", "padded"])
 @pytest.mark.parametrize("kind", [F32, BF16], ids=str)
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
