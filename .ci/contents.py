@@ -15,7 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # Folders of the sdist, which is the checkout without its history; the wheel has the first two.
-FOLDERS = ("kernlib", "kernel_sources", "examples", "tests", "benchmarks", "docs", ".ci")
+FOLDERS = ("kernlib", "kernel_sources", "examples", "tests", "benchmarks", "docs", "findings",
+           ".ci")  # fmt: skip
 FILES = ("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", ".gitignore",
          "hatch_build.py", "mkdocs.yml")  # fmt: skip
 # What each extra must bring for kernels to be compiled and launched, and for cuSOLVER.

@@ -207,7 +207,8 @@ def test_an_archive_that_lacks_or_adds_is_found(contents, tmp_path):
 
 def test_the_sdist_has_what_tests_and_documents_need(contents):
     wanted = contents["wanted_sdist"]()
-    names = ("tests/conftest.py", "docs/versions.md", "examples/quickstart.py", ".ci/floors.py")
+    names = ("tests/conftest.py", "docs/versions.md", "examples/quickstart.py", ".ci/floors.py",
+             "findings/README.md", "benchmarks/behaviour/page.py")  # fmt: skip
     assert all(name in wanted for name in (*names, "pyproject.toml", "CHANGELOG.md"))
 
 
