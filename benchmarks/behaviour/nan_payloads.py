@@ -76,7 +76,16 @@ def _arithmetic() -> Table:
     shown = ", ".join(
         f"{kind} {' '.join(_shown(word, kind) for word in _nans(kind))}" for kind in QUIET
     )
-    return Table("Arithmetic", f"The three NaNs are, in hexadecimal: {shown}.", columns, rows)
+    text = (
+        "The guess: the payload and the sign of a NaN pass through arithmetic, as IEEE 754 "
+        "recommends. Seen: float32, float16 and bfloat16 make every NaN 7fffffff or 7fff, neg "
+        "and abs included. Float64 keeps it, makes it quiet, and of two takes the second; neg "
+        "and abs leave its sign. max of a number and a NaN is the number, if .NaN is not "
+        "there. What follows: no code may put information into float32 NaN, and copysign or "
+        "bits, not neg, turn their sign. "
+        f"The three NaNs are, in hexadecimal: {shown}."
+    )
+    return Table("Arithmetic", text, columns, rows)
 
 
 CONVERSIONS = (
@@ -123,7 +132,20 @@ def _conversions() -> Table:
         )  # fmt: skip
         rows.append((f"`{it.text.split(' ')[0]}`", *cells))
     columns = ("instruction", "first", "second", "third")
-    return Table("Conversions of NaN", "", columns, rows)
+    return Table(
+        "Conversions of NaN",
+        (
+            "The guess: a wider type keeps a payload, a narrower one has its canonical NaN. "
+            "Seen: float16 to float32 makes 7fffffff, though bfloat16 to float32 and all that "
+            "comes from or goes to float64 keep sign and upper payload. cvt.rna.tf32 "
+            "truncates a NaN: 7f800001 becomes 7f800000, an infinity. Integers of NaN are 0 "
+            "in 32 bits from float32, and the least number in 64 bits and from float64. What "
+            "follows: a NaN whose bits are all among the lower 13 is lost before TF32 "
+            "products, unless a number is compared with itself first."
+        ),
+        columns,
+        rows,
+    )
 
 
 INVALID = (
@@ -167,7 +189,19 @@ def _zeros() -> Table:
         calls.append((instruction, [bits_of(x, kind) for x in operands]))
     words = evaluate(calls)
     rows = [(case[0], _shown(word, case[2])) for case, word in zip(INVALID, words, strict=True)]
-    return Table("Invalid operations and zeros", "", ("operation", "bits"), rows)
+    return Table(
+        "Invalid operations and zeros",
+        (
+            "The guess: NaN that an operation makes has its sign clear, as 7fffffff has. "
+            "Seen: float64 makes fff8000000000000, with the sign set as on x86, all others "
+            "7fffffff or 7fff. min and max order -0 before 0, in either order of their "
+            "operands. sqrt of -0 and of what .ftz makes -0 is -0, rsqrt of -0 is -inf. What "
+            "follows: what sorts or compares float64 bits must look for NaN first, since inf "
+            "- inf is below every number by its sign."
+        ),
+        ("operation", "bits"),
+        rows,
+    )
 
 
 def _tensor_cores() -> Table:
@@ -205,7 +239,13 @@ def _tensor_cores() -> Table:
         *("C and all products -0", "1 - 1 + C, C -0"),
     )
     text = (
-        "NaN in C and in A are negative ones with a payload; for e4m3 NaN stands for infinity. "
+        "The guess: tensor cores treat NaN as scalar instructions do. Seen: yes, but for "
+        "zeros: -0 times 1, added to -0 everywhere, is 0, except in float64. And TF32 "
+        "operands are the upper 19 bits of what is there: a NaN of which nothing shows in "
+        "these counts as infinity. What follows: a product with an identity matrix loses the "
+        "sign of zeros, and float32 bits that come from outside are looked at before they are "
+        "used as TF32. NaN in C and in A are negative ones with a payload; for e4m3 NaN "
+        "stands for infinity. "
         f"A float32 NaN of 7f800001 times 1 is, by {notes}."
     )
     return Table("Tensor cores", text, columns, rows)
@@ -288,7 +328,20 @@ def _torch() -> Table:
         "torch.unique of -0 and 0, entries": zeros[:2].unique().numel(),
     }
     rows += [(f"`{name}`", length) for name, length in lengths.items()]
-    return Table("torch", "x holds the three float32 NaNs from above.", ("operation", "bits"), rows)
+    return Table(
+        "torch",
+        (
+            "x holds the three float32 NaNs from above. The guess: CPU and GPU give the same bits "
+            "of a NaN, and the same of integers. Seen: x + 0 and -x rewrite a NaN on the GPU; "
+            "maximum and relu copy it. NaN to int32 is 0 on the GPU and -2^31 on the CPU, to "
+            "int64 -2^63. maximum of zeros goes by sign on the GPU, by the order of its operands "
+            "on the CPU. sort() of four numbers reorders equal ones. What follows: equality of "
+            "bits across devices is to be tested with NaN replaced, and a mask for NaN comes "
+            "before a cast to integers."
+        ),
+        ("operation", "bits"),
+        rows,
+    )
 
 
 def _orders() -> Table:
@@ -306,7 +359,17 @@ def _orders() -> Table:
         cells = (x.sort().indices, x.argsort(descending=True), x.topk(k).indices)
         rows.append((size, *map(ascend, cells), ascend(x.sort(stable=True).indices)))
     columns = ("numbers", "sort", "argsort, descending", "topk", "sort(stable=True)")
-    return Table("Whether equal numbers stay in order", "", columns, rows)
+    return Table(
+        "Whether equal numbers stay in order",
+        (
+            "Of 0 and 1 in turn, by the indices that come with them. The guess: sort() is "
+            "stable in practice, as radix sorts are. Seen: so it is from 100 numbers on, and "
+            "not for 4. topk gives the first of equal ones here, but for 4. What follows: a "
+            "test with many numbers proves nothing; where ties count, stable=True."
+        ),
+        columns,
+        rows,
+    )
 
 
 def _atomics() -> Table:
@@ -324,7 +387,17 @@ def _atomics() -> Table:
         ]
         rows.append((name, *cells))
     columns = ("operation", "negative NaN added to 0", "0 added to negative NaN", "-0 added to -0")
-    return Table("Atomic additions", "", columns, rows)
+    return Table(
+        "Atomic additions",
+        (
+            "The guess: an addition to -0 in memory may give 0. Seen: signs of zeros and the "
+            "payloads of NaN are those of an addition in registers, in each type, so -0 "
+            "stays. What follows: nothing that a reproducible sum must care for but its "
+            "order."
+        ),
+        columns,
+        rows,
+    )
 
 
 TABLES = (_arithmetic, _conversions, _zeros, _tensor_cores, _atomics, _torch, _orders)
