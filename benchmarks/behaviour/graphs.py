@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -234,17 +234,17 @@ def _changes() -> Table:
         first = _host(graph.replay, 1)
         later = _host(graph.replay)
         again = it.chain(count)
-        upload = _host(lambda: checked(cuda.cuGraphUpload(again.executable, again.stream)), 1)  # noqa: B023
+        upload = _host(partial(cuda.cuGraphUpload, again.executable, again.stream), 1)
         uploaded = _host(again.replay, 1)
-        update = _host(lambda: cuda.cuGraphExecUpdate(graph.executable, changed.graph), 5)  # noqa: B023
+        update = _host(partial(cuda.cuGraphExecUpdate, graph.executable, changed.graph), 5)
         pairs = [
             (node, checked(cuda.cuGraphKernelNodeGetParams(theirs)))
             for node, theirs in zip(graph.nodes(), changed.nodes(), strict=True)
         ]
 
-        def set_all(pairs=pairs, graph=graph):
+        def set_all(pairs=pairs, executable=graph.executable, cuda=cuda):
             for node, params in pairs:
-                checked(cuda.cuGraphExecKernelNodeSetParams(graph.executable, node, params))  # noqa: B023
+                checked(cuda.cuGraphExecKernelNodeSetParams(executable, node, params))
 
         sets = _host(set_all, 5)
         before = int(other[0])
@@ -322,7 +322,8 @@ def _overlaps() -> Table:
             "into two streams overlap. Seen: two replays of one executable graph never do, on "
             "whichever streams. Two executables of the same graph do, as another graph or "
             "plain launches would. What follows: a server that replays one graph from several "
-            "streams runs them one after the other; it takes one executable for each stream."
+            "streams runs them one after the other. It takes a capture with buffers of its own for "
+            "each stream: two executables of one graph write to the same addresses."
         ),
         ("replays", "until both have ended"),
         rows,
