@@ -189,8 +189,10 @@ def _orders() -> Table:
             "The guess: the lanes of one instruction meet in a tree, or in any order. Seen: "
             "they are added one after the other from lane 0 on, each sum rounded, in global "
             "memory and in shared memory alike. (Where two orders are named, both give the "
-            "same number.) What follows: a warp that adds to one address takes as long as 32 "
-            "additions, and a sum in registers by shuffles is both faster and closer."
+            "same number. atom whose result nobody uses is compiled to red; in shared memory "
+            "float types are loops of compare and swap.) What follows: a warp that adds to "
+            "one address takes as long as 32 additions, and a sum in registers by shuffles is "
+            "both faster and closer."
         ),
         columns,
         rows,

@@ -81,11 +81,12 @@ def _bits() -> Table:
             "The guess: products are added in float32, or exactly. Seen: an instruction "
             "aligns all its products and the accumulator with the largest of them, and drops "
             "what is below 2^-25 of it (a power of two), wherever in k it stands. wgmma of "
-            "float8 drops below 2^-13. mma.sync of float8 is made of float16 instructions, "
-            "and keeps what these do; float64 is added term by term. A bound 'and on' is "
-            "where the table ends. What follows: terms that cancel leave an error of 2^-25 of "
-            "the largest, and with float8 of 2^-13, so scales are to make the terms of one "
-            "instruction alike."
+            "float8 drops below 2^-13. mma.sync of float8 is compiled to two float16 "
+            "instructions, and an addition of the accumulator behind them, which rounds to "
+            "nearest; float64 is added term by term. A bound 'and on' is where the table "
+            "ends. What follows: terms that cancel leave an error of 2^-25 of the largest, "
+            "and with float8 of 2^-13, so scales are to make the terms of one instruction "
+            "alike."
         ),
         ("instruction", *ways),
         rows,
@@ -131,12 +132,13 @@ def _dropped() -> Table:
         "What is dropped",
         (
             "The guess: the sum is rounded to nearest once, at the end. Seen: nothing is "
-            "rounded, in the alignment or at the end, of either sign; two bits beyond float32 "
-            "are there until the end, so 2^-24 counts twice and not once. Of 8 terms that are "
-            "each below the last bit nothing is left. wgmma of float8 truncates the "
-            "accumulator as well: adding 0 to 1 + 2^-20 gives 1. What follows: a float32 "
-            "accumulator of float8 products has 14 bits as soon as the next instruction has "
-            "read it. What must have more is added outside, in registers."
+            "rounded, in the alignment or at the end, of either sign (but mma.sync of float8 "
+            "adds its accumulator by a scalar instruction); two bits beyond float32 are there "
+            "until the end, so 2^-24 counts twice and not once. Of 8 terms that are each "
+            "below the last bit nothing is left. wgmma of float8 truncates the accumulator as "
+            "well: adding 0 to 1 + 2^-20 gives 1. What follows: a float32 accumulator of "
+            "float8 products has 14 bits as soon as the next instruction has read it. What "
+            "must have more is added outside, in registers."
         ),
         ("instruction", *cases),
         rows,
@@ -193,10 +195,10 @@ def _order() -> Table:
         (
             "500 orders of the same terms, with all bits that operands have. The guess: the "
             "order matters, as terms are added in a tree. Seen: it does not, in any type: one "
-            "sum per instruction has no order. In mma.sync of float8, whose float16 parts add "
-            "up in turn, small terms of the second part stay (pairs 2, 3, 6, 7 ...: it is not "
-            "the upper half of k). Float64 is added from the first place of k to the last; "
-            "its 500 orders here add up exactly. What follows: k may be permuted within an "
+            "sum per instruction has no order. In mma.sync of float8 small terms of the "
+            "second of its two float16 instructions stay (pairs 2, 3, 6, 7 ...: it is not the "
+            "upper half of k). Float64 is added from the first place of k to the last; its "
+            "500 orders here add up exactly. What follows: k may be permuted within an "
             "instruction of up to 32 bytes without a change of a bit, for instance to load "
             "fragments in one piece."
         ),
