@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.behaviour.page import FOLDER, write
 
 NAMES = sorted({path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__"})
-NAMES = [name for name in NAMES if name not in ("__main__", "page")]
+NAMES = [name for name in NAMES if name not in ("__main__", "compiled", "page")]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Table(NamedTuple):
     def lines(self) -> list[str]:
         """In Markdown."""
         head = [_row(self.columns), _row(["---"] * len(self.columns))]
-        return [f"## {self.heading}", "", self.text, "", *head, *map(_row, self.rows), ""]
+        return [f"## {self.heading}", "", _filled(self.text), "", *head, *map(_row, self.rows), ""]
 
 
 def write(name: str, title: str, tables: Sequence[Table], folder: Path = FOLDER) -> Path:
@@ -33,13 +34,18 @@ def write(name: str, title: str, tables: Sequence[Table], folder: Path = FOLDER)
         f"On {on['gpu']}, driver {on['driver']}, torch {on['torch']}, NVRTC {on['nvrtc']}, "
         f"{on['date']}. Made by `python -m benchmarks.behaviour {name}`."
     )
-    lines = [f"# Behaviour: {title}", "", head, ""]
+    lines = [f"# Behaviour: {title}", "", _filled(head), ""]
     for table in tables:
         lines += table.lines()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.md"
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+def _filled(text: str) -> str:
+    """In lines of the documents' length."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _row(cells: Sequence[object]) -> str:
