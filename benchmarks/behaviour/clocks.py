@@ -268,10 +268,18 @@ def copies() -> Table:
             else:
                 move = lambda x=x, y=y: y.copy_(x, non_blocking=True)  # noqa: E731
                 speeds.append(size / (elapsed(move, 5) / 5))
+        speeds.append(2 * size / (elapsed(lambda a=a, b=b: b.copy_(a), count) / count))
+        speeds.append(2 * size / replayed(lambda a=a, b=b: torch.neg(a, out=b), count))
         label = f"{size >> 10} KiB" if size < MIB else f"{size >> 20} MiB"
         rows.append([label, *(f"{s / 1e9:.0f}" if s else "" for s in speeds)])
-    columns = ["bytes", "copy", "fill", "copy, both one byte on", "copy, one byte apart"]
-    columns += ["pinned to device", "device to pinned"]
+    columns = [
+        "bytes",
+        "copy, in a graph",
+        "fill",
+        "copy, both one byte on",
+        "copy, one byte apart",
+    ]
+    columns += ["pinned to device", "device to pinned", "copy, in no graph", "a kernel: neg"]
     return Table("Copies, in GB/s of what is read and written", TEXTS["copies"], columns, rows)
 
 

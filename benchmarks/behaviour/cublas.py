@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -31,7 +32,7 @@ DTYPES = {
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SPELLED = [(256, 256, 256), (1023, 1023, 1023), (2048, 2048, 2048), (512, 4096, 1024)]
 SPELLED += [(1, 4096, 4096), (64, 16384, 4096)]
-NAME_WIDTH = 64
+NAME_WIDTH = 80
 MATMUL = torch.backends.cuda.matmul
 
 
@@ -132,10 +133,18 @@ def kernel_names(name: str) -> dict[tuple, list[str]]:
 
 def shortened(names: list[str]) -> tuple[str, str]:
     """The kernel of a product, and what runs beside it."""
-    names = [n.removeprefix("void ").split("<")[0] if len(n) > NAME_WIDTH else n for n in names]
-    main = next((n for n in names if "reduce" not in n.lower() and "Mem" not in n), "?")
-    rest = [n.split("::")[-1] for n in names if n is not main]
-    return main[:NAME_WIDTH], ", ".join(rest) or "none"
+    short = []
+    for name in names:
+        inner = re.search(r"cutlass_\w+|gemv\w*|gemm\w*_kernel|dot_kernel|\w+educe\w*", name)
+        outer = inner is not None and ("<" in name or "::" in name)
+        text = inner[0] if outer else name.removeprefix("void ")
+        for word in ("f32f32_", "_stage3", "__5x_cublas", "_execute_kernel", "_execute"):
+            text = text.replace(word, "")
+        short.append("split_k_kernel" if text.endswith("split_k_kernel") else text)
+    main = next(
+        (n for n in short if "educe" not in n and "split_k" not in n and "Mem" not in n), "?"
+    )
+    return main[:NAME_WIDTH], ", ".join(n for n in short if n != main) or "none"
 
 
 def row(name: str, shape: tuple[int, int, int], kernels: list[str]) -> list[object]:
@@ -161,14 +170,17 @@ def row(name: str, shape: tuple[int, int, int], kernels: list[str]) -> list[obje
         result = cell(lambda: kl.run_kernel(kl.dot_product(), a, points))
         cells.append(cell(lambda: f"{relative_error(result[rows], exact):.1e}"))
     if name in ("float16", "bfloat16"):
-        for value in (False, (False, False)):
 
-            def switch(value: bool | tuple[bool, bool] = value) -> str:
-                with switched(reduction(name), value):
-                    result = a @ b
-                return f"{bits(result, expected)}, {relative_error(result[rows], exact):.1e}"
+        def exactly() -> str:
+            with switched(reduction(name), False):
+                result = a @ b
+            return f"{bits(result, expected)}, {relative_error(result[rows], exact):.1e}"
 
-            cells.append(cell(switch))
+        def unsplit() -> str:
+            result = without_split(a, b)
+            return f"{bits(result, expected)}, {relative_error(result[rows], exact):.1e}"
+
+        cells += [cell(exactly), cell(unsplit)]
     if name == "float16":
 
         def narrow() -> str:
@@ -186,8 +198,8 @@ def sizes(name: str) -> Table:
     columns += ["offset by 1", "rows padded by 8", "B by columns", "error"]
     columns += {
         "float32": ["error of kernlib"],
-        "float16": ["no reduced precision", "nor split-K", "error, float16 sums"],
-        "bfloat16": ["no reduced precision", "nor split-K"],
+        "float16": ["no reduced precision", "cublaslt without split-K", "error, float16 sums"],
+        "bfloat16": ["no reduced precision", "cublaslt without split-K"],
     }.get(name, [])
     with precision(name):
         names = cell(lambda: kernel_names(name))
@@ -226,8 +238,9 @@ def batches() -> Table:
         with precision(name):
             cell(lambda name=name, dtype=dtype: add(name, dtype, torch.mm))
     for name in ("float16", "bfloat16"):
-        with switched(reduction(name), (False, False)):
-            cell(lambda name=name: add(f"{name}, no split-K", DTYPES[name], torch.mm))
+        cell(lambda name=name: add(f"{name}, cublaslt", DTYPES[name], with_library))
+        title = f"{name}, cublaslt without split-K"
+        cell(lambda name=name, title=title: add(title, DTYPES[name], without_split))
     by_points: dict[int, torch.Tensor] = {}
 
     def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -265,6 +278,16 @@ def with_library(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         torch.backends.cuda.preferred_blas_library(before)
 
 
+def unsplit(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with switched(reduction(str(a.dtype).removeprefix("torch.")), (False, False)):
+        return a @ b
+
+
+def without_split(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with switched(reduction(str(a.dtype).removeprefix("torch.")), (False, False)):
+        return with_library(a, b)
+
+
 def with_workspace(size: str) -> Callable:
     def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with workspace(size):
@@ -297,6 +320,8 @@ SPELLINGS: dict[str, Callable] = {
     "in a CUDA graph": in_graph,
     "in another stream": in_stream,
     "preferred_blas_library of cublaslt": with_library,
+    "reduced precision of a half type set to (False, False)": unsplit,
+    "the same, and cublaslt": without_split,
     "workspace :4096:8": with_workspace(":4096:8"),
     "workspace :16:8": with_workspace(":16:8"),
 }

@@ -167,10 +167,13 @@ def attributes(folder: Path) -> Table:
 
 
 def unloading(folder: Path) -> Table:
-    answers = child("unload", folder / "spin.cubin", folder / "some.cubin")
-    rows = [milliseconds(answer) for answer in answers]
-    columns = ["call while a kernel of 50 ms runs", "ms", "ms until the device is idle"]
-    return Table("Loading beside a running kernel", TEXTS["unloading"], columns, filled(rows, 3))
+    rows = []
+    for mode in ("LAZY", "EAGER"):
+        files = folder / "spin.cubin", folder / "some.cubin"
+        answers = child("unload", *files, CUDA_MODULE_LOADING=mode)
+        rows += [[mode, *milliseconds(answer)] for answer in answers]
+    columns = ["loading", "call while a kernel of 50 ms runs", "ms", "ms until the device is idle"]
+    return Table("Loading beside a running kernel", TEXTS["unloading"], columns, filled(rows, 4))
 
 
 TEXTS = dict.fromkeys(["cache", "lazy", "memory", "errors", "attributes", "unloading"], "")

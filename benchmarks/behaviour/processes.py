@@ -143,7 +143,6 @@ def starting() -> Table:
     kl.cdist(x, x)
     kl.run_kernel(kl.gaussian(), x, x, bandwidth=8.0)
     torch.cuda.synchronize()
-    lines("starting")  # fills what the system keeps of files
     free = torch.cuda.mem_get_info()[0]
     rows = []
     for name, seconds, used, after in lines("starting"):

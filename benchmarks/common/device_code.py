@@ -11,7 +11,7 @@ from kernlib.jit import toolchain
 from kernlib.runtime import devices
 from kernlib.runtime import driver as launching
 
-ERROR_WIDTH = 90  # characters of an error in a cell
+ERROR_WIDTH = 240  # characters of an error in a cell
 
 
 def compiled(source: str, arch: str = "sm_90a", target: str = "cubin") -> bytes:

@@ -98,15 +98,17 @@ def refused(paths: list[str]) -> None:
         code = Path(path).read_bytes()
         answers = []
         for step in (library, module):
+            said = ""
             try:
                 loaded, ms = timed(lambda step=step, code=code: step(code))
-                answers.append(f"loads in {ms:.2f} ms")
+                said = f"loads in {ms:.2f} ms"
                 if step is library:
                     kernel = kernel_of(loaded)
                     waited(kernel, out)
-                    answers[-1] += ", runs"
+                    said += ", runs"
             except RuntimeError as error:
-                answers.append((answers.pop() + ", then " if len(answers) > 1 else "") + str(error))
+                said += f"{', then ' if said else ''}{error}"
+            answers.append(said)
         print(json.dumps([Path(path).name, *answers]), flush=True)
 
 
@@ -150,9 +152,13 @@ def unload(paths: list[str]) -> None:
         print(json.dumps([what, ms, rest]), flush=True)
 
     held = [library(other) for _ in range(3)]
+    used = library(other)
+    kernel_of(used)
     said("nothing", lambda _: None)
     said("cuLibraryLoadData of another file", lambda _: library(other))
     said("the same and its function", lambda _: kernel_of(library(other)))
+    said("the function of a second kernel of a loaded file", lambda _: kernel_of(used, b"k1"))
+    said("the function of the first one again", lambda _: kernel_of(used))
     said("cuModuleLoadData of another file", lambda _: module(other))
     said("cuLibraryUnload of one never used", lambda _: check(driver.cuLibraryUnload(held[0])))
     kernel_of(held[1])
