@@ -11,6 +11,7 @@ import torch
 
 import kernlib as kl
 from benchmarks.behaviour.page import Table
+from benchmarks.behaviour.texts.clocks import TEXTS
 from benchmarks.common.device_code import Kernels, cell
 from benchmarks.common.timing import query_gpu
 from kernlib.jit import toolchain
@@ -412,9 +413,6 @@ def by_core() -> float:
     kernel = program.compile("cubin").get_kernel("empty")
     stream, config = device.create_stream(), core.LaunchConfig(grid=1, block=32)
     return host(lambda: core.launch(stream, config, kernel))
-
-
-TEXTS = dict.fromkeys(["loads", "power", "reads", "copies", "timers", "launches"], "")
 
 
 def measure() -> list[Table]:

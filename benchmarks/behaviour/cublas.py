@@ -11,6 +11,7 @@ import torch
 
 import kernlib as kl
 from benchmarks.behaviour.page import Table
+from benchmarks.behaviour.texts.cublas import TEXTS
 from benchmarks.common.device_code import cell
 from benchmarks.common.timing import relative_error, sample_rows
 
@@ -347,9 +348,6 @@ def spellings() -> Table:
                 cells.append(cell(agreeing))
         rows.append(cells)
     return Table("Ways to write it", TEXTS["spellings"], ["", *DTYPES], rows)
-
-
-TEXTS = dict.fromkeys([*DTYPES, "batches", "spellings"], "")
 
 
 def measure() -> list[Table]:

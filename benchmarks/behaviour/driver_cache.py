@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.behaviour.clocks import SOURCE
 from benchmarks.behaviour.page import Table
+from benchmarks.behaviour.texts.driver_cache import TEXTS
 from benchmarks.common.device_code import cell, compiled
 
 TITLE = "loading of code by the driver"
@@ -174,9 +175,6 @@ def unloading(folder: Path) -> Table:
         rows += [[mode, *milliseconds(answer)] for answer in answers]
     columns = ["loading", "call while a kernel of 50 ms runs", "ms", "ms until the device is idle"]
     return Table("Loading beside a running kernel", TEXTS["unloading"], columns, filled(rows, 4))
-
-
-TEXTS = dict.fromkeys(["cache", "lazy", "memory", "errors", "attributes", "unloading"], "")
 
 
 def measure() -> list[Table]:

@@ -16,6 +16,7 @@ import torch
 import kernlib as kl
 from benchmarks.behaviour.clocks import SOURCE
 from benchmarks.behaviour.page import Table
+from benchmarks.behaviour.texts.processes import TEXTS
 from benchmarks.common.device_code import cell, compiled
 
 TITLE = "processes on one GPU"
@@ -168,9 +169,6 @@ def forks() -> list[Table]:
         ),
         Table("A fork afterwards", TEXTS["after"], ["in the child", "what it answers"], after),
     ]
-
-
-TEXTS = dict.fromkeys(["short", "slices", "bare", "starting", "before", "after"], "")
 
 
 def measure() -> list[Table]:
