@@ -27,10 +27,10 @@ sum of the absolute terms, whatever the rows.
     "float16": """
 The guess: Hopper's kernels (nvjet) at all even sizes, and reduced precision that matters for split
 sums. Seen: nvjet for all even sizes, a single row too, mostly with the bits of other row counts. At
-1023 and 4097 the kernel is one of Turing (cutlass_75, align1); there alone
-`allow_fp16_reduced_precision_reduction` changes anything, though K = 16384 is split too: nvjet adds
-its parts in float32. An address one element further takes another kernel and up to 42 % of the bits
-with it. `allow_fp16_accumulation` costs 16 times the error at 8192. What follows: pad sizes to
+1023 and 4097 the kernel is one of Turing (cutlass_75, align1).
+`allow_fp16_reduced_precision_reduction` changes 4097 alone, though K = 16384 is split too: nvjet
+adds its parts in float32. An address one element further takes another kernel and up to 42 % of the
+bits with it. `allow_fp16_accumulation` costs 16 times the error at 8192. What follows: pad sizes to
 multiples of 8, and expect other bits from views.
 """,
     "bfloat16": """

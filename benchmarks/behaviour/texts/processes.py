@@ -25,20 +25,20 @@ workers of a GPU hold 4 GB before their first tensor. kernlib makes no context o
 retains the primary one that torch uses, so a process has one.
 """,
     "starting": """
-The guess: the context is the largest step, and a first call of kernlib from a filled cache takes 10
-to 30 ms. Seen: the context takes 160 ms, a first product of each dtype 100 to 120, a first SDPA
-750, a first solve 125. The first call of kernlib takes 164 ms, 2 of them for its import; another
-kernel takes 4. What follows: first calls of torch hide in every "time to first result". kernlib's
-own imports modules, opens the cache and loads the driver's bindings; later kernels cost what
-loading them costs.
+The guess: importing torch takes longest, the context .2 to .4 s, a first call of kernlib from a
+filled cache 10 to 30 ms. Seen: the import takes 3.6 s, the context 160 ms, a first product of each
+dtype 100 to 120, a first SDPA 750, a first solve 125. The first call of kernlib takes 164 ms, 2 of
+them for its import; another kernel takes 4. What follows: first calls of torch hide in every "time
+to first result". kernlib's own imports modules, opens the cache and loads the driver's bindings;
+later kernels cost what loading them costs.
 """,
     "before": """
 What the parent did before it forked, and what its child then gets. The guess: import and CPU calls
 are harmless, all that asks the driver is not. Seen: so it is, and `torch.cuda.is_available()`
 belongs to the second kind: though `is_initialized()` stays False, the child is refused.
-`device_count()`, `manual_seed` and `manual_seed` of torch are harmless. After a pinned tensor, a
-generator, a stream or cuInit the child fails by "initialization error", which does not say fork.
-What follows: ask `device_count() > 0` before a fork. kernlib's calls of CPU tensors and
+`device_count()` and `manual_seed` are harmless. After a pinned tensor, a generator, a stream or
+cuInit the child fails by "initialization error" or "driver initialization failed", which do not say
+fork. What follows: ask `device_count() > 0` before a fork. kernlib's calls of CPU tensors and
 `kernlib.compile` ask neither, so workers may be forked after them.
 """,
     "after": """

@@ -27,13 +27,13 @@ constant, not with random numbers. kernlib promises 1e-6 of the sum of the absol
 stay below.
 """,
     "corners": """
-The guess: float16 `logsumexp` is computed in float32, histc and bincount of floats stop at 2^24,
+The guess: `logsumexp` of 1e8 zeros is right, histc and bincount of floats stop at 2^24,
 cosine_similarity of 1e-20 with itself is .02. Seen: float16 logsumexp of 1e8 zeros is infinite,
 since the sum of exponentials, too, is a float16; histc and bincount count 1e8 right;
 cosine_similarity gives 2e-24, normalize 1e-8, norms of 1e20 and 1e-30 infinity and 0. layer_norm of
 1e20 is 0. A float16 softmax of 100000 zeros sums up to 1.0014. What follows: logits of a large
 vocabulary need float32 for logsumexp. `kernlib.kernel_logsumexp` sums half types in float32, and
-its norms are computed again where squares leave the range.
+`kernlib.cdist` computes distances again whose squares leave the range.
 """,
 }
 TEXTS = {name: text.strip() for name, text in TEXTS.items()}
