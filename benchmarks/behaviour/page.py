@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,8 @@ def write(name: str, title: str, tables: Sequence[Table], folder: Path = FOLDER)
         f"On {on['gpu']}, driver {on['driver']}, torch {on['torch']}, NVRTC {on['nvrtc']}, "
         f"{on['date']}. Made by `python -m benchmarks.behaviour {name}`."
     )
-    lines = [f"# Behaviour: {title}", "", head, ""]
+    wrapped = textwrap.fill(head, 100, break_long_words=False, break_on_hyphens=False)
+    lines = [f"# Behaviour: {title}", "", wrapped, ""]
     for table in tables:
         lines += table.lines()
     folder.mkdir(parents=True, exist_ok=True)
