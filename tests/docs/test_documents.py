@@ -102,8 +102,8 @@ def test_every_page_of_results_is_of_results_that_are_committed():
     assert {*(ROOT / "docs" / "results").glob("*.md")} == pages
 
 
-def test_the_page_of_surprises_leads_to_every_finding_and_page_of_behaviour():
-    page = DOCUMENTS["docs/concepts/surprises.md"]
+def test_pages_of_surprises_lead_to_every_finding_and_page_of_behaviour():
+    page = "".join(DOCUMENTS[f"docs/concepts/surprises{of}.md"] for of in ("", "_of_peers"))
     findings, behaviour = (ROOT / "findings").glob("*.sh"), ROOT / "docs/results/behaviour"
     assert [path.name for path in findings if f"findings/{path.name}" not in page] == []
     modules = {path.stem for path in (ROOT / "benchmarks/behaviour").glob("*.py")}
