@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# torch 2.13.0 and 2.14.1 (CPU, MKL): the product of two CSR matrices has rows whose columns are
-# not in order, against torch's own rule for CSR, and elementwise products with it are silently
-# wrong. It is right by itself: to_dense(), sums and further products with it are. But `*` looks for
-# places that both have, which needs the order, and misses some. to_sparse_coo() of it says that it
-# is coalesced, so coalesce() changes nothing and the COO matrix is multiplied as wrongly. Products
-# of two COO matrices are in order. The triangles of a graph, sum((A @ A) * A) / 6, which has 168:
+# torch 2.13.0 and 2.14.1 (CPU, MKL): the product of two CSR matrices has rows whose columns are not
+# in order, against torch's own rule for CSR, and elementwise products with it are silently wrong.
+# It is right by itself: to_dense(), sums and further products with it are. But `*` looks for places
+# that both have, which needs the order, and misses some. to_sparse_coo() of it says that it is
+# coalesced, so coalesce() changes nothing and the COO matrix is multiplied as wrongly. Products of
+# two COO matrices are in order. The triangles of a graph, sum((A @ A) * A) / 6, which has 168:
 #
 #     dense: 168
 #     COO: 168
