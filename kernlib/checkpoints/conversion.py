@@ -263,7 +263,7 @@ def _compress(
         ahead, writes = reader.submit(load, ordered[0]), deque()
         for weight, following in zip(ordered, [*ordered[1:], None], strict=True):
             dense = ahead.result()
-            if dense is not None and dense.is_cuda:
+            if dense is not None and dense.is_cuda:  # in memory of the reader's stream
                 dense.record_stream(torch.cuda.current_stream(dense.device))
             if following is not None:
                 ahead = reader.submit(load, following)

@@ -221,12 +221,12 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left == right) | (left.isnan() & right.isnan())
 
 
-def _in_order(found: torch.Tensor, places: torch.Tensor, largest: bool):
+def _in_order(values: torch.Tensor, places: torch.Tensor, largest: bool):
     """Values and their places, sorted, equal values as they were. The NaN of all have one sign: on
     GPUs torch sorts one with the other sign as the least number."""
-    found = torch.where(found.isnan(), torch.nan, found)
-    found, order = found.sort(dim=-1, descending=largest, stable=True)
-    return found, places.gather(-1, order)
+    values = torch.where(values.isnan(), torch.nan, values)
+    values, order = values.sort(dim=-1, descending=largest, stable=True)
+    return values, places.gather(-1, order)
 
 
 def _filled(request: Request, shape: Shape, value: float, dtype=None) -> torch.Tensor:

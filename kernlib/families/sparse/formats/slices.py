@@ -97,7 +97,7 @@ class SlicesFormat(NamedTuple):
         strides.
 
         The tiling is by default :func:`best_tiling`'s for products with ``columns`` vectors. On
-        CUDA all is done by kernels, and the host waits for counts. Raises as
+        CUDA kernels count and write codes, and the host arranges rows in between. Raises as
         :func:`kernlib.families.sparse.formats.encoding.matrix`, and ValueError for a matrix that
         offsets cannot count.
         """
