@@ -4,18 +4,8 @@
 // The generated source defines before it includes this file what common/parameters.cuh asks for.
 #pragma once
 
+#include "blocksparse/side.cuh"
 #include "common/parameters.cuh"
-
-// Elements from one batch, head or slot, line and column to the next.
-struct Side {
-    i64 batch, panel, line, column;
-
-    __device__ __forceinline__ i64 at(i64 batch_index, i64 panel_index, i64 line_index,
-                                      i64 column_index) const {
-        return batch_index * batch + panel_index * panel + line_index * line +
-               column_index * column;
-    }
-};
 
 template <int COUNT>
 struct SummandPointers {

@@ -1,10 +1,10 @@
 // The parameters of a product's epilogues, as a launch is given them.
-//
-// The generated source defines before it includes this file:
-//   InputT, AccT   of vectors in memory, and of what Finish computes in
 #pragma once
 
 #include "common/types.cuh"
+
+using InputT = Config::InputT;  // of vectors in memory
+using AccT = Config::AccT;      // that Finish computes in
 
 // Empty without vectors or scalars, as base classes are and members are not.
 template <int COUNT>

@@ -1,27 +1,73 @@
-"""The members of a kernel's parameters that a plan fixes, said once: C++ text and bytes."""
+"""The members of a kernel's parameters that a plan fixes, said once: C++ text, bytes, and the size
+that both have."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+import struct
+from collections.abc import Iterable
+from functools import cached_property
 
-FORMATS = {"i64": "q", "u64": "Q", "int": "i", "u32": "I", "float": "f"}
+# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View and Side are those
+# of kernel_sources/pairwise/scalars.cuh and of kernel_sources/blocksparse/summands.cuh.
+FORMATS = {
+    "i64": ("q", 1), "u64": ("Q", 1), "double": ("d", 1),
+    "int": ("i", 1), "u32": ("I", 1), "float": ("f", 1),
+    "View": ("q", 3), "Side": ("q", 4),
+}  # fmt: skip
+_MEMBER = re.compile(r"(\w+) (\w+)(?:\[(\d+)\])?")
 
 
-class Fields(NamedTuple):
-    """Types and names of members, as ``("i64 stride", "u32 rows", "u32 cols")``: those of 8 bytes
-    first, and whole 8 bytes in all, as C++ would leave gaps else."""
+class Fields:
+    """Types and names of members, as ``("i64 stride", "View a_view", "int sizes[3]")``. Raises
+    ValueError where C++ would leave a gap between them or behind the last one: those of 8 bytes
+    stand first, and all are whole 8 bytes where there is one."""
 
-    members: tuple[str, ...]
+    def __init__(self, members: Iterable[str]):
+        self.members = tuple(members)
+        self._counts: dict[str, int] = {}
+        text, widest = "<", 1
+        for member in self.members:
+            kind, name, length = _MEMBER.fullmatch(member).groups()
+            letter, count = FORMATS[kind]
+            width = struct.calcsize("<" + letter)
+            if struct.calcsize(text) % width:
+                raise ValueError(
+                    f"there is a gap before {member!r}; state members of 8 bytes first"
+                )
+            self._counts[name] = count * int(length or 1)
+            text += f"{self._counts[name]}{letter}"
+            widest = max(widest, width)
+        if struct.calcsize(text) % widest:
+            raise ValueError(f"behind {member!r} there is a gap; add a member that fills it")
+        self.format = text
 
-    @property
-    def format(self) -> str:
-        """Of :mod:`struct`."""
-        return "<" + "".join(FORMATS[member.split()[0]] for member in self.members)
+    @cached_property
+    def size(self) -> int:
+        """In bytes."""
+        return struct.calcsize(self.format)
 
     def text(self, name: str = "Fixed") -> str:
-        """The struct in C++."""
-        return "".join([f"struct {name} {{\n", *(f"    {m};\n" for m in self.members), "};\n"])
+        """The struct in C++; an empty one has the size of a base class, none."""
+        lines = [f"struct {name} {{", *(f"    {member};" for member in self.members), "};"]
+        if self.members:
+            lines.append(f'static_assert(sizeof({name}) == {self.size}, "as the host packs it");')
+        return "\n".join([*lines, ""])
 
-    def values(self, **values: int) -> tuple[int, ...]:
-        """Values in the order of the members. Raises KeyError for one that lacks."""
-        return tuple(values[member.split()[1]] for member in self.members)
+    def values(self, **values: int | float | Iterable) -> tuple:
+        """Values in the order of the members, those of an array or a view one after the other.
+        Raises TypeError for one that is missing, too much or of another length."""
+        if values.keys() != self._counts.keys():
+            raise TypeError(f"values of {sorted(values)} for members {sorted(self._counts)}")
+        flat: list = []
+        for name, count in self._counts.items():
+            value = values[name]
+            numbers = tuple(value) if isinstance(value, Iterable) else (value,)
+            if len(numbers) != count:
+                raise TypeError(f"{name} is {count} numbers, not {len(numbers)}")
+            flat += numbers
+        return tuple(flat)
+
+    def pack(self, **values: int | float | Iterable) -> bytes:
+        """The bytes of :meth:`values`."""
+        return struct.pack(self.format, *self.values(**values))

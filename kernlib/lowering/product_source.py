@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kernlib.descriptors.base import render
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.lowering import config
+from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.epilogue_source import EpilogueSource, function_struct
 from kernlib.lowering.parameters import Parameters
@@ -29,6 +31,12 @@ def summand_pointers(epilogue: tuple[Epilogue, ...]) -> tuple[tuple[str, int], .
     return tuple((f"summand{index}", 0) for index in range(len(summands(epilogue))))
 
 
+def pointers(operands: tuple[str, ...], epilogue: tuple[Epilogue, ...]) -> tuple:
+    """The pointers of a Step to operands and to the epilogue's tensors, in the struct's order."""
+    first = tuple((name, 0) for name in operands)
+    return (*first, *vector_pointers(epilogue), *summand_pointers(epilogue))
+
+
 def scalar_count(epilogue: tuple[Epilogue, ...]) -> int:
     """How many parameters are single numbers."""
     others = len(vectors(epilogue)) + len(summands(epilogue))
@@ -44,6 +52,26 @@ def parameters(
     return Parameters(pointers, fixed, scalar_count(epilogue), maps)
 
 
+def facts(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> dict[str, Fact]:
+    """Facts of a kernel of products: storage of operands and vectors, arithmetic, storage of the
+    result, and how many parameters of each kind the epilogue has."""
+    return {
+        "InputT": DTYPES[dtype].cuda,
+        "AccT": DTYPES[dtype].sums.cuda,
+        "OutputT": DTYPES[out_dtype].cuda,
+        "VECTORS": len(vectors(epilogue)),
+        "SUMMANDS": len(summands(epilogue)),
+        "SCALARS": scalar_count(epilogue),
+        "EPILOGUE": bool(epilogue),
+    }
+
+
+def typed_finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:
+    """:func:`finish` behind ``struct Config``, and the types that it names."""
+    types = "using InputT = Config::InputT;\nusing AccT = Config::AccT;\n\n"
+    return types + finish(epilogue, name)
+
+
 def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
     """The definitions of InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish.
 
@@ -55,15 +83,12 @@ def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
 
-using InputT = {DTYPES[dtype].cuda};
-using AccT = {DTYPES[dtype].sums.cuda};
-using OutputT = {DTYPES[out_dtype].cuda};
-
-constexpr int VECTORS = {len(vectors(epilogue))};
-constexpr int SCALARS = {scalar_count(epilogue)};
-constexpr bool EPILOGUE = {str(bool(epilogue)).lower()};
-
-{finish(epilogue)}"""
+{config.text(facts(dtype, out_dtype, epilogue))}
+using OutputT = Config::OutputT;
+constexpr int VECTORS = Config::VECTORS;
+constexpr int SCALARS = Config::SCALARS;
+constexpr bool EPILOGUE = Config::EPILOGUE;
+{typed_finish(epilogue)}"""
 
 
 def finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:

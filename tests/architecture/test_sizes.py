@@ -24,22 +24,23 @@ def test_packages_are_small():
 
 
 def test_device_code_and_its_lowering_share_a_stem():
-    """A folder of kernel_sources/<family> has its entry, and a module of the family's lowering; or
-    that is a package, and the folder has those of its kernels."""
+    """A folder of kernel_sources/<family> has its entry, and a module of the family's kernels or
+    lowering; or that is a package, and the folder has those of its kernels."""
     left = [
-        (path, PACKAGE / "families" / path.parent.name / "lowering")
+        (path, [PACKAGE / "families" / path.parent.name / part for part in ("kernels", "lowering")])
         for path in (ROOT / "kernel_sources").glob("*/*")
         if path.is_dir()
     ]
     assert left
     while left:
-        folder, lowering = left.pop()
-        package, inner = lowering / folder.name, [x for x in folder.iterdir() if x.is_dir()]
-        if package.is_dir():
-            left += [(each, package) for each in inner]
+        folder, parts = left.pop()
+        packages = [part / folder.name for part in parts if (part / folder.name).is_dir()]
+        inner = [path for path in folder.iterdir() if path.is_dir()]
+        if packages:
+            left += [(each, packages) for each in inner]
             continue
         assert not inner and (folder / f"{folder.name}.cuh").is_file(), folder
-        assert (lowering / f"{folder.name}.py").is_file(), folder
+        assert any((part / f"{folder.name}.py").is_file() for part in parts), folder
 
 
 def test_what_would_share_a_prefix_is_a_folder():

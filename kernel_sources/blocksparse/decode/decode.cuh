@@ -14,19 +14,21 @@
 // right operand's lanes have the same. So blocks of 16 go two by two. 4 KB of blocks are on their
 // way for each of at least 16 warps a multiprocessor.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of values, dense and vectors; arithmetic; storage of out
-//   LINES, DEPTH             of a block
-//   COLUMNS                  8 or 16
-//   WARPS                    of a CTA
-//   ALONG_LINES              whether lines lie closer together in out than columns
-//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts and struct Fixed: class Decode of kernlib/families/blocksparse/kernels/decode.py.
 #pragma once
 
 #include "blocksparse/summands.cuh"
 #include "common/mma.cuh"
 #include "common/read_only.cuh"
+
+using InputT = Config::InputT;    // storage of values, dense and vectors
+using AccT = Config::AccT;        // arithmetic
+using OutputT = Config::OutputT;  // storage of out
+constexpr int LINES = Config::LINES, DEPTH = Config::DEPTH;  // of a block
+constexpr int COLUMNS = Config::COLUMNS;                     // 8 or 16
+constexpr int WARPS = Config::WARPS;                         // of a CTA
+constexpr bool ALONG_LINES = Config::ALONG_LINES;  // lines lie closer together in out than columns
+constexpr int SUMMANDS = Config::SUMMANDS;
 
 struct Operands {
     const u32* row_bits;
@@ -37,22 +39,12 @@ struct Operands {
     OutputT* out;
 };
 
-struct Fixed {
-    i64 value_batch, value_slot, value_row;
-    i64 dense_batch, dense_head, dense_column;
-    Side out_view;
-    i64 lines, batch;    // lines of a head
-    int columns, words;  // words of a row of blocks
-};
-
-// Laid out by kernlib/families/blocksparse/lowering/decode.py.
 struct Parameters : Operands,
-                    VectorPointers<VECTORS>,
+                    VectorPointers<Config::VECTORS>,
                     SummandPointers<SUMMANDS>,
-                    Scalars<SCALARS>,
-                    Fixed,
-                    SummandSides<SUMMANDS> {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 constexpr int TILE_LINES = 16, THREADS = 32 * WARPS;
 constexpr int PIECE = 8;                            // depths of a lane
@@ -188,7 +180,7 @@ __device__ __forceinline__ void store(const Parameters& p, const float* waiting,
             sum += waiting[warp * RESULTS + line * COLUMNS + column];
         Given<SUMMANDS> given;
         given.read(beside, line, column);
-        if (EPILOGUE) sum = given.finished(finish, sum, own.line + line);
+        if (Config::EPILOGUE) sum = given.finished(finish, sum, own.line + line);
         out[line * p.out_view.line + column * p.out_view.column] = convert<OutputT>(sum);
     }
 }

@@ -42,7 +42,7 @@ class Product(SampledOperands):
 
 def taken(given: Sdd, count: int = 132) -> str:
     """The kind of kernel that is chosen."""
-    return choose.default(given, choose.candidates(given, ARCH), count)["kind"]
+    return choose.default(given, count, ARCH)["kind"]
 
 
 def problem(

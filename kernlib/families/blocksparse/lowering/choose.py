@@ -1,35 +1,19 @@
-"""From a block-sparse product to kernels, grids and parameters, by the kinds of kernels there are.
+"""Which kernel computes a block-sparse product.
 
 Pure arithmetic on plain data: no tensor, no device, and nothing of what a layout holds. What the
 generated code depends on is in the spec; sizes, strides and the epilogue's parameters are launch
-arguments. Each kind is a module that its product's table names, by preference, with
-
-    KIND                                                        its name
-    takes(problem, arch) -> whether it computes a problem
-    lower(epilogue, problem, arch, multiprocessors) -> Lowered
-    variants(epilogue, block, dtypes, arch) -> every spec that its lower() can choose
-
-and, where there is a choice or float32 is taken,
-
-    candidates(problem, arch) -> the choices for a problem, by preference
-    default(problem, known, multiprocessors) -> the one of these taken untuned
-    PRECISION   whether variants() takes the precision of float32 as well, None for both
-
-and, where it is not the fastest for all that it takes,
-
-    pays(problem, multiprocessors) -> whether it goes before the next kind that takes it
-
-A module with candidates takes one of them as the last argument of lower().
+arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.blocksparse.kernels.decode import Decode
 from kernlib.families.blocksparse.lowering import (
-    decode,
     hopper,
     hopper_words,
     narrow,
@@ -41,17 +25,63 @@ from kernlib.families.blocksparse.lowering import (
 )
 from kernlib.families.blocksparse.lowering.problem import Sdd, Spmm
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import choice as choices
+from kernlib.lowering import kernel
 from kernlib.lowering.choice import Choice
+from kernlib.lowering.kernel import Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
-SPMM: tuple[ModuleType, ...] = (decode, hopper, hopper_words, narrow, portable)
-SDD: tuple[ModuleType, ...] = (stationary, tiles, sampled_hopper, sampled)
+
+class Scope(NamedTuple):
+    """What is known of products whose kernels are compiled ahead: rows and columns of a block,
+    dtypes, and the precision of float32, None for both."""
+
+    block: tuple[int, int]
+    dtypes: tuple[str, ...]
+    precision: str | None = None
+
+
+class _Module(Kernel):
+    """A kernel whose methods are functions of a module."""
+
+    def __init__(self, module: ModuleType):
+        self.module = module
+        self.name = module.KIND
+
+    def takes(self, problem: Any, arch: str) -> bool:
+        return self.module.takes(problem, arch)
+
+    def choices(self, problem: Any, arch: str) -> list[Choice]:
+        has = hasattr(self.module, "candidates")
+        return self.module.candidates(problem, arch) if has else [{}]
+
+    def default(self, problem: Any, gpu: Gpu) -> Choice:
+        every = self.choices(problem, gpu.arch)
+        has = hasattr(self.module, "default")
+        return self.module.default(problem, every, gpu.multiprocessors) if has else every[0]
+
+    def pays(self, problem: Any, gpu: Gpu) -> bool:
+        has = hasattr(self.module, "pays")
+        return not has or self.module.pays(problem, gpu.multiprocessors)
+
+    def launch(self, subject: Any, problem: Any, gpu: Gpu, choice: Mapping[str, Any]) -> Lowered:
+        knobs = (dict(choice),) if hasattr(self.module, "candidates") else ()
+        return self.module.lower(subject, problem, *gpu, *knobs)
+
+    def specs(self, subject: Any, scope: Scope, arch: str) -> list[KernelSpec]:
+        more = (scope.precision,) if getattr(self.module, "PRECISION", False) else ()
+        return self.module.variants(subject, scope.block, scope.dtypes, arch, *more)
+
+
+SPMM: tuple[Kernel, ...] = (
+    Decode(),
+    *map(_Module, (hopper, hopper_words, narrow, portable)),
+)
+SDD: tuple[Kernel, ...] = tuple(map(_Module, (stationary, tiles, sampled_hopper, sampled)))
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:
     """Whether some kernel computes a problem."""
-    return bool(_taking(problem, arch))
+    return any(each.takes(problem, arch) for each in _kernels(problem))
 
 
 def lower(
@@ -63,35 +93,20 @@ def lower(
 ) -> Lowered:
     """The launches of a problem: by ``choice`` if it is one of the problem's candidates (values may
     be text), else by rule. Raises UnsupportedError for sizes that no grid can hold."""
-    known = candidates(problem, arch)
-    own = dict(choices.named(choice, known) or default(problem, known, multiprocessors))
-    kind = _named(problem, own.pop("kind"))
-    chosen = (own,) if hasattr(kind, "candidates") else ()
-    return kind.lower(epilogue, problem, arch, multiprocessors, *chosen)
+    gpu = Gpu(arch, multiprocessors)
+    option = kernel.choose(_kernels(problem), problem, gpu, choice)
+    return option.kernel.launch(epilogue, problem, gpu, option.knobs)
 
 
 def candidates(problem: Spmm | Sdd, arch: str) -> list[Choice]:
-    """What :func:`lower` can choose for a problem, by preference: each the name of a kind and its
+    """What :func:`lower` can choose for a problem, by preference: each the name of a kernel and its
     knobs."""
-    return [
-        {"kind": kind.KIND, **choice}
-        for kind in _taking(problem, arch)
-        for choice in (kind.candidates(problem, arch) if hasattr(kind, "candidates") else ({},))
-    ]
+    return [option.choice for option in kernel.options(_kernels(problem), problem, arch)]
 
 
-def default(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of the candidates the one taken untuned: of the first kind that pays."""
-    name = _first(problem, known, multiprocessors)
-    kind = _named(problem, name)
-    if not hasattr(kind, "default"):
-        return next(choice for choice in known if choice["kind"] == name)
-    own = [
-        {knob: value for knob, value in choice.items() if knob != "kind"}
-        for choice in known
-        if choice["kind"] == name
-    ]
-    return {"kind": name, **kind.default(problem, own, multiprocessors)}
+def default(problem: Spmm | Sdd, multiprocessors: int, arch: str) -> Choice:
+    """Of the candidates the one taken untuned."""
+    return kernel.choose(_kernels(problem), problem, Gpu(arch, multiprocessors)).choice
 
 
 def variants(
@@ -105,30 +120,10 @@ def variants(
     """Every spec that :func:`lower` can choose for products of a mode, "sdd", "dsd" or "dds", with
     blocks of so many rows and columns, whatever their sizes, strides and alignment. ``precision``
     is float32's, None for both."""
-    found = []
-    for kind in SDD if mode == "sdd" else SPMM:
-        more = (precision,) if getattr(kind, "PRECISION", False) else ()
-        found += kind.variants(epilogue, block, dtypes, arch, *more)
-    return list(dict.fromkeys(found))
+    scope, among = Scope(block, dtypes, precision), SDD if mode == "sdd" else SPMM
+    every = (spec for each in among for spec in each.specs(epilogue, scope, arch))
+    return list(dict.fromkeys(every))
 
 
-def _first(problem: Spmm | Sdd, known: list[Choice], multiprocessors: int) -> object:
-    """The first kind of these that pays; the last one always does."""
-    names = list(dict.fromkeys(choice["kind"] for choice in known))
-    for name in names[:-1]:
-        kind = _named(problem, name)
-        if not hasattr(kind, "pays") or kind.pays(problem, multiprocessors):
-            return name
-    return names[-1]
-
-
-def _kinds(problem: Spmm | Sdd) -> tuple[ModuleType, ...]:
+def _kernels(problem: Spmm | Sdd) -> tuple[Kernel, ...]:
     return SDD if isinstance(problem, Sdd) else SPMM
-
-
-def _named(problem: Spmm | Sdd, name: object) -> ModuleType:
-    return {kind.KIND: kind for kind in _kinds(problem)}[name]
-
-
-def _taking(problem: Spmm | Sdd, arch: str) -> list[ModuleType]:
-    return [kind for kind in _kinds(problem) if kind.takes(problem, arch)]

@@ -7,8 +7,8 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.jit import targets
+from kernlib.lowering import config, tma
 from kernlib.lowering import product_source as text
-from kernlib.lowering import tma
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
 
@@ -32,12 +32,12 @@ def preamble(dtype: str, epilogue: tuple[Epilogue, ...], staged: bool = False) -
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
 
-using InputT = {DTYPES[dtype].cuda};
-using AccT = float;
-using OutputT = InputT;
-
-constexpr int VECTORS = {len(text.vectors(epilogue))};
-constexpr int SCALARS = {text.scalar_count(epilogue)};
+{config.text(text.facts(dtype, dtype, epilogue))}
+using InputT = Config::InputT;
+using AccT = Config::AccT;
+using OutputT = Config::OutputT;
+constexpr int VECTORS = Config::VECTORS;
+constexpr int SCALARS = Config::SCALARS;
 constexpr bool HEAD = {str(bool(head)).lower()};
 constexpr bool REST = {str(bool(rest)).lower()};
 constexpr int HEAD_VECTORS = {len(text.vectors(head))};

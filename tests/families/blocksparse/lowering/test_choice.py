@@ -6,6 +6,7 @@ import pytest
 
 from kernlib.families.blocksparse.lowering import choose, hopper
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
+from kernlib.lowering.kernel import Gpu
 
 ARCH, COUNT = hopper.ARCH, 132
 
@@ -27,9 +28,10 @@ def sdd(capacity: int, block: tuple[int, int], batch: int = 1, **changes) -> Sdd
 
 
 def taken(problem: Spmm | Sdd, count: int = COUNT) -> int:
-    known = [each for each in choose.candidates(problem, ARCH) if each["kind"] == "hopper"]
-    choice = choose.default(problem, known, count)
-    return next(value for knob, value in choice.items() if knob != "kind")
+    kernels = choose.SDD if isinstance(problem, Sdd) else choose.SPMM
+    hopper = next(kernel for kernel in kernels if kernel.name == "hopper")
+    (value,) = hopper.default(problem, Gpu(ARCH, count)).values()
+    return value
 
 
 def test_few_columns_take_tiles_that_hold_them():
@@ -43,10 +45,10 @@ def test_so_few_that_bytes_decide_are_not_for_wgmma():
     kinds = {1: "decode", 16: "portable", 24: "portable", 64: "portable", 1024: "hopper"}
     for columns, kind in kinds.items():
         problem = spmm(4096, columns)
-        found = choose.default(problem, choose.candidates(problem, ARCH), 132)
+        found = choose.default(problem, 132, ARCH)
         assert found["kind"] == kind
     assert taken(spmm(4096, 64)) == 64
-    assert choose.default(spmm(4096, 64), choose.candidates(spmm(4096, 64), ARCH), 132) == {
+    assert choose.default(spmm(4096, 64), 132, ARCH) == {
         "kind": "portable",
         "columns": 32,
         "parts": 2,

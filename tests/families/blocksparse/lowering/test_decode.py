@@ -8,10 +8,12 @@ import torch
 
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
+from kernlib.families.blocksparse.kernels import decode
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose, decode, portable
+from kernlib.families.blocksparse.lowering import choose, portable
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import Lowered
 from tests.families.blocksparse.emulated import GATES, Case, error
 from tests.families.blocksparse.products import Operands
@@ -20,6 +22,7 @@ from tests.support.kernels import only
 from tests.support.speeds import slow_but
 
 ARCH = "sm_90a"
+DECODE = decode.Decode()
 
 # A product, the warps of its CTAs, and how its result lies.
 CASES = {
@@ -43,8 +46,8 @@ class Product(Operands):
 
     def run(self, emulator, warps=4, epilogue=(), scalars=(), **beside) -> torch.Tensor:
         def lower(problem: Spmm) -> Lowered:
-            assert decode.takes(problem, ARCH)
-            return decode.lower(epilogue, problem, ARCH, 1, {"warps": warps})
+            assert DECODE.takes(problem, ARCH)
+            return DECODE.launch(epilogue, problem, Gpu(ARCH, 1), {"warps": warps})
 
         return self.launched(emulator, lower, scalars, **beside)
 
@@ -119,8 +122,7 @@ def problem(**changes) -> Spmm:
 
 
 def kind(given: Spmm, arch=ARCH) -> str:
-    known = choose.candidates(given, arch)
-    return choose.default(given, known, 132)["kind"]
+    return choose.default(given, 132, arch)["kind"]
 
 
 REFUSED = {
@@ -145,7 +147,7 @@ def test_few_columns_along_the_depth_are_taken_on_every_gpu():
 @pytest.mark.parametrize("case", REFUSED)
 def test_all_else_is_left_to_others(case):
     given = problem(**REFUSED[case])
-    assert not decode.takes(given, ARCH)
+    assert not DECODE.takes(given, ARCH)
     assert kind(given) == "portable"
 
 
@@ -169,7 +171,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("case", slow_but(("float16 16x16 16 4", "float16 64x64 8 16"), COMPILED))
 def test_kernels_compile_without_spills(case):
-    spec = decode.spec((kl.Bias(), kl.Gelu(), Add()), decode.Variant(*COMPILED[case]))
+    spec = DECODE.spec((kl.Bias(), kl.Gelu(), Add()), DECODE.Variant(*COMPILED[case]), ARCH)
     made = compiled(spec, ARCH)
     assert made.spilled == 0
     blocks = targets.resident_blocks(ARCH, spec.threads, made.registers, made.shared)
@@ -180,4 +182,4 @@ def test_kernels_compile_without_spills(case):
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
 def test_every_target_compiles(arch):
     for case in ("float16 16x16 16 4", "bfloat16 128x128 8 16"):
-        assert compiled(decode.spec((), decode.Variant(*COMPILED[case])), arch).spilled == 0
+        assert compiled(DECODE.spec((), DECODE.Variant(*COMPILED[case]), arch), arch).spilled == 0

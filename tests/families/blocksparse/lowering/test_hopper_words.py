@@ -202,7 +202,7 @@ def test_what_it_takes():
 
 
 def taken(problem: Spmm, count: int = 132) -> str:
-    return choose.default(problem, choose.candidates(problem, ARCH), count)["kind"]
+    return choose.default(problem, count, ARCH)["kind"]
 
 
 def test_little_work_is_left_to_the_portable_kernel():

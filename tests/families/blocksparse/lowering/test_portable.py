@@ -204,7 +204,7 @@ def words(given: Spmm, processors=132) -> list[str]:
 
 def taken(given: Spmm, processors=132) -> tuple[int, int]:
     """Columns of a tile, and parts of sums."""
-    found = choose.default(given, choose.candidates(given, ARCH), processors)
+    found = choose.default(given, processors, ARCH)
     return found["columns"], found.get("parts", 1)
 
 

@@ -178,10 +178,9 @@ def test_grids_hold_all_slots():
 def test_long_sums_of_few_blocks_are_in_parts():
     """Of whole stages of 32, and the blocks that a layout has room for."""
     few = problem(blocks=BLOCKS._replace(capacity=10), depth=6320)
-    known = choose.candidates(few, ARCH)
-    assert choose.default(few, known, PROCESSORS) == {"kind": "sampled", "parts": 16}
+    assert choose.default(few, PROCESSORS, ARCH) == {"kind": "sampled", "parts": 16}
     for enough in (problem(depth=6320), few._replace(depth=200), few._replace(batch=100)):
-        assert "parts" not in choose.default(enough, choose.candidates(enough, ARCH), PROCESSORS)
+        assert "parts" not in choose.default(enough, PROCESSORS, ARCH)
 
 
 SIZES = (16, 32, 64, 128)

@@ -1,0 +1,15 @@
+// Strides of an operand or result of block-sparse products, as plans fix them.
+#pragma once
+
+#include "common/types.cuh"
+
+// Elements from one batch, head or slot, line and column to the next.
+struct Side {
+    i64 batch, panel, line, column;
+
+    __device__ __forceinline__ i64 at(i64 batch_index, i64 panel_index, i64 line_index,
+                                      i64 column_index) const {
+        return batch_index * batch + panel_index * panel + line_index * line +
+               column_index * column;
+    }
+};
