@@ -14,9 +14,6 @@ ABOVE = (
     *("kernlib.nn", "kernlib.checkpoints", "kernlib.cli", "kernlib.compat", "kernlib.ahead"),
     "kernlib.tuner",
 )
-# Where pickles of kernlib 0.1 look.
-FORMER = {PACKAGE / f"descriptors/{name}.py" for name in (*FAMILIES, "norms")}
-
 LAUNCHING = (
     "devices",
     "driver",
@@ -74,7 +71,7 @@ def within(name, prefix):
 
 def files_of(part):
     path = PACKAGE / part
-    return [path] if path.is_file() else sorted({*path.rglob("*.py")} - FORMER)
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
 def test_arrows_point_one_way():

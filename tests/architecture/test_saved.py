@@ -1,6 +1,7 @@
-"""What this version has saved loads ever after, and computes the same: descriptors, layouts and
-compressed matrices as pickles and states, layers as pickles and state dicts. What is new is added,
-and nothing that the file holds is written anew:
+"""What versions have saved loads ever after, and computes the same: descriptors, layouts and
+compressed matrices as pickles and states, layers as pickles and state dicts, stores and bundles of
+kernels. ``samples`` has a file a version. What is new is added to the newest, and nothing that a
+file holds is written anew:
 
     python -m tests.architecture.test_saved
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import io
 import lzma
+import os
 import pickle
 from collections.abc import Callable
 from functools import cache, partial
@@ -16,15 +18,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import kernlib as kl
 from kernlib.blocksparse import Layout
+from kernlib.cli import main
 from kernlib.compat import torch_blocksparse
 from kernlib.nn.compat import LinearBsl
 from kernlib.sparse import SparseMatrix, compress
+from tests.cli.cases import fresh
 
-SAVED = Path(__file__).resolve().parent / "saved.xz"
+SAMPLES = Path(__file__).resolve().parent / "samples"
+VERSIONS = ("0.1.0", "867fd83", "2282acb")  # a release, and revisions between releases
 MASK = [[1, 0, 1], [0, 1, 0]]
 PATTERNS = [(1, 4, 6, 2), (2, 3, 4, 1)]
 CUSTOM = kl.Custom("exp(-v * rate) + offset", ("rate", "offset"))
@@ -151,64 +157,116 @@ def entries() -> dict[str, Callable[[], dict]]:
 
 
 @cache
-def saved() -> dict[str, dict]:
-    return pickle.loads(lzma.decompress(SAVED.read_bytes()))
+def saved(version: str) -> dict[str, dict]:
+    return pickle.loads(lzma.decompress((SAMPLES / f"{version}.xz").read_bytes()))
+
+
+def entry(version: str, kind: str, name: str) -> dict:
+    """What a version has saved; a version from before there was such a thing skips the test."""
+    if f"{kind} {name}" not in saved(version):
+        pytest.skip(f"{version} had no {kind} {name}")
+    return saved(version)[f"{kind} {name}"]
 
 
 @pytest.mark.few(1000)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", DESCRIPTORS)
-def test_a_descriptor_loads(name):
-    entry, descriptor = saved()[f"descriptor {name}"], DESCRIPTORS[name]()
-    loaded = pickle.loads(entry["pickle"])
+def test_a_descriptor_loads(name, version):
+    held, descriptor = entry(version, "descriptor", name), DESCRIPTORS[name]()
+    loaded = pickle.loads(held["pickle"])
     assert loaded == descriptor and hash(loaded) == hash(descriptor)
-    assert entry["text"] == loaded.text == descriptor.text
+    assert held["text"] == loaded.text == descriptor.text
 
 
 @pytest.mark.few(1000)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_loads(name):
-    entry, layout = saved()[f"layout {name}"], LAYOUTS[name]()
+def test_a_layout_loads(name, version):
+    held, layout = entry(version, "layout", name), LAYOUTS[name]()
     for loaded in (
-        pickle.loads(entry["pickle"]),
-        Layout.from_state(entry["header"], read(entry["state"])),
+        pickle.loads(held["pickle"]),
+        Layout.from_state(held["header"], read(held["state"])),
     ):
         assert loaded.text == layout.text
         assert all(map(torch.equal, loaded.tensors, layout.tensors))
 
 
 @pytest.mark.few(1000)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_compressed_matrix_loads(format):
-    entry, w = saved()[f"matrix {format}"], matrix(format)
+def test_a_compressed_matrix_loads(format, version):
+    held, w = entry(version, "matrix", format), matrix(format)
     x = values(3, 48)
     for loaded in (
-        pickle.loads(entry["pickle"]),
-        SparseMatrix.from_state(entry["header"], read(entry["state"])),
+        pickle.loads(held["pickle"]),
+        SparseMatrix.from_state(held["header"], read(held["state"])),
     ):
         assert torch.equal(loaded.to_dense(), w.to_dense())
         assert torch.equal(kl.sparse.matmul(loaded, x), kl.sparse.matmul(w, x))
 
 
 @pytest.mark.few(1000)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_loads_and_computes_the_same(name):
-    entry, (make, shape) = saved()[f"layer {name}"], LAYERS[name]
-    filled, state = make(), read(entry["state"])
-    assert [*filled.state_dict()] == [*state]
+def test_a_layer_loads_and_computes_the_same(name, version):
+    held, (make, shape) = entry(version, "layer", name), LAYERS[name]
+    filled, state = make(), read(held["state"])
+    if version == VERSIONS[-1]:
+        assert [*filled.state_dict()] == [*state]
     filled.load_state_dict(state)
-    for layer in (pickle.loads(entry["pickle"]), filled):
-        torch.testing.assert_close(called(layer, shape), read(entry["result"]))
+    for layer in (pickle.loads(held["pickle"]), filled):
+        torch.testing.assert_close(called(layer, shape), read(held["result"]))
+
+
+def files(version: str, kind: str, folder: Path) -> Path:
+    """Its store or its bundle, as files of a folder. Zeros at the end of a file are not saved."""
+    for name, (size, data) in saved(version)["files"].items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        os.truncate(path, size)
+    return folder / kind
+
+
+@pytest.fixture
+def anew():
+    """Settings, and the stores and bundles that they name, are read anew behind a test."""
+    yield
+    fresh()
+
+
+@pytest.mark.parametrize("version", VERSIONS[:2])
+def test_a_store_is_read_and_filled(version, tmp_path, monkeypatch, anew):
+    monkeypatch.setenv("KERNLIB_CACHE_DIR", str(files(version, "cache", tmp_path)))
+    fresh()
+    run = CliRunner().invoke(main, ["cache", "list"])
+    assert run.exit_code == 0 and "l1_distance" in run.output
+    points = [torch.empty(8, 4, device="meta")] * 2
+    kl.compile(kl.squared_distance(), specs=points, archs=("sm_80",), progress=False)
+    run = CliRunner().invoke(main, ["cache", "list"])
+    assert "l1_distance" in run.output and "squared" in run.output
+    assert CliRunner().invoke(main, ["cache", "verify"]).exit_code == 0
+
+
+@pytest.mark.parametrize("version", VERSIONS[:2])
+def test_a_bundle_is_read(version, tmp_path, monkeypatch, anew):
+    bundle = files(version, "bundle", tmp_path)
+    monkeypatch.setenv("KERNLIB_CACHE_DIR", f"{tmp_path / 'empty'}:{bundle}")
+    fresh()
+    run = CliRunner().invoke(main, ["cache", "list"])
+    assert run.exit_code == 0 and "l1_distance" in run.output
 
 
 def test_all_is_saved():
-    assert saved().keys() == entries().keys()
+    assert saved(VERSIONS[-1]).keys() == entries().keys()
 
 
-def main() -> None:
-    before = saved() if SAVED.exists() else {}
+def write() -> None:
+    path = SAMPLES / f"{VERSIONS[-1]}.xz"
+    before = saved(VERSIONS[-1]) if path.exists() else {}
     whole = {name: before.get(name) or save() for name, save in entries().items()}
-    SAVED.write_bytes(lzma.compress(pickle.dumps(whole, 4), preset=9))
+    path.write_bytes(lzma.compress(pickle.dumps(whole, 4), preset=9))
 
 
 if __name__ == "__main__":
-    main()
+    write()
