@@ -134,15 +134,15 @@ def prepare(
         if device is not None:
             arch = devices.arch_of(device)
             lists = [specs(d, arch, tensors, arguments, device) for d in waiting]
-            missing = devices.unloaded([spec for each in lists for spec in each], device)
+            missing = devices.unloaded([spec for group in lists for spec in group], device)
             build_all([(spec, arch) for spec in missing], workers, progress)
             for spec in missing:
                 devices.load(spec, device)
         if device is None or tensors[0].device.type != "meta":
-            for each in waiting:
-                planned = _planned(each, tensors, arguments)
+            for descriptor in waiting:
+                planned = _planned(descriptor, tensors, arguments)
                 if device is None and not planned:
-                    specs(each, "sm_80", tensors, arguments)  # which raises what is wrong
+                    specs(descriptor, "sm_80", tensors, arguments)  # which raises what is wrong
                 for product in planned:
                     ahead.prepare(product)
 
@@ -157,7 +157,7 @@ def prepared(
     # Autocast casts meta tensors as it would those of a GPU.
     with devices.rehearse("sm_80") if on_meta else nullcontext():
         planned = _planned(descriptor, tensors, arguments)
-        return bool(planned) and all([ahead.is_prepared(each) for each in planned])
+        return bool(planned) and all([ahead.is_prepared(product) for product in planned])
 
 
 def specs(
@@ -185,8 +185,8 @@ def _rehearse_backward(result: torch.Tensor, leaves: list[torch.Tensor]) -> None
     of one whose elements are all one, as ``sum()`` makes it."""
     if not result.requires_grad:
         return
-    one = torch.empty((), dtype=result.dtype, device=result.device)
-    for gradient in (torch.empty_like(result), one.expand(result.shape)):
+    scalar = torch.empty((), dtype=result.dtype, device=result.device)
+    for gradient in (torch.empty_like(result), scalar.expand(result.shape)):
         torch.autograd.grad(result, leaves, gradient, retain_graph=True, allow_unused=True)
 
 
@@ -268,8 +268,8 @@ def _check_named(misplaced: tuple, arguments: dict, descriptors) -> None:
             "specs, as in compile(descriptor, specs=(a, b), bandwidth=1.0), and several "
             "descriptors a list"
         )
-    instances = [each for each in _several(descriptors) if isinstance(each, Descriptor)]
-    required = {name for each in instances for name in each.required}
+    instances = [item for item in _several(descriptors) if isinstance(item, Descriptor)]
+    required = {name for descriptor in instances for name in descriptor.required}
     for name in {*arguments} - required:
         if hint := hints.argument(name, ("archs", "specs", "dtypes", "workers", "progress")):
             raise TypeError(f"compile() got an unexpected keyword argument {name!r}{hint}")
@@ -336,10 +336,10 @@ def _listed(descriptor: Descriptor, arch: str, operands, dtypes: tuple, argument
             raise TypeError(f"dtypes: {descriptor.family} has no kernels for {error}") from None
     tensors = _several(operands)
     # Compressed matrices and layouts hold tensors.
-    known = [isinstance(t, torch.Tensor) or hasattr(t, "tensors") for t in tensors]
-    if not tensors or not all(known):
-        given = ", ".join(type(t).__name__ for t in tensors) or "none"
-        raise TypeError(f"specs must be the tensors of one call, got {given}")
+    are_operands = [isinstance(t, torch.Tensor) or hasattr(t, "tensors") for t in tensors]
+    if not tensors or not all(are_operands):
+        kinds = ", ".join(type(t).__name__ for t in tensors) or "none"
+        raise TypeError(f"specs must be the tensors of one call, got {kinds}")
     places = dict.fromkeys(str(t.device) for t in tensors)
     if len(places) > 1:
         raise ValueError(f"specs must be on one device, got {' and '.join(places)}")

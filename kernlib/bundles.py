@@ -188,7 +188,7 @@ def _described(value: object) -> object:
         strides = value.stride(), value.storage_offset()
         return tuple(value.shape), *strides, value.dtype, value.requires_grad
     if isinstance(value, dict):
-        return tuple((name, _described(each)) for name, each in value.items())
+        return tuple((name, _described(item)) for name, item in value.items())
     return tuple(map(_described, value)) if isinstance(value, (list, tuple)) else value
 
 

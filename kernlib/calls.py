@@ -46,18 +46,18 @@ def _as_now(name: str, function: Any, values: tuple, named: dict) -> tuple[tuple
     order, names = function.former
     places = function.__code__.co_argcount
     placed = dict(zip(order, values[places:], strict=False))
-    said = []
+    changes = []
     if placed and len(values) <= places + len(order) and not named.keys() & placed.keys():
         values, named = values[:places], named | placed
-        said += [f"{key}= by name" for key in placed]
+        changes += [f"{key}= by name" for key in placed]
     for before, now in names.items():
         if before in named and now not in named:
             named = {now if key == before else key: value for key, value in named.items()}
-            said.append(f"{now}= for {before}=")
-    if said:
+            changes.append(f"{now}= for {before}=")
+    if changes:
         from kernlib.errors import deprecated
 
-        deprecated(f"{name}() takes {', '.join(said)}")
+        deprecated(f"{name}() takes {', '.join(changes)}")
     return values, named
 
 
@@ -100,27 +100,27 @@ def _misfit(function, name: str, owner, values: tuple, given: dict, error) -> st
         shown = _plain(takes, owner is not None)
     else:
         return None
-    known = [*shown.parameters]
+    names = [*shown.parameters]
     for keyword in given:
-        if keyword not in known:
+        if keyword not in names:
             text = f"{name}() got an unexpected keyword argument {keyword!r}"
-            return text + _meant(keyword, known, owner)
+            return text + _meant(keyword, names, owner)
     return f"{error}; the call is {name}{shown}"
 
 
 def _plain(takes: Signature, bound: bool) -> Signature:
     """A signature without annotations and, if ``bound``, without its first parameter (``self``)."""
     parameters = [*takes.parameters.values()][1 if bound else 0 :]
-    plain = [each.replace(annotation=each.empty) for each in parameters]
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in parameters]
     return takes.replace(parameters=plain, return_annotation=takes.empty)
 
 
 def _meant(keyword: str, known: list[str], owner: type | None) -> str:
     from kernlib import hints
 
-    others = [] if owner is None else [*_takers(keyword, owner)]
-    if others:
-        return f"; {' and '.join(others)} takes it"
+    takers = [] if owner is None else [*_takers(keyword, owner)]
+    if takers:
+        return f"; {' and '.join(takers)} takes it"
     return hints.argument(keyword, known) or f"; it takes {', '.join(known)}"
 
 
@@ -129,6 +129,6 @@ def _takers(keyword: str, owner: type) -> Iterator[str]:
     from inspect import signature
 
     for name, value in _constructors(owner):
-        made = isinstance(value, classmethod)
-        if keyword in signature(value.__func__ if made else value).parameters:
-            yield f"{owner.__name__}.{name}()" if made else f"{owner.__name__}()"
+        is_classmethod = isinstance(value, classmethod)
+        if keyword in signature(value.__func__ if is_classmethod else value).parameters:
+            yield f"{owner.__name__}.{name}()" if is_classmethod else f"{owner.__name__}()"

@@ -25,8 +25,8 @@ def heard(debug: bool, function: Callable[..., Result], *values: Any, **named: A
     with events.on_stderr() as names:
         result = function(*values, **named)
         if not names:
-            said = f"{function.__name__}: no kernel, computed by torch and libraries of CUDA"
-            events.emit("torch", "", "", said)
+            text = f"{function.__name__}: no kernel, computed by torch and libraries of CUDA"
+            events.emit("torch", "", "", text)
     return result
 
 

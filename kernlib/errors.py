@@ -99,12 +99,12 @@ def _excerpt(log: str, source: str) -> str:
 
 def _error_lines(log: str, count: int) -> set[int]:
     """Line numbers of the source that the log calls errors; those in headers are not ours."""
-    found = (
+    lines = (
         int(match["line"])
         for match in re.finditer(_LOG_ERROR, log)
         if not match["file"].strip().endswith(_HEADER_SUFFIXES)
     )
-    return set(sorted({line for line in found if 1 <= line <= count})[:_SHOWN_ERRORS])
+    return set(sorted({line for line in lines if 1 <= line <= count})[:_SHOWN_ERRORS])
 
 
 def _near(line: int, count: int) -> range:

@@ -28,12 +28,12 @@ def imports_of_others() -> list[str]:
     apart, and need not be.
     """
     me = get_ident()
-    found = []
+    names = []
     for name, reference in list(getattr(_bootstrap, "_module_locks", {}).items()):
         lock = reference() if name.partition(".")[0] in PACKAGES else None
         if lock is not None and getattr(lock, "owner", me) != me:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _before_fork() -> None:

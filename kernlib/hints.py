@@ -129,38 +129,40 @@ class UnknownName(AttributeError):
 
     def __str__(self) -> str:
         module, name = self.args
-        found = [] if name.startswith("_") else meant(module, name)
-        return f"module {module!r} has no attribute {name!r}{asked(found)}"
+        names = [] if name.startswith("_") else meant(module, name)
+        return f"module {module!r} has no attribute {name!r}{asked(names)}"
 
 
 def asked(found: Iterable[str]) -> str:
     """``; did you mean a, b or c?``, or "" where nothing was found."""
-    *others, last = tuple(found) or ("",)
+    *rest, last = tuple(found) or ("",)
     if not last:
         return ""
-    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    return f"; did you mean {', '.join(rest)}{' or ' if rest else ''}{last}?"
 
 
 def meant(module: str, name: str) -> list[str]:
     """Full names that may have been meant by a name that ``module`` lacks, the likeliest first."""
-    own, word = _public(module), _plain(name)
+    names, word = _public(module), _plain(name)
     if module == "kernlib" and word in OTHERS:
         return list(OTHERS[word])
-    if spelt := [f"{module}.{each}" for each in own if _plain(each) == word]:
+    if spelt := [f"{module}.{candidate}" for candidate in names if _plain(candidate) == word]:
         return spelt
     if module == "kernlib.compat":  # which has modules alone
-        return [f"{module}.{each}" for each in _close(name, own)]
+        return [f"{module}.{candidate}" for candidate in _close(name, names)]
     if word in OTHERS:
         return list(OTHERS[word])
     for modules in ((*_LIGHT, *_HEAVY), _COMPAT):
-        known = [(other, each) for other in modules for each in _public(other)]
-        found = [f"{other}.{each}" for other, each in known if _plain(each) == word]
-        if found:
-            return found
-    if near := _close(name, own):
-        return [f"{module}.{each}" for each in near]
-    others = {each: other for other in (*_LIGHT, *_HEAVY) for each in _public(other)}
-    return [f"{others[each]}.{each}" for each in _close(name, others)]
+        pairs = [(other, candidate) for other in modules for candidate in _public(other)]
+        matches = [
+            f"{other}.{candidate}" for other, candidate in pairs if _plain(candidate) == word
+        ]
+        if matches:
+            return matches
+    if near := _close(name, names):
+        return [f"{module}.{candidate}" for candidate in near]
+    homes = {candidate: other for other in (*_LIGHT, *_HEAVY) for candidate in _public(other)}
+    return [f"{homes[candidate]}.{candidate}" for candidate in _close(name, homes)]
 
 
 def argument(name: str, known: Iterable[str]) -> str:
@@ -174,12 +176,12 @@ def _close(name: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches
 
     by_word: dict[str, list[str]] = {}
-    for each in known:
-        by_word.setdefault(_plain(each), []).append(each)
-    found = get_close_matches(_plain(name), by_word, n=2, cutoff=0.7)
+    for candidate in known:
+        by_word.setdefault(_plain(candidate), []).append(candidate)
+    words = get_close_matches(_plain(name), by_word, n=2, cutoff=0.7)
     # Of Gaussian and gaussian the one comes first whose first letter has the case of the given
     # name.
-    near = [each for word in found for each in by_word[word]]
+    near = [candidate for word in words for candidate in by_word[word]]
     return sorted(near, key=lambda each: each[0].isupper() != name[0].isupper())
 
 
@@ -198,16 +200,16 @@ def _public(module: str) -> list[str]:
     from importlib.util import find_spec
     from pathlib import Path
 
-    found = find_spec(module)
-    if found is None or not found.origin or not found.origin.endswith(".py"):
+    spec = find_spec(module)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return []
-    return _names_in(Path(found.origin).read_text(encoding="utf-8"))
+    return _names_in(Path(spec.origin).read_text(encoding="utf-8"))
 
 
 def _defined(module: ModuleType) -> list[str]:
     """The names of what a module without ``__all__`` defines itself."""
-    own = vars(module).items()
-    return [n for n, value in own if getattr(value, "__module__", None) == module.__name__]
+    items = vars(module).items()
+    return [n for n, value in items if getattr(value, "__module__", None) == module.__name__]
 
 
 def _names_in(source: str) -> list[str]:

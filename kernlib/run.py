@@ -48,9 +48,9 @@ def _check_descriptor(descriptor) -> None:
 def __getattr__(name: str):
     """``<name>_operators``: one of OPERATORS, imported when it is first asked for. Dynamo can trace
     an attribute of a module, but not ``import_module``."""
-    known = name.removesuffix("_operators")
-    if known != name and known in OPERATORS:
-        return import_module(f"kernlib.families.{OPERATORS[known]}")
+    family = name.removesuffix("_operators")
+    if family != name and family in OPERATORS:
+        return import_module(f"kernlib.families.{OPERATORS[family]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

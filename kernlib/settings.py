@@ -164,8 +164,8 @@ def override(**fields: object) -> Iterator[Settings]:
 
 
 def _paths(text: str) -> tuple[Path, ...]:
-    first, *others = text.split(os.pathsep)
-    bundles = (_expanded(part) for part in others if part.strip())
+    first, *rest = text.split(os.pathsep)
+    bundles = (_expanded(part) for part in rest if part.strip())
     return (_expanded(first) if first.strip() else _default_folder(), *bundles)
 
 

@@ -49,8 +49,8 @@ def notice(kind: type) -> None:
         return
     with _lock:
         if not _is_registered:
-            for each in _operators:
-                _register(*each)
+            for entry in _operators:
+                _register(*entry)
             _is_registered = True
 
 
@@ -87,10 +87,10 @@ def _register(operator: torch._ops.OpOverload, family: str, library: torch.libra
 
 def _compute(operator: torch._ops.OpOverload, rule, args: tuple, kwargs: dict) -> Any:
     arguments = operator._schema.arguments
-    values = dict(zip([each.name for each in arguments], args, strict=False)) | kwargs
-    for each in arguments:
-        if each.alias_info is not None and each.alias_info.is_write:
-            raise TypeError(f"{each.name} takes no DTensors: leave it out, and copy the result")
+    values = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            raise TypeError(f"{argument.name} takes no DTensors: leave it out, and copy the result")
     mesh = next(t.device_mesh for t in _leaves(values.values()) if _is_distributed(t))
     choices = [] if rule is None else rule(**values)
     chosen = [_chosen(choices, values, axis) for axis in range(mesh.ndim)]
@@ -129,7 +129,7 @@ def _local(name: str, value: Any, mesh, chosen: list) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
     if isinstance(value, list):
-        return [_local(name, each, mesh, chosen) for each in value]
+        return [_local(name, item, mesh, chosen) for item in value]
     if _is_distributed(value):
         placements: list[Placement] = [
             Shard(choice.inputs[name]) if choice and name in choice.inputs else Replicate()

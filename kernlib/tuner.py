@@ -139,21 +139,21 @@ def tune(
         Fastest is ...: kept for this call on every ...
     """
     check_progress(progress)
-    found = candidates(descriptor, *tensors, **arguments)
-    gpu = devices.model(found.device)
-    with torch.cuda.device(found.device):
+    listed = candidates(descriptor, *tensors, **arguments)
+    gpu = devices.model(listed.device)
+    with torch.cuda.device(listed.device):
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "kernlib.tune times kernels, and while a CUDA graph is captured none of them runs: "
                 "tune before the capture"
             )
-        timings = _time_all(found.device, found.kernels, progress)
+        timings = _time_all(listed.device, listed.kernels, progress)
     fastest = min(timings, key=lambda timing: timing.milliseconds, default=None)
     winner = None if fastest is None else fastest.choice
-    kept = len(timings) > 1 and tuning.keep(descriptor.family, gpu, found.signature, winner)
-    if kept:
+    stored = len(timings) > 1 and tuning.keep(descriptor.family, gpu, listed.signature, winner)
+    if stored:
         forget_plans()
-    result = Tuning(descriptor.describe(), gpu.name, tuple(timings), winner, kept)
+    result = Tuning(descriptor.describe(), gpu.name, tuple(timings), winner, stored)
     if wanted(progress):
         _show(result)
     return result

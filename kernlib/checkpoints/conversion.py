@@ -174,7 +174,7 @@ def convert(
         with Target(Path(out), work.checkpoint, work.files, checked.text()) as target:
             target.write_all(progress, lambda *job: _compress(work, device, *job))
             layers = target.layers()
-            target.end(_with_layers(checkpoint.config, [one.name for one in layers], checked))
+            target.end(_with_layers(checkpoint.config, [layer.name for layer in layers], checked))
             return layers
 
 
@@ -318,8 +318,8 @@ def _with_layers(config: dict | None, modules: list[str], options: Options) -> d
     """config.json of a result with these layers."""
     if config is None:
         return None
-    others = {k: v for k, v in config.items() if k not in ("compression_config", CONFIG)}
+    rest = {k: v for k, v in config.items() if k not in ("compression_config", CONFIG)}
     if not modules:
-        return others
+        return rest
     entry = {"quant_method": METHOD, "version": VERSION, "modules": modules, "fuse": options.fuse}
-    return {**others, CONFIG: entry}
+    return {**rest, CONFIG: entry}

@@ -51,8 +51,8 @@ def layer_of(
     dense = rows * cols * dtype.itemsize
     row = cols * dtype.itemsize
     times = [
-        rates.microseconds(one.partition("-")[0], ARCH, density, size, 1, row, dtype.itemsize)
-        for one, size in (("dense", dense), (format, nbytes))
+        rates.microseconds(kind.partition("-")[0], ARCH, density, size, 1, row, dtype.itemsize)
+        for kind, size in (("dense", dense), (format, nbytes))
     ]
     return Layer(name, shape, dtype, density, format, dense, nbytes, *times)
 
@@ -65,7 +65,7 @@ def estimated(name: str, weight: torch.Tensor, options: Options) -> Layer:
         some = magnitude(some, options.density, options.per)
     sizes, density = registry.measured(some)
     share = rows / max(1, some.shape[0])
-    sizes = {one: round(size * share) for one, size in sizes.items()}
+    sizes = {kind: round(size * share) for kind, size in sizes.items()}
     shape = rows, cols
     format = options.format
     if format == "auto":

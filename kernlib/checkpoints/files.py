@@ -297,9 +297,9 @@ def _files_of(folder: Path) -> dict[Path, set[str]]:
             return _shards_of(folder / sharded)
     text = f"holds no checkpoint: neither {SINGLE} nor {SHARDED}, {TORCH_SINGLE}, {TORCH_SHARDED}"
     endings = (".safetensors", *TORCH_ENDINGS)
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in endings)
-    if others:
-        text += f". A file of another name is passed itself, such as {folder / others[0]}"
+    files = sorted(path.name for path in folder.iterdir() if path.suffix in endings)
+    if files:
+        text += f". A file of another name is passed itself, such as {folder / files[0]}"
     raise fault(folder, text)
 
 
@@ -414,8 +414,8 @@ def _tensors_in(file: Path, value: object) -> dict:
     if not isinstance(value, dict):
         text = f"must hold a dict of tensors, and holds a {type(value).__name__}"
         raise fault(file, f"{text}: save the model's state_dict()")
-    for each in (*(value.get(name) for name in NESTED), value):
-        tensors = dict(each) if isinstance(each, dict) else {}
+    for state in (*(value.get(name) for name in NESTED), value):
+        tensors = dict(state) if isinstance(state, dict) else {}
         tensors = {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
         if tensors:
             return tensors

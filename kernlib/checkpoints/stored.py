@@ -137,8 +137,8 @@ def _bitmasks_in(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     for prefix, parts in places.items():
         for role in ("compressed", "bitmask", "shape"):
             if role not in parts:
-                one = next(iter(parts.values()))
-                raise fault(one.file, f"has no {prefix}{role} beside it", one.name)
+                part = next(iter(parts.values()))
+                raise fault(part.file, f"has no {prefix}{role} beside it", part.name)
         kind = "bitmask" if "row_offsets" in parts else "24-bitmask"
         dtype = parts["compressed"].dtype
         name = prefix[:-1] if is_old else f"{prefix}weight"

@@ -102,10 +102,10 @@ class Target:
     ) -> None:
         """Write the files that are not done: ``write(weights, shard, bar)`` what a file of the
         source becomes, and answers the layers that it has compressed."""
-        left = {file: name for file, name in self._names.items() if name not in self._done}
-        total = sum(len(self._files[file]) for file in left)
+        pending = {file: name for file, name in self._names.items() if name not in self._done}
+        total = sum(len(self._files[file]) for file in pending)
         with display.shown(progress, "converting", total) as bar:
-            for file, name in left.items():
+            for file, name in pending.items():
                 weights = self._files[file]
                 # The longer of the two names that a weight may get.
                 names = [f"{weight.name}_packed" for weight in weights]

@@ -81,11 +81,11 @@ def bench(as_json: bool) -> None:
 
 def _gpu() -> machine.Gpu:
     """The first GPU that kernels run on. Raises ClickException, which says what to do."""
-    found = machine.gpus()
-    usable = [gpu for gpu in found if gpu.arch is not None]
+    gpus = machine.gpus()
+    usable = [gpu for gpu in gpus if gpu.arch is not None]
     if usable:
         return usable[0]
-    why = found[0].problem if found else "torch sees none here"
+    why = gpus[0].problem if gpus else "torch sees none here"
     raise click.ClickException(
         f"bench needs an NVIDIA GPU that kernels run on: {why.rstrip('.')}. `kernlib doctor` says "
         "what is missing, and `kernlib demo` runs on the CPU."

@@ -52,13 +52,13 @@ def info(as_json: bool) -> None:
     `kernlib doctor` judges.
     """
     with plain_errors():
-        layers, said = places.opened()
+        layers, messages = places.opened()
         facts = _info(layers)
     if as_json:
         print_json(facts)
         return
     if facts["kind"] == "memory":
-        click.echo(f"Warning: {places.why_in_memory(said)}. {CACHE_ADVICE}", err=True)
+        click.echo(f"Warning: {places.why_in_memory(messages)}. {CACHE_ADVICE}", err=True)
     for name, text in _info_lines(facts):
         say(str(text), start=f"{name:12s}", hang=" " * 12)
 
@@ -125,10 +125,10 @@ def list_kernels(
     Damaged entries are left out and counted on stderr; `kernlib cache verify` names them.
     """
     with plain_errors(), progress.busy("reading the cache"):
-        found, damaged = _listed(places.layers(), days)
+        listed, damaged = _listed(places.layers(), days)
     chosen = [
         kernel
-        for kernel in found
+        for kernel in listed
         if kernel["arch"] in (archs or (kernel["arch"],))
         and kernel["family"] == (family or kernel["family"])
     ]
@@ -137,7 +137,7 @@ def list_kernels(
     elif chosen:
         print_table(COLUMNS, [_row(kernel) for kernel in chosen], spare=SPARE)
     else:
-        click.echo("No such kernels." if found or days else "The cache holds no kernels.")
+        click.echo("No such kernels." if listed or days else "The cache holds no kernels.")
     if damaged:
         entries = counted(damaged, "damaged entry")
         click.echo(f"{entries} left out, which count as missing.", err=True)
@@ -145,14 +145,14 @@ def list_kernels(
 
 def _listed(layers, days: int | None) -> tuple[list[dict], int]:
     """The whole entries, newest first, and the number of damaged ones."""
-    found, damaged = [], 0
-    for kept in kernels.kept(layers):
-        if kept.entry is None:
+    rows, damaged = [], 0
+    for kernel in kernels.kept(layers):
+        if kernel.entry is None:
             damaged += 1
-        elif days is None or _unused(kept, layers.kind, days):
-            found.append(kept.facts())
-    found.sort(key=lambda kernel: kernel["created"] or 0, reverse=True)
-    return found, damaged
+        elif days is None or _unused(kernel, layers.kind, days):
+            rows.append(kernel.facts())
+    rows.sort(key=lambda kernel: kernel["created"] or 0, reverse=True)
+    return rows, damaged
 
 
 def _unused(kept: Kept, store: str, days: int) -> bool:
@@ -190,47 +190,47 @@ def show(prefix: str, cubin: Path | None, force: bool, as_json: bool) -> None:
     if force and cubin is None:
         raise click.UsageError("--force is about the file of --cubin; give --cubin FILE too.")
     with plain_errors():
-        found = _one(places.layers(), prefix)
+        copies = _one(places.layers(), prefix)
         if cubin is not None:
-            _write(cubin, found[0].entry.cubin, force)
-    _print_kernel(found, as_json)
+            _write(cubin, copies[0].entry.cubin, force)
+    _print_kernel(copies, as_json)
     if cubin is not None:
-        click.echo(f"Wrote {size(len(found[0].entry.cubin))} to {cubin}.", err=as_json)
+        click.echo(f"Wrote {size(len(copies[0].entry.cubin))} to {cubin}.", err=as_json)
 
 
 def _one(layers, prefix: str) -> list[Kept]:
     """One kernel, once for each place that holds it. Raises ClickException."""
-    found = [kept for kept in kernels.kept(layers) if kept.key.hex().startswith(prefix)]
-    if not found:
+    matches = [kernel for kernel in kernels.kept(layers) if kernel.key.hex().startswith(prefix)]
+    if not matches:
         raise click.ClickException(_unknown(layers, prefix))
-    if len({kept.key for kept in found}) > 1:
-        lines = "\n".join(_candidates(found))
+    if len({kernel.key for kernel in matches}) > 1:
+        lines = "\n".join(_candidates(matches))
         raise click.ClickException(f"several kernels' keys begin with {prefix}:\n{lines}")
-    whole = [kept for kept in found if kept.entry is not None]
-    if not whole:
+    intact = [kernel for kernel in matches if kernel.entry is not None]
+    if not intact:
         raise click.ClickException(
-            f"the entry of {found[0].key.hex()} is damaged and counts as missing; "
+            f"the entry of {matches[0].key.hex()} is damaged and counts as missing; "
             "`kernlib cache verify --repair` drops it"
         )
-    return whole
+    return intact
 
 
 def _unknown(layers, prefix: str) -> str:
     """The message about a prefix that nothing begins with, with the keys that look most like it."""
-    known = {kept.key.hex(): kept for kept in kernels.kept(layers)}
-    if not known:
+    by_key = {kernel.key.hex(): kernel for kernel in kernels.kept(layers)}
+    if not by_key:
         return f"no kernel's key begins with {prefix}: the cache holds no kernels"
-    starts = {key[: len(prefix)]: key for key in known}
+    starts = {key[: len(prefix)]: key for key in by_key}
     close = difflib.get_close_matches(prefix, starts, SHOWN_CANDIDATES, cutoff=0.0)
-    lines = "\n".join(_candidates([known[starts[start]] for start in close]))
+    lines = "\n".join(_candidates([by_key[starts[start]] for start in close]))
     return f"no kernel's key begins with {prefix}; there are:\n{lines}"
 
 
 def _candidates(found: list[Kept]) -> list[str]:
-    distinct = list({kept.key: kept for kept in found}.values())
-    lines = [_candidate(kept) for kept in distinct[:SHOWN_CANDIDATES]]
-    left = len(distinct) - len(lines)
-    return [*lines, f"  and {left} more"] if left else lines
+    distinct = list({kernel.key: kernel for kernel in found}.values())
+    lines = [_candidate(kernel) for kernel in distinct[:SHOWN_CANDIDATES]]
+    more = len(distinct) - len(lines)
+    return [*lines, f"  and {more} more"] if more else lines
 
 
 def _candidate(kept: Kept) -> str:
@@ -249,7 +249,7 @@ def _write(path: Path, cubin: bytes, force: bool) -> None:
 
 def _print_kernel(found: list[Kept], as_json: bool) -> None:
     facts = found[0].facts()
-    facts["where"] = [kept.where for kept in found]
+    facts["where"] = [kernel.where for kernel in found]
     facts["meta"] = dict(sorted(found[0].entry.meta.items()))
     if as_json:
         print_json(facts)
@@ -322,17 +322,17 @@ def _export(folder: Path, archs: tuple[str, ...]) -> dict:
 def _noted(items: Iterator[tuple[bytes, bytes]], seen: places.Contents) -> Iterator:
     """The items again; ``seen`` is told of each."""
     for pair in items:
-        one = places.contents([pair])
-        seen.archs += one.archs
-        seen.damaged += one.damaged
+        content = places.contents([pair])
+        seen.archs += content.archs
+        seen.damaged += content.damaged
         yield pair
 
 
 def _nothing(archs: tuple[str, ...], seen: places.Contents) -> str:
     if not seen.kernels:
         return "the cache holds no kernels to export; `kernlib compile` makes some"
-    others = places.per_arch(seen.archs)
-    return f"the cache holds no kernels for {', '.join(archs)}, but {others}"
+    present = places.per_arch(seen.archs)
+    return f"the cache holds no kernels for {', '.join(archs)}, but {present}"
 
 
 def _say_left_out(archs: tuple[str, ...], counts: Counter, seen: places.Contents) -> None:

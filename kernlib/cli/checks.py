@@ -41,8 +41,8 @@ class Finding:
 
     def facts(self) -> dict:
         """The line as JSON."""
-        said = {"label": self.label, "text": self.text, "advice": self.advice}
-        return {"status": self.mark.lower(), **said, "details": self.details}
+        texts = {"label": self.label, "text": self.text, "advice": self.advice}
+        return {"status": self.mark.lower(), **texts, "details": self.details}
 
 
 def kernlib() -> list[Finding]:
@@ -72,11 +72,11 @@ def torch() -> list[Finding]:
 
 
 def gpus() -> list[Finding]:
-    found = machine.gpus()
-    if not found:
+    seen = machine.gpus()
+    if not seen:
         text = "none that torch can use; CPU tensors are computed in PyTorch, kernels can be built"
         return [Finding("GPU", text, _unseen())]
-    return [_gpu(gpu) for gpu in found]
+    return [_gpu(gpu) for gpu in seen]
 
 
 def _unseen() -> str:
@@ -135,19 +135,19 @@ def _too_old(cuda: str) -> list[Finding]:
 
 
 def _driver_text() -> str:
-    found = DRIVER_VERSION.read_text() if DRIVER_VERSION.exists() else ""
-    number = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", found)
+    text = DRIVER_VERSION.read_text() if DRIVER_VERSION.exists() else ""
+    number = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
     return number[0] if number else ""
 
 
 def wheels() -> list[Finding]:
     from kernlib.jit import toolchain
 
-    found = [_wheel("cuda.core", "cuda-core"), _wheel("bindings", "cuda-bindings"), _nvmath()]
+    findings = [_wheel("cuda.core", "cuda-core"), _wheel("bindings", "cuda-bindings"), _nvmath()]
     nvrtc = toolchain.nvrtc_version()
     if nvrtc == toolchain.UNKNOWN_VERSION:
-        return [*found, Finding("NVRTC", "not installed", INSTALL, needed=True)]
-    return [*found, Finding("NVRTC", nvrtc, details={"version": nvrtc})]
+        return [*findings, Finding("NVRTC", "not installed", INSTALL, needed=True)]
+    return [*findings, Finding("NVRTC", nvrtc, details={"version": nvrtc})]
 
 
 def _wheel(label: str, name: str) -> Finding:
@@ -162,10 +162,10 @@ def _wheel(label: str, name: str) -> Finding:
 
 def _nvmath() -> Finding:
     """The wheel by which solvers call cuSOLVER. Kernels do without, and so do CPU tensors."""
-    found = _wheel("nvmath", "nvmath-python")
-    if found.advice:
-        return Finding("nvmath", f"{found.text}; kernlib.linalg has torch in place of cuSOLVER")
-    return found
+    finding = _wheel("nvmath", "nvmath-python")
+    if finding.advice:
+        return Finding("nvmath", f"{finding.text}; kernlib.linalg has torch in place of cuSOLVER")
+    return finding
 
 
 def headers() -> list[Finding]:
@@ -184,8 +184,8 @@ def headers() -> list[Finding]:
 
 def compiles() -> list[Finding]:
     """A real compile that includes our headers, for each target of this machine."""
-    first, *others = machine.archs() or [machine.ARCH_WITHOUT_GPU]
-    return [_compile(first, ", with loading the compiler"), *map(_compile, others)]
+    first, *rest = machine.archs() or [machine.ARCH_WITHOUT_GPU]
+    return [_compile(first, ", with loading the compiler"), *map(_compile, rest)]
 
 
 def _compile(arch: str, remark: str = "") -> Finding:
@@ -195,7 +195,7 @@ def _compile(arch: str, remark: str = "") -> Finding:
 
     spec = KernelSpec("doctor", PROBE, "probe", 32, description="the probe of kernlib doctor")
     try:
-        made = compiler.compile_spec(spec, arch)
+        kernel = compiler.compile_spec(spec, arch)
     except UnsupportedError as error:
         absent = toolchain.absent()
         text = f"not possible without {absent}" if absent else "not possible"
@@ -203,7 +203,7 @@ def _compile(arch: str, remark: str = "") -> Finding:
     except CompileError as error:
         advice = "reinstall kernlib and its compiler: " + INSTALL
         return Finding("compile", str(error), advice, needed=True)
-    milliseconds = int(made.meta["compile_ms"])
+    milliseconds = int(kernel.meta["compile_ms"])
     text = f"{milliseconds} ms for {arch}{remark}"
     return Finding("compile", text, details={"arch": arch, "ms": milliseconds})
 
@@ -216,8 +216,8 @@ def settings() -> list[Finding]:
     except ValueError as error:
         advice = "unset the variable, or give it such a value"
         return [Finding("settings", str(error), advice, needed=True)]
-    others = map(_unread, settings.unread(os.environ))
-    return [*map(_setting, settings.VARIABLES), *others]
+    unread = map(_unread, settings.unread(os.environ))
+    return [*map(_setting, settings.VARIABLES), *unread]
 
 
 def _unread(name: str) -> Finding:
@@ -247,13 +247,13 @@ def store() -> list[Finding]:
     if before.pages:  # opening it might end this process by a signal
         text = f"the store in {folder} is damaged: {before.pages[0]}"
         return [Finding("cache", text, REPAIR, needed=True), *_aside(folder)]
-    layers, said = places.opened()
+    layers, messages = places.opened()
     if layers.kind == "memory":
         advice = _lowered(CACHE_ADVICE)
-        return [Finding("cache", places.why_in_memory(said), advice, needed=True)]
+        return [Finding("cache", places.why_in_memory(messages), advice, needed=True)]
     facts = layers.store.info()
-    found = [_held(folder, facts), *_died(before.died), *_damaged(layers.store)]
-    return [*found, *_aside(folder), _room(folder, facts)]
+    findings = [_held(folder, facts), *_died(before.died), *_damaged(layers.store)]
+    return [*findings, *_aside(folder), _room(folder, facts)]
 
 
 def _folder() -> Path | None:
@@ -269,8 +269,8 @@ def _lowered(text: str) -> str:
 
 def _held(folder: Path, facts: dict) -> Finding:
     used = f"{size(facts['bytes_used'])} of {size(facts['budget'])}"
-    held = f"{counted(facts['entries'], 'kernel')}, {counted(facts['tuning'], 'tuning result')}"
-    return Finding("cache", f"{facts['kind']}, {folder}, {held}, {used}", details=facts)
+    counts = f"{counted(facts['entries'], 'kernel')}, {counted(facts['tuning'], 'tuning result')}"
+    return Finding("cache", f"{facts['kind']}, {folder}, {counts}, {used}", details=facts)
 
 
 def _died(died: list[float]) -> list[Finding]:
@@ -284,13 +284,15 @@ def _died(died: list[float]) -> list[Finding]:
 
 
 def _damaged(store) -> list[Finding]:
-    found = places.contents(store.items())
-    if not found.damaged:
+    contents = places.contents(store.items())
+    if not contents.damaged:
         return []
-    of = f"of {found.kernels + len(found.damaged)}"
-    text = f"{counted(len(found.damaged), 'damaged entry')} {of}, missing when they are wanted"
+    of = f"of {contents.kernels + len(contents.damaged)}"
+    text = f"{counted(len(contents.damaged), 'damaged entry')} {of}, missing when they are wanted"
     advice = "`kernlib cache verify --repair` drops them"
-    return [Finding("cache", text, advice, details={"damaged": [k.hex() for k in found.damaged]})]
+    return [
+        Finding("cache", text, advice, details={"damaged": [k.hex() for k in contents.damaged]})
+    ]
 
 
 def _aside(folder: Path) -> list[Finding]:
@@ -309,12 +311,14 @@ def _aside(folder: Path) -> list[Finding]:
 def _room(folder: Path, facts: dict) -> Finding:
     """Whether the disk has what the store may still take."""
     free = shutil.disk_usage(folder).free
-    wanted = max(0, facts["budget"] - facts["bytes_used"])
+    may_grow = max(0, facts["budget"] - facts["bytes_used"])
     text = f"{size(free)} left on its disk"
-    details = {"free": free, "may_grow": wanted}
-    if free >= wanted:
+    details = {"free": free, "may_grow": may_grow}
+    if free >= may_grow:
         return Finding("disk", text, details=details)
-    advice = f"the cache may still grow by {size(wanted)}: make room, or lower KERNLIB_CACHE_BYTES"
+    advice = (
+        f"the cache may still grow by {size(may_grow)}: make room, or lower KERNLIB_CACHE_BYTES"
+    )
     return Finding("disk", text, advice, details=details)
 
 
@@ -333,12 +337,12 @@ def _bundle(mounted: places.Mounted, here: list[str]) -> Finding:
         text = f"{mounted.folder} is passed over: {mounted.reason}"
         advice = "mend it, or take the folder out of KERNLIB_CACHE_DIR"
         return Finding("bundle", text, advice, details={"path": str(mounted.folder), "archs": {}})
-    found = places.contents(mounted.bundle.items())
-    listed = f": {places.per_arch(found.archs)}" if found.archs else ""
-    text = f"{mounted.folder}, {counted(found.kernels, 'kernel')}{listed}"
-    details = {"path": str(mounted.folder), "archs": dict(sorted(found.archs.items()))}
-    details["damaged"] = len(found.damaged)
-    return Finding("bundle", text, _bundle_advice(found, here), details=details)
+    contents = places.contents(mounted.bundle.items())
+    listed = f": {places.per_arch(contents.archs)}" if contents.archs else ""
+    text = f"{mounted.folder}, {counted(contents.kernels, 'kernel')}{listed}"
+    details = {"path": str(mounted.folder), "archs": dict(sorted(contents.archs.items()))}
+    details["damaged"] = len(contents.damaged)
+    return Finding("bundle", text, _bundle_advice(contents, here), details=details)
 
 
 def _bundle_advice(found: places.Contents, here: list[str]) -> str:

@@ -84,7 +84,7 @@ def compile_kernels(
     call = calls.described(arguments, shapes, sizes, reduction, gradients)
     with plain_errors():
         # First what needs no torch: a misspelt name should not wait for it.
-        descriptors = [found for name in names for found in lookup.descriptors(name)]
+        descriptors = [descriptor for name in names for descriptor in lookup.descriptors(name)]
         listed = calls.dtypes_of(dtypes)
         places.disk_layers()
         targets = archs or calls.archs_here("Compiling")
@@ -95,8 +95,8 @@ def compile_kernels(
         _print(facts)
     lost = facts["compiled"] - facts["kept"]
     if lost:
-        said = f"{counted(lost, 'kernel')} could not be kept in {facts['path']}"
-        raise click.ClickException(f"{said}; `kernlib doctor` says how full it is")
+        message = f"{counted(lost, 'kernel')} could not be kept in {facts['path']}"
+        raise click.ClickException(f"{message}; `kernlib doctor` says how full it is")
 
 
 def _compile(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers) -> dict:
@@ -113,13 +113,13 @@ def _compile(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
     finally:
         unsubscribe()
     compiled = [event.key for event in seen if event.name == "compile"]
-    kept = {event.key for event in seen if event.name == "store"}
+    stored = {event.key for event in seen if event.name == "store"}
     rows = _facts(entries, seen)
     return {
         "archs": list(archs),
         "compiled": len(compiled),
         "found": len(rows) - len(compiled),
-        "kept": sum(_is_kept(key) for key in kept.intersection(compiled)),
+        "kept": sum(_is_kept(key) for key in stored.intersection(compiled)),
         "seconds": round(time.perf_counter() - start, 3),
         "path": str(places.folder()),
         "kernels": rows,
@@ -137,26 +137,26 @@ def _entries(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
     """The distinct entries that kernlib.compile answers, in order."""
     import kernlib
 
-    own = set(inspect.signature(kernlib.compile).parameters)
-    for name in own.intersection(call.arguments):
+    parameters = set(inspect.signature(kernlib.compile).parameters)
+    for name in parameters.intersection(call.arguments):
         raise bad(f"{name} is no argument of a call.", "--argument")
     common = {"archs": archs, "workers": workers}
     if not calls.has_shapes(call):
-        made = kernlib.compile(descriptors, dtypes=dtypes, **common)
-        return list({id(entry): entry for entry in made}.values())
-    made = []
+        entries = kernlib.compile(descriptors, dtypes=dtypes, **common)
+        return list({id(entry): entry for entry in entries}.values())
+    entries = []
     # Which operand a gradient is by depends on the descriptor.
-    groups = [[each] for each in descriptors] if call.gradients else [descriptors]
+    groups = [[descriptor] for descriptor in descriptors] if call.gradients else [descriptors]
     for dtype in dtypes:
         for group in groups:
-            tensors, given = calls.tensors_of(group[0], call, dtype)
+            tensors, named = calls.tensors_of(group[0], call, dtype)
             for descriptor in group:
                 calls.check_operands(descriptor, call)
             if len(tensors) == 1:
-                made += kernlib.compile(group, specs=tensors[0], **common, **given)
+                entries += kernlib.compile(group, specs=tensors[0], **common, **named)
             else:
-                made += _of_range(group, archs, tensors, given, workers)
-    return list({id(entry): entry for entry in made}.values())
+                entries += _of_range(group, archs, tensors, named, workers)
+    return list({id(entry): entry for entry in entries}.values())
 
 
 def _of_range(descriptors: list, archs: tuple, several: list, given: dict, workers) -> list:
@@ -182,8 +182,8 @@ def _facts(made: list, seen: list) -> list[dict]:
     rows = []
     for entry in made:
         facts = kernels.facts(entry)
-        found = waiting[facts["arch"], facts["description"]]
-        event = found.pop(0) if found else None
+        queue = waiting[facts["arch"], facts["description"]]
+        event = queue.pop(0) if queue else None
         rows.append({"key": event and event.key, **facts, "from": _origin(event)})
     return rows
 

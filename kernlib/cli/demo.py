@@ -88,8 +88,8 @@ def _say_where(place: workloads.Place, lack: str) -> None:
     if place.index is not None:
         say(f"Running on {place.name}, for which kernels are compiled as {place.arch}.")
         return
-    said = "No GPU to run on: kernlib computes on the CPU, by way of torch. "
-    say(said + (lack or f"The kernels are compiled for {place.arch} and do not run."))
+    text = "No GPU to run on: kernlib computes on the CPU, by way of torch. "
+    say(text + (lack or f"The kernels are compiled for {place.arch} and do not run."))
 
 
 def _calls(place: workloads.Place) -> list[workloads.Call]:
@@ -159,8 +159,8 @@ def _facts(results: list[Result], place: workloads.Place, compiled: set[str], la
         for result in results
     ]
     where = {"gpu": None if place.index is None else place.name, "arch": place.arch, "unit": "ms"}
-    made = {"path": _store(), "compiled": sorted(compiled), "not_compiled": lack or None}
-    return {**where, **made, "calls": calls}
+    compilation = {"path": _store(), "compiled": sorted(compiled), "not_compiled": lack or None}
+    return {**where, **compilation, "calls": calls}
 
 
 def _report(results: list[Result], place: workloads.Place, compiled: set[str]) -> None:
@@ -198,10 +198,10 @@ def _origin(kernels: frozenset[str] | None, compiled: set[str]) -> str:
 
 
 def _legend(place: workloads.Place) -> str:
-    said = "torch: the same by plain torch. error: kernlib's, relative to float64."
+    text = "torch: the same by plain torch. error: kernlib's, relative to float64."
     if place.index is None:
-        said += " On a CPU both are computed by torch: these times say nothing of the kernels."
-    return said
+        text += " On a CPU both are computed by torch: these times say nothing of the kernels."
+    return text
 
 
 def _store() -> str | None:
@@ -216,10 +216,10 @@ def _conclusion(results: list[Result], compiled: set[str]) -> str:
     needed = frozenset().union(*(result.kernels for result in results))
     if not compiled:
         return f"Nothing was compiled: all {len(needed)} kernels were found in the cache, {path}."
-    made = f"{len(compiled)} of {counted(len(needed | compiled), 'kernel')} were compiled"
+    outcome = f"{len(compiled)} of {counted(len(needed | compiled), 'kernel')} were compiled"
     if path is None:
-        return f"{made} and are lost with this process; `kernlib doctor` says why."
-    return f"{made} and kept in {path}; a second run will find them there."
+        return f"{outcome} and are lost with this process; `kernlib doctor` says why."
+    return f"{outcome} and kept in {path}; a second run will find them there."
 
 
 def _next(place: workloads.Place) -> str:

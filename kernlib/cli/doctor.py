@@ -46,15 +46,15 @@ def doctor(as_json: bool) -> None:
     worth a look, one with FAIL keeps kernels from being compiled or kept. The last lines say what
     to do next. Exits with 1 if there is one of those.
     """
-    found = []
+    findings = []
     for finding in _all():
-        found.append(finding)
+        findings.append(finding)
         if not as_json:
             _print(finding)
-    steps = next_steps(found)
-    failed = any(finding.mark == "FAIL" for finding in found)
+    steps = next_steps(findings)
+    failed = any(finding.mark == "FAIL" for finding in findings)
     if as_json:
-        facts = [finding.facts() for finding in found]
+        facts = [finding.facts() for finding in findings]
         print_json({"ok": not failed, "findings": facts, "next": steps})
     else:
         _print_steps(steps)

@@ -81,9 +81,9 @@ def explain(name, archs, dtypes, shapes, arguments, as_json) -> None:
     if as_json:
         print_json(facts)
         return
-    for number, each in enumerate(facts):
+    for number, entry in enumerate(facts):
         click.echo("\n" * bool(number), nl=False)
-        _print(each)
+        _print(entry)
 
 
 def _targets_here() -> list[Target]:
@@ -195,7 +195,7 @@ def _target(descriptor, target: Target, several: list[Place], tensors, arguments
     rows = {spec: _row(spec, e, target.arch) for spec, e in zip(specs, entries, strict=True)}
     request = (descriptor, target.arch, tensors, arguments)
     with progress.busy("listing what else could compute it"):
-        others = reasons.alternatives(*request) if tensors else {}
+        candidates = reasons.alternatives(*request) if tensors else {}
     return {
         "arch": target.arch,
         "gpu": target.gpu and target.gpu.name,
@@ -208,7 +208,7 @@ def _target(descriptor, target: Target, several: list[Place], tensors, arguments
             for place in several
         ],
         "reasons": reasons.reasons(specs),
-        "candidates": others,
+        "candidates": candidates,
         "estimates_us": reasons.estimates(*request) if tensors else {},
     }
 

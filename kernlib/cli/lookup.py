@@ -24,10 +24,10 @@ def descriptors(text: str) -> list:
     module, colon, name = text.partition(":")
     if colon:
         return _of(text, _resolved(text, _imported(module), name))
-    known = ready_made()
-    if text not in known:
-        raise _bad(_unknown(text, known))
-    return [known[text]()]
+    makers = ready_made()
+    if text not in makers:
+        raise _bad(_unknown(text, makers))
+    return [makers[text]()]
 
 
 def _written(text: str):
@@ -54,10 +54,10 @@ def _unknown(text: str, known: dict[str, Callable]) -> str:
         )
     lowered = {name.lower(): name for name in known}
     close = difflib.get_close_matches(text.lower(), lowered, 3)
-    said = f"There are {', '.join(known)}."
+    hint = f"There are {', '.join(known)}."
     if close:  # then the whole list would hide the answer
-        said = f"Did you mean {' or '.join(lowered[name] for name in close)}?"
-    return f"{text!r} is none of kernlib's. {said} package.module:name names your own."
+        hint = f"Did you mean {' or '.join(lowered[name] for name in close)}?"
+    return f"{text!r} is none of kernlib's. {hint} package.module:name names your own."
 
 
 def ready_made() -> dict[str, Callable]:
@@ -97,13 +97,13 @@ def _resolved(text: str, module, name: str):
     from kernlib.descriptors.base import Descriptor
 
     try:
-        found = reduce(getattr, name.split("."), module)
+        value = reduce(getattr, name.split("."), module)
     except AttributeError as error:
         raise _bad(f"{text!r} cannot be found: {error}.") from error
-    if isinstance(found, Descriptor) or not callable(found):
-        return found
+    if isinstance(value, Descriptor) or not callable(value):
+        return value
     try:
-        return found()
+        return value()
     except (Exception, SystemExit) as error:
         raise _bad(f"{text}() failed: {_reason(error)}.") from error
 

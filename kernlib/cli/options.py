@@ -25,14 +25,14 @@ class Arch(click.ParamType):
 
         if value == NATIVE or value in targets.SHARED_BYTES:
             return value
-        found = re.fullmatch(r"(?:sm_?|compute_?)?(\d+)(?:\.(\d))?(a?)", value.lower())
-        digits = found[1] + (found[2] or "") if found else ""
+        match = re.fullmatch(r"(?:sm_?|compute_?)?(\d+)(?:\.(\d))?(a?)", value.lower())
+        digits = match[1] + (match[2] or "") if match else ""
         # 9.0 is a Hopper's capability, and sm_90a what kernlib compiles for it.
         arch = f"sm_{digits}a" if digits == "90" else f"sm_{digits}"
-        if found and arch in targets.SHARED_BYTES and found[3] in ("", arch[-1]):
+        if match and arch in targets.SHARED_BYTES and match[3] in ("", arch[-1]):
             return arch
-        known = ", ".join(targets.SHARED_BYTES)
-        self.fail(f"{value!r} is no target; {known} and native are.", param, ctx)
+        names = ", ".join(targets.SHARED_BYTES)
+        self.fail(f"{value!r} is no target; {names} and native are.", param, ctx)
 
 
 def _expanded(ctx, param, archs: tuple[str, ...]) -> tuple[str, ...]:
@@ -55,10 +55,10 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value, param, ctx) -> int:
-        found = settings.parse_size(str(value))
-        if found is None:
+        size = settings.parse_size(str(value))
+        if size is None:
             self.fail(f"{value!r} is no size; bytes do, or K, M or G of them: 100M.", param, ctx)
-        return found
+        return size
 
 
 class Shape(click.ParamType):
@@ -98,8 +98,8 @@ class Sizes(click.ParamType):
         if first > last:
             self.fail(f"{value!r} is no range; the smaller size is first.", param, ctx)
         powers = (1 << bits for bits in range(first.bit_length(), last.bit_length()))
-        known = {size + one for size in (first, *powers) for one in (0, 1)} | {last}
-        return name, tuple(sorted(size for size in known if first <= size <= last))
+        sizes = {size + extra for size in (first, *powers) for extra in (0, 1)} | {last}
+        return name, tuple(sorted(size for size in sizes if first <= size <= last))
 
 
 def _is_number(text: str) -> bool:

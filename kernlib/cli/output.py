@@ -65,8 +65,8 @@ def _needed(columns: dict[str, str], cells: list[tuple]) -> dict[str, int]:
 
 
 def _total(widths: dict[str, int], gone: tuple[str, ...]) -> int:
-    kept = [width for name, width in widths.items() if name not in gone]
-    return sum(kept) + GAP * (len(kept) - 1)
+    shown = [width for name, width in widths.items() if name not in gone]
+    return sum(shown) + GAP * (len(shown) - 1)
 
 
 def _table(columns: dict[str, str], cells: list[tuple], title, widths: dict, gone: tuple):
@@ -84,9 +84,9 @@ def _table(columns: dict[str, str], cells: list[tuple], title, widths: dict, gon
     for name in columns:
         if name not in gone:
             table.add_column(name, justify=columns[name], width=widths[name], overflow="fold")
-    kept = [name not in gone for name in columns]
+    is_shown = [name not in gone for name in columns]
     for row in cells:
-        table.add_row(*(cell for cell, keep in zip(row, kept, strict=True) if keep))
+        table.add_row(*(cell for cell, keep in zip(row, is_shown, strict=True) if keep))
     return table
 
 

@@ -38,36 +38,36 @@ def opened() -> tuple:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = service.layers()
-    return found, [str(warning.message) for warning in caught]
+        cache_layers = service.layers()
+    return cache_layers, [str(warning.message) for warning in caught]
 
 
 def layers():
     """The service's layers; what cannot be used is said on stderr."""
-    found, said = opened()
-    for text in said:
+    cache_layers, messages = opened()
+    for text in messages:
         click.echo(f"Warning: {text}", err=True)
-    return found
+    return cache_layers
 
 
 def readable_layers():
     """Layers whose store is on disk, or reads one there that this user cannot write. Raises
     ClickException without either."""
-    cache_layers, said = opened()
+    cache_layers, messages = opened()
     if not getattr(cache_layers.store, "reads_a_cache", False):
-        refuse_memory(cache_layers, said)
-    for text in said:
+        refuse_memory(cache_layers, messages)
+    for text in messages:
         click.echo(f"Warning: {text}", err=True)
     return cache_layers
 
 
 def disk_layers():
     """Layers whose store is on disk. Raises ClickException for a cache that cannot be used."""
-    found, said = opened()
-    refuse_memory(found, said)
-    for text in said:
+    cache_layers, messages = opened()
+    refuse_memory(cache_layers, messages)
+    for text in messages:
         click.echo(f"Warning: {text}", err=True)
-    return found
+    return cache_layers
 
 
 def refuse_memory(found, said: list[str]) -> None:
@@ -168,15 +168,15 @@ def contents(items: Iterable[tuple[bytes, bytes]]) -> Contents:
     """Read every entry of a store or a bundle."""
     from kernlib.jit import entry
 
-    found = Contents()
+    counts = Contents()
     for key, value in items:
         kernel = entry.unpack(key, value)
         if kernel is None:
-            found.damaged.append(key)
+            counts.damaged.append(key)
             continue
-        found.archs[kernel.meta.get("arch", "?")] += 1
-        found.majors[kernel.meta.get("nvrtc", "").partition(".")[0]] += 1
-    return found
+        counts.archs[kernel.meta.get("arch", "?")] += 1
+        counts.majors[kernel.meta.get("nvrtc", "").partition(".")[0]] += 1
+    return counts
 
 
 def per_arch(archs: Counter) -> str:

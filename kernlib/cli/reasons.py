@@ -189,5 +189,5 @@ def estimates(descriptor, arch: str, tensors: tuple, arguments: dict) -> dict[st
         if not times.knows(problem) or {choice["kind"] for choice in listed} == {"portable"}:
             return {}
         kinds = [(choice["kind"], choice) for choice in listed if choice["kind"] in of]
-        each = [(kind, of[kind](problem, choice)) for kind, choice in kinds]
-    return {kind: min(t for name, t in each if name == kind) for kind in dict(each)}
+        estimated = [(kind, of[kind](problem, choice)) for kind, choice in kinds]
+    return {kind: min(t for name, t in estimated if name == kind) for kind in dict(estimated)}

@@ -118,10 +118,10 @@ def _machine_codes(jobs: list[tuple], disassembler: str) -> Iterator[str]:
             path.write_bytes(entry.cubin)
             done = subprocess.run([disassembler, "-c", path], capture_output=True, text=True)
             if done.returncode:
-                said = plain((done.stderr.strip().splitlines() or ["no reason"])[-1])
+                reason = plain((done.stderr.strip().splitlines() or ["no reason"])[-1])
                 raise click.ClickException(
                     f"{disassembler} does not read a cubin of NVRTC {entry.meta.get('nvrtc', '?')} "
-                    f"({said}); {_advice()}"
+                    f"({reason}); {_advice()}"
                 )
             yield done.stdout.rstrip()
 

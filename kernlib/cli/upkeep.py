@@ -28,12 +28,12 @@ def verify(repair: bool, as_json: bool) -> None:
     """
     with plain_errors(), progress.busy("reading every page"):
         store, layers = _store(repair)
-        found = [store, *(_bundle(mounted) for mounted in places.mounted(layers))]
-    wrong = [place for place in found if _left(place)]
+        facts = [store, *(_bundle(mounted) for mounted in places.mounted(layers))]
+    wrong = [place for place in facts if _left(place)]
     if as_json:
-        print_json({"ok": not wrong, "places": found})
+        print_json({"ok": not wrong, "places": facts})
     else:
-        _print(found)
+        _print(facts)
     if wrong:
         raise click.ClickException(_conclusion(wrong, repair))
 
@@ -48,13 +48,13 @@ def _store(repair: bool) -> tuple[dict, object | None]:
         return _place("store", folder, 0, problems), None
     if problems:
         _set_aside(folder)
-    layers, said = places.opened()
-    places.refuse_memory(layers, said)
-    found = places.contents(layers.store.items())
-    problems += [_entry(key, repair and _drop(layers.store, key)) for key in found.damaged]
+    layers, messages = places.opened()
+    places.refuse_memory(layers, messages)
+    contents = places.contents(layers.store.items())
+    problems += [_entry(key, repair and _drop(layers.store, key)) for key in contents.damaged]
     moved = places.moved_since(folder, before)
     problems += [_problem("aside", f"damaged, now {path}", repaired=repair) for path in moved]
-    return _place("store", folder, found.kernels, problems), layers
+    return _place("store", folder, contents.kernels, problems), layers
 
 
 def _set_aside(folder: Path) -> None:
@@ -71,9 +71,9 @@ def _drop(store, key: bytes) -> bool:
 def _bundle(mounted: places.Mounted) -> dict:
     if mounted.bundle is None:
         return _place("bundle", mounted.folder, 0, [_problem("refused", mounted.reason)])
-    found = places.contents(mounted.bundle.items())
-    problems = [_entry(key, False) for key in found.damaged]
-    return _place("bundle", mounted.folder, found.kernels, problems)
+    contents = places.contents(mounted.bundle.items())
+    problems = [_entry(key, False) for key in contents.damaged]
+    return _place("bundle", mounted.folder, contents.kernels, problems)
 
 
 def _place(where: str, path: Path, kernels: int, problems: list[dict]) -> dict:
@@ -110,13 +110,13 @@ def _result(place: dict) -> str:
 
 
 def _conclusion(wrong: list[dict], repair: bool) -> str:
-    said = [f"{counted(sum(len(_left(place)) for place in wrong), 'problem')} found"]
+    parts = [f"{counted(sum(len(_left(place)) for place in wrong), 'problem')} found"]
     if wrong[0]["where"] == "store":
         advice = "--repair drops damaged entries and moves a damaged store aside"
-        said.append("what is left of the store's cannot be repaired" if repair else advice)
+        parts.append("what is left of the store's cannot be repaired" if repair else advice)
     if wrong[-1]["where"] == "bundle":
-        said.append("a bundle is not repaired; have it exported again where it was made")
-    return "; ".join(said)
+        parts.append("a bundle is not repaired; have it exported again where it was made")
+    return "; ".join(parts)
 
 
 @click.command()
@@ -145,8 +145,8 @@ def prune(days: int | None, to_bytes: int | None, yes: bool, as_json: bool) -> N
         facts = store.info()
         if not as_json:
             used = f"{size(facts['bytes_used'])} of {size(facts['budget'])}"
-            left = counted(facts["entries"], "kernel")
-            click.echo(f"Dropped {counted(dropped, 'kernel')}; {left} left, {used}.")
+            remaining = counted(facts["entries"], "kernel")
+            click.echo(f"Dropped {counted(dropped, 'kernel')}; {remaining} left, {used}.")
         removed = _remove_aside(yes, as_json)
     if as_json:
         counts = {"entries": facts["entries"], "bytes_used": facts["bytes_used"]}
@@ -179,12 +179,12 @@ def clear(tuning: bool, yes: bool, as_json: bool) -> None:
     with plain_errors():
         store = places.disk_layers().store
         before = store.info()
-        asked = counted(before["entries"], "kernel")
+        contents = counted(before["entries"], "kernel")
         if tuning:
-            asked += f" and {counted(before['tuning'], 'tuning result')}"
+            contents += f" and {counted(before['tuning'], 'tuning result')}"
         if before["entries"] or (tuning and before["tuning"]):
             if not yes:
-                click.confirm(f"Drop {asked} in {places.folder()}?", abort=True, err=True)
+                click.confirm(f"Drop {contents} in {places.folder()}?", abort=True, err=True)
             store.clear()
             if tuning:
                 store.clear_tuning()
@@ -203,5 +203,5 @@ def _print_cleared(before: dict, after: dict, tuning: bool, as_json: bool) -> No
     else:
         click.echo("The cache holds no kernels.")
     if after["entries"]:
-        left = counted(after["entries"], "kernel")
-        raise click.ClickException(f"{left} could not be dropped from {after['path']}")
+        remaining = counted(after["entries"], "kernel")
+        raise click.ClickException(f"{remaining} could not be dropped from {after['path']}")

@@ -43,10 +43,10 @@ class Call(NamedTuple):
 
     def error(self) -> float:
         """Of the first rows, against torch in float64."""
-        rows, *others = self.dense
-        given = [rows[:CHECKED_ROWS], *others]
+        rows, *rest = self.dense
+        operands = [rows[:CHECKED_ROWS], *rest]
         arguments = {name: _wide(value) for name, value in self.arguments.items()}
-        exact = self.rival(*map(_wide, given), **arguments)
+        exact = self.rival(*map(_wide, operands), **arguments)
         return ((self.run()[:CHECKED_ROWS].double() - exact).norm() / exact.norm()).item()
 
     @property
@@ -69,8 +69,8 @@ def compiled(calls: list[Call], place: Place, show: bool | None = None) -> list[
     needed = [
         specs(call.descriptor, place.arch, call.operands, call.arguments, *where) for call in calls
     ]
-    build_all([(spec, place.arch) for each in needed for spec in each], None, show)
-    return [frozenset(service.digest(spec, place.arch).hex() for spec in each) for each in needed]
+    build_all([(spec, place.arch) for group in needed for spec in group], None, show)
+    return [frozenset(service.digest(spec, place.arch).hex() for spec in group) for group in needed]
 
 
 class Maker:
@@ -89,32 +89,36 @@ class Maker:
         x, y = self._normal("fp32", points, features), self._normal("fp32", others, features)
         rival = {"gaussian": gaussian, "laplace_l1": laplace}[name]
         text = f"{name} {points}x{others}x{features}"
-        made = getattr(kl, name)()
-        return Call("pairwise", text, "fp32", made, (x, y), {"bandwidth": width}, rival, (x, y))
+        descriptor = getattr(kl, name)()
+        return Call(
+            "pairwise", text, "fp32", descriptor, (x, y), {"bandwidth": width}, rival, (x, y)
+        )
 
     def kronecker_sparse(self, pattern: tuple, rows: int, precision: str) -> Call:
         """A layer: one factor, a bias and GELU."""
         import kernlib as kl
 
-        made = kl.KroneckerSparse(*pattern, epilogue=(kl.Bias(), kl.Gelu()))
-        x = self._normal(precision, rows, made.in_features)
+        descriptor = kl.KroneckerSparse(*pattern, epilogue=(kl.Bias(), kl.Gelu()))
+        x = self._normal(precision, rows, descriptor.in_features)
         weight = self._normal(precision, *pattern) / pattern[2] ** 0.5
-        bias = {"bias": self._normal(precision, made.out_features)}
+        bias = {"bias": self._normal(precision, descriptor.out_features)}
         text = f"({','.join(map(str, pattern))}), {rows} rows"
         both = (x, weight)
-        return Call("Kronecker-sparse", text, precision, made, both, bias, factor, both)
+        return Call("Kronecker-sparse", text, precision, descriptor, both, bias, factor, both)
 
     def kronecker_product(self, sizes: tuple, rows: int, precision: str) -> Call:
         import math
 
         import kernlib as kl
 
-        made = kl.KroneckerProduct(sizes)
+        descriptor = kl.KroneckerProduct(sizes)
         x = self._normal(precision, rows, math.prod(sizes))
         factors = [self._normal(precision, size, size) / size**0.5 for size in sizes]
         text = f"{'⊗'.join(map(str, sizes))}, {rows} rows"
-        given = (x, *factors)
-        return Call("Kronecker product", text, precision, made, given, {}, kronecker, given)
+        operands = (x, *factors)
+        return Call(
+            "Kronecker product", text, precision, descriptor, operands, {}, kronecker, operands
+        )
 
     def sparse(self, rows: int, columns: int, precision: str, format: str = "auto") -> Call:
         """A weight of which half is pruned, times one vector. Of the formats with kernels for
@@ -133,10 +137,10 @@ class Maker:
 
         layout = kl.blocksparse.random(size, size, 64, 0.25, device=self._device)
         values = self._normal(precision, layout.capacity, 64, 64) / size**0.5
-        x, made = self._normal(precision, rows, size), kl.BlockSparseMatmul("dds")
+        x, descriptor = self._normal(precision, rows, size), kl.BlockSparseMatmul("dds")
         dense, text = layout.to_dense(values), f"{size}x{size}, 1 in 4"
         operands = (layout, x, values)
-        return Call("block-sparse", text, precision, made, operands, {}, matmul, (x, dense))
+        return Call("block-sparse", text, precision, descriptor, operands, {}, matmul, (x, dense))
 
     def _normal(self, precision: str, *sizes: int) -> Tensor:
         import torch
@@ -171,8 +175,8 @@ def factor(x, weight, bias) -> Tensor:
 def kronecker(x, *factors) -> Tensor:
     """The last factor on contiguous runs, and its index to the front, factor after factor."""
     y = x
-    for one in reversed(factors):
-        y = (y.reshape(len(x), -1, len(one)) @ one).mT.reshape(len(x), -1)
+    for factor in reversed(factors):
+        y = (y.reshape(len(x), -1, len(factor)) @ factor).mT.reshape(len(x), -1)
     return y
 
 

@@ -266,6 +266,6 @@ def _unfit(factors: list[torch.Tensor], shape: tuple, rhs, turned: bool) -> str 
     if not rows * columns * rhs.numel() * math.prod(batch):
         return "a tensor is empty"
     pairs = zip(reversed(batch), reversed(rhs.shape[:-2]), strict=False)
-    if any(own != other and 1 not in (own, other) for own, other in pairs):
+    if any(size != other and 1 not in (size, other) for size, other in pairs):
         return "the right-hand side does not fit"
     return None

@@ -249,7 +249,7 @@ def finished(model: Any, places: dict[str, int], fuse: bool) -> None:
 def _offloading(layer: nn.Module) -> list[Any]:
     """Hooks of accelerate that bring the tensors of a layer for each call and take them away."""
     hook = getattr(layer, "_hf_hook", None)
-    return [one for one in getattr(hook, "hooks", (hook,)) if getattr(one, "offload", False)]
+    return [part for part in getattr(hook, "hooks", (hook,)) if getattr(part, "offload", False)]
 
 
 def _missing(names: Sequence[str], dense: Mapping[str, str] | None = None) -> ValueError:

@@ -254,9 +254,9 @@ def attach(model: Any) -> list[str]:
         )
     register()
     modules, fuse = described(model)
-    others = getattr(model, "hf_quantizer", None)
-    if others is not None and not isinstance(others, KernlibQuantizer):
-        method = getattr(others.quantization_config, "quant_method", None)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not isinstance(quantizer, KernlibQuantizer):
+        method = getattr(quantizer.quantization_config, "quant_method", None)
         warn(
             f"{type(model).__name__} has the quantization_config of "
             f"{getattr(method, 'value', method)}, beside which save_pretrained stores none of "

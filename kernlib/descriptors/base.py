@@ -105,8 +105,8 @@ class Descriptor(Part):
             >>> kl.SparseMatmul(kl.Bias()).call
             'run_kernel(descriptor, w, x, bias=...)'
         """
-        given = [f"{name}=..." for name in self.required]
-        return f"run_kernel({', '.join(['descriptor', *self.operands, *given])})"
+        arguments = [f"{name}=..." for name in self.required]
+        return f"run_kernel({', '.join(['descriptor', *self.operands, *arguments])})"
 
     if not TYPE_CHECKING:  # who calls one is told so before it runs
 
@@ -160,8 +160,8 @@ class Descriptor(Part):
 def explained(kind: type[_Kind]) -> type[_Kind]:
     """A dataclass of descriptors that says of a field which it has not, where its value goes."""
     make = kind.__init__
-    names = [each.name for each in dataclasses.fields(kind) if each.init and each.name != "_"]
-    known = frozenset(names)
+    names = [field.name for field in dataclasses.fields(kind) if field.init and field.name != "_"]
+    fields = frozenset(names)
 
     def refuse(values: tuple, given: dict) -> None:  # apart: Dynamo of torch 2.8 traces `init`
         from kernlib.descriptors.words import refuse_fields  # which right calls do without
@@ -172,7 +172,7 @@ def explained(kind: type[_Kind]) -> type[_Kind]:
     @functools.wraps(make)
     def init(self, *values, **given):
         for name in given:
-            if name not in known:
+            if name not in fields:
                 refuse(values, given)
         make(self, *values, **given)
 
@@ -232,10 +232,10 @@ def refuse_argument(descriptor: Descriptor, name: str, taken: Sequence[str]) -> 
     """Raises TypeError for a keyword of a call that is none of those which are ``taken``."""
     from kernlib import hints  # which right calls do without
 
-    known, hint = ", ".join(taken) or "none", hints.argument(name, (*taken, *descriptor.options))
+    listed, hint = ", ".join(taken) or "none", hints.argument(name, (*taken, *descriptor.options))
     if name == "bias" and descriptor.family != "pairwise":
         hint = "; with epilogue=kernlib.Bias() it takes bias"
-    raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {known}{hint}")
+    raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {listed}{hint}")
 
 
 def shown(value: object) -> str:

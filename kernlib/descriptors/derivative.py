@@ -111,10 +111,10 @@ def quotient(x: Node, y: Node, most: float = 0.0) -> Node:
     if y == ONE or x == ZERO:
         return x
     if VALUE not in names(y):
-        one = _folded("/", ONE, y, lambda a, b: a / b)
-        if most and not isinstance(one, Number):
-            one = _call("max", _call("min", one, Number(most)), Number(-most))
-        return product(one, x)
+        inverse = _folded("/", ONE, y, lambda a, b: a / b)
+        if most and not isinstance(inverse, Number):
+            inverse = _call("max", _call("min", inverse, Number(most)), Number(-most))
+        return product(inverse, x)
     return Operation("/", (x, y))
 
 
@@ -235,20 +235,20 @@ def _quotient_slope(x, y, to_x, to_y, node, smallest) -> Node:
 
 
 def _power_slope(x, y, to_x, to_y, node, smallest) -> Node:
-    found, zero = ZERO, _is_zero(x, smallest)
+    slope, zero = ZERO, _is_zero(x, smallest)
     if to_x != ZERO and isinstance(y, Number):
-        found = product(_by_base(x, y.value, zero), to_x)
+        slope = product(_by_base(x, y.value, zero), to_x)
     elif to_x != ZERO:
         # y x^(y - 1), but at x = 0, where y is not negative, 0, and for y = 1 the limit. Not the
         # power that is there over x, which is NaN for an infinity.
         replaced = product(_above(y, 1.0, smallest), zero)
         power = _call("pow", total(x, replaced), difference(y, ONE))
-        one = _is_zero(difference(y, ONE), smallest)
+        is_one = _is_zero(difference(y, ONE), smallest)
         above = product(y, product(difference(ONE, replaced), power))
-        found = product(total(above, product(one, zero)), to_x)
+        slope = product(total(above, product(is_one, zero)), to_x)
     if to_y == ZERO:
-        return found
-    return total(found, product(product(node, _call("log", total(x, zero))), to_y))
+        return slope
+    return total(slope, product(product(node, _call("log", total(x, zero))), to_y))
 
 
 def _by_base(x: Node, y: float, zero: Node) -> Node:
@@ -316,8 +316,8 @@ class Derivative(Epilogue):
 @lru_cache(maxsize=1024)
 def free_names(epilogues: tuple[Epilogue, ...]) -> tuple[str, str]:
     """Names of an exponent and of a limit that no parameter of the epilogues has."""
-    taken, ending = {name for each in epilogues for name in each.parameters}, ""
-    while {f"exponent{ending}", f"limit{ending}"} & taken:
+    used, ending = {name for epilogue in epilogues for name in epilogue.parameters}, ""
+    while {f"exponent{ending}", f"limit{ending}"} & used:
         ending += "_"
     return f"exponent{ending}", f"limit{ending}"
 

@@ -385,9 +385,9 @@ class Gelu(Epilogue):
     approximate: str = "none"
 
     def __post_init__(self):
-        known, given = ("none", "tanh"), self.approximate
-        if not isinstance(given, str) or given not in known:
-            raise ValueError(f"approximate must be one of {known}, got {shown(given)}")
+        choices, value = ("none", "tanh"), self.approximate
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"approximate must be one of {choices}, got {shown(value)}")
 
     @property
     def expression(self) -> str:
@@ -490,8 +490,10 @@ def _check_parameters(parameters: tuple[str, ...]) -> None:
                 f"parameter {shown(name)} is not an ASCII identifier; its value is an argument of "
                 "the call"
             )
-        own = "the language of expressions" if name in LANGUAGE else "arguments of calls"
-        require(name not in RESERVED, f"parameter name {name!r} is taken by {own}; choose another")
+        owner = "the language of expressions" if name in LANGUAGE else "arguments of calls"
+        require(
+            name not in RESERVED, f"parameter name {name!r} is taken by {owner}; choose another"
+        )
     require(len(set(parameters)) == len(parameters), f"parameters {parameters} repeat a name")
 
 
@@ -513,8 +515,8 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
                 f"{epilogue!r} takes a tensor of the result's shape, which of all kernels those of "
                 "KroneckerProduct and BlockSparseMatmul alone read: apply it to the result"
             )
-    taken = [name for epilogue in epilogues for name in epilogue.parameters]
-    repeated = sorted({name for i, name in enumerate(taken) if name in taken[:i]})
+    names = [name for epilogue in epilogues for name in epilogue.parameters]
+    repeated = sorted({name for i, name in enumerate(names) if name in names[:i]})
     require(
         not repeated,
         f"epilogues share the parameter(s) {repeated}; rename one, as in Scale(parameter='gain')",

@@ -119,14 +119,14 @@ def _advice(text: str, what: str) -> str:
 
 def names(node: Node) -> frozenset[str]:
     """The names that occur in a tree, found without recursion."""
-    found, left = set(), [node]
-    while left:
-        node = left.pop()
+    seen, stack = set(), [node]
+    while stack:
+        node = stack.pop()
         if isinstance(node, Name):
-            found.add(node.name)
+            seen.add(node.name)
         elif isinstance(node, Operation):
-            left += node.operands
-    return frozenset(found)
+            stack += node.operands
+    return frozenset(seen)
 
 
 def tie_share(operation: Operation) -> float:
@@ -147,12 +147,12 @@ def tie_share(operation: Operation) -> float:
 
 def _depth(node: ast.expr) -> int:
     """Of the operations in one another, counted without recursion."""
-    deepest, left = 0, [(node, 0)]
-    while left:
-        node, depth = left.pop()
+    deepest, stack = 0, [(node, 0)]
+    while stack:
+        node, depth = stack.pop()
         deepest = max(deepest, depth)
         inside = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
-        left += [(child, depth + 1) for child in inside]
+        stack += [(child, depth + 1) for child in inside]
     return deepest
 
 
@@ -213,11 +213,11 @@ def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
         return Name(name)
     if name in CONSTANTS:
         return Number(CONSTANTS[name])
-    known = ", ".join(sorted(parameters | {VALUE}))
-    given = (*sorted(parameters), f"my_{name}" if name in RESERVED else name)
+    listed = ", ".join(sorted(parameters | {VALUE}))
+    arguments = (*sorted(parameters), f"my_{name}" if name in RESERVED else name)
     raise ValueError(
-        f"expression {shown(text)} names {name!r}; known are {known}, pi and e. The value itself "
-        f"is v, and any number that the call is given a parameter, as in Custom(..., {given})"
+        f"expression {shown(text)} names {name!r}; known are {listed}, pi and e. The value itself "
+        f"is v, and any number that the call is given a parameter, as in Custom(..., {arguments})"
         + (f"; positions are known to {SCORES} alone" if name in POSITIONS else "")
     )
 
@@ -236,8 +236,8 @@ def _convert_call(node: ast.Call, text: str, parameters: frozenset[str]) -> Node
             f"expression {shown(text)} calls {function!r}; known are {', '.join(FUNCTIONS)}{hint}"
         )
     if len(node.args) != FUNCTIONS[function]:
-        wanted = FUNCTIONS[function]
+        count = FUNCTIONS[function]
         raise ValueError(
-            f"expression {shown(text)}: {function} takes {wanted} argument(s), got {len(node.args)}"
+            f"expression {shown(text)}: {function} takes {count} argument(s), got {len(node.args)}"
         )
     return Operation(function, tuple(_convert(a, text, parameters) for a in node.args))

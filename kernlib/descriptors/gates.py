@@ -42,8 +42,8 @@ class Gate(Epilogue):
 
     def __post_init__(self):
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation must be one of {known}, got {shown(self.activation)}")
+            names = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation must be one of {names}, got {shown(self.activation)}")
 
     @property
     def expression(self) -> str:

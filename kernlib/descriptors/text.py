@@ -88,16 +88,16 @@ def _build(node: ast.expr, functions: Mapping[str, Callable]):
 def _type(name: str) -> type:
     """The descriptor's or part's class of that name. Raises ValueError for others."""
     import_module("kernlib.descriptors.gates")  # which calls without one do not load
-    known = [cls for cls in _subclasses(Part) if dataclasses.is_dataclass(cls)]
+    types = [cls for cls in _subclasses(Part) if dataclasses.is_dataclass(cls)]
     # The last of a module and name: dataclass(slots=True) makes a second class in place of the
     # first, which may still be listed.
-    found = {(cls.__module__, cls.__qualname__): cls for cls in known if cls.__name__ == name}
-    if not found:
-        names = ", ".join(sorted({cls.__name__ for cls in known}))
+    matches = {(cls.__module__, cls.__qualname__): cls for cls in types if cls.__name__ == name}
+    if not matches:
+        names = ", ".join(sorted({cls.__name__ for cls in types}))
         raise ValueError(f"{name!r} is no type of a descriptor or a part; known are {names}")
-    if len(found) > 1:
-        raise ValueError(f"{name!r} is the name of several types: {sorted(found)}")
-    return found.popitem()[1]
+    if len(matches) > 1:
+        raise ValueError(f"{name!r} is the name of several types: {sorted(matches)}")
+    return matches.popitem()[1]
 
 
 def _subclasses(cls: type) -> list[type]:

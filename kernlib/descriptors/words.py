@@ -47,29 +47,29 @@ def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable)
     name = next(name for name in given if name not in fields)
     text = f"{what}() got an unexpected keyword argument {name!r}"
     try:
-        made = make(**{key: value for key, value in given.items() if key in fields})
+        descriptor = make(**{key: value for key, value in given.items() if key in fields})
     except (TypeError, ValueError):  # which the caller hears of when this is mended
-        made = None
-    if made is not None and name in (*made.required, *made.options):
-        raise TypeError(f"{text}: it is an argument of the call, {call_of(what, made, name)}")
-    if made is not None and name in _OF_CALLS:
+        descriptor = None
+    if descriptor is not None and name in (*descriptor.required, *descriptor.options):
+        raise TypeError(f"{text}: it is an argument of the call, {call_of(what, descriptor, name)}")
+    if descriptor is not None and name in _OF_CALLS:
         raise TypeError(
-            f"{text}: it is an argument of a call, as in {call_of('', made, name)}, of descriptors "
-            "whose stages or epilogue take it"
+            f"{text}: it is an argument of a call, as in {call_of('', descriptor, name)}, of "
+            "descriptors whose stages or epilogue take it"
         )
-    if made is not None and name == "epilogue" and made.epilogue:
-        raise TypeError(text + _own_epilogue(what, made))
+    if descriptor is not None and name == "epilogue" and descriptor.epilogue:
+        raise TypeError(text + _own_epilogue(what, descriptor))
     hint = hints.argument(name, fields)
     raise TypeError(text + (hint or f"; it takes {', '.join(fields)}"))
 
 
 def _own_epilogue(what: str, made: Descriptor) -> str:
     """Why ``what`` takes no epilogue, and what does."""
-    own, bare = f"kernlib.{made.epilogue[0]!r}", made.replace(epilogue=())
+    epilogue, bare = f"kernlib.{made.epilogue[0]!r}", made.replace(epilogue=())
     takes = f"kernlib.{bare.describe()}(epilogue="
     return (
-        f": {what} has an epilogue of its own, {own}. {takes}...) takes another in its place, and "
-        f"{takes}({own}, ...)) more behind it"
+        f": {what} has an epilogue of its own, {epilogue}. {takes}...) takes another in its place, "
+        f"and {takes}({epilogue}, ...)) more behind it"
     )
 
 
@@ -82,15 +82,19 @@ def refuse_call(descriptor: Descriptor) -> NoReturn:
 
 def refuse_positional(what: str, value: str, make: Callable) -> None:
     """Raises TypeError for a value that ``what`` has no place for."""
-    made = make()
-    goes = f": numbers are arguments of the call, {call_of(what, made)}" if made.required else ""
+    descriptor = make()
+    goes = (
+        f": numbers are arguments of the call, {call_of(what, descriptor)}"
+        if descriptor.required
+        else ""
+    )
     raise TypeError(f"{what}() got an unexpected positional argument, {value}{goes}")
 
 
 def call_of(what: str, made: Descriptor, *names: str) -> str:
     """A call of a descriptor that ``what`` makes, with arguments of these names."""
     named = dict.fromkeys((*made.required, *names))
-    values = [f"{each}={_OF_CALLS.get(each, '...')}" for each in named]
+    values = [f"{name}={_OF_CALLS.get(name, '...')}" for name in named]
     descriptor = f"{what}()" if what and what[0].islower() else "descriptor"
     return f"run_kernel({', '.join([descriptor, *made.operands, *values])})"
 
@@ -100,8 +104,8 @@ def instead_of_descriptor(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return ": the descriptor comes first, before the tensors"
     if isinstance(value, str):
-        found = [name for name in hints.meant("kernlib", value) if _makes_descriptor(name)]
-        return f": write {' or '.join(f'{name}()' for name in found)}" if found else ""
+        names = [name for name in hints.meant("kernlib", value) if _makes_descriptor(name)]
+        return f": write {' or '.join(f'{name}()' for name in names)}" if names else ""
     if hasattr(value, "expression") and not isinstance(value, type):
         return f": an epilogue is part of a descriptor, as in kernlib.Pairwise(epilogue={value!r})"
     if _makes_descriptor(f"kernlib.{getattr(value, '__name__', '')}"):
@@ -121,11 +125,13 @@ def instead_of_part(value: object, known: Iterable[type]) -> str:
         return f": that is a whole descriptor, whose epilogue is {epilogues[0]!r}"
     name = value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
     word = name.replace("_", "").lower()
-    found = by_word.get("silu" if word == "swish" else word)
-    if found is None or found.__name__ == "Custom":
+    kind = by_word.get("silu" if word == "swish" else word)
+    if kind is None or kind.__name__ == "Custom":
         return ""
-    settings = [f"{each}={getattr(value, each)!r}" for each in _SETTINGS if hasattr(value, each)]
-    return f": write kernlib.{found.__name__}({', '.join(settings)})"
+    settings = [
+        f"{field}={getattr(value, field)!r}" for field in _SETTINGS if hasattr(value, field)
+    ]
+    return f": write kernlib.{kind.__name__}({', '.join(settings)})"
 
 
 _SETTINGS = ("negative_slope", "approximate")  # of torch's modules, which epilogues call the same

@@ -146,13 +146,13 @@ def _refuse_others(folder: Path) -> None:
 
 def _refuse_writable(*parts: Path) -> None:
     for part in parts:
-        found = os.stat(part)
-        if found.st_uid not in (0, os.geteuid()):
+        status = os.stat(part)
+        if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(
-                f"{part} belongs to user {found.st_uid}, who may change it; a bundle must be "
+                f"{part} belongs to user {status.st_uid}, who may change it; a bundle must be "
                 "root's or your own, as a copy of it is"
             )
-        mode = found.st_mode
+        mode = status.st_mode
         if mode & 0o022 and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
             raise PermissionError(
                 f"others may write {part} (mode {mode & 0o777:o}); chmod go-w would do"
@@ -167,15 +167,15 @@ def collect(items: Iterable[tuple[bytes, bytes]], archs: tuple[str, ...] = ()) -
     """
     kernels: dict[bytes, Entry] = {}
     for key, value in items:
-        found = entry.unpack(key, value)
-        if found is None or (archs and found.meta.get("arch") not in archs):
+        kernel = entry.unpack(key, value)
+        if kernel is None or (archs and kernel.meta.get("arch") not in archs):
             continue
-        portable = _portable(found) or key
+        portable = _portable(kernel) or key
         if len(portable) != KEY_BYTES:
             continue
-        kept = kernels.get(portable)
-        if kept is None or _version(kept) < _version(found):
-            kernels[portable] = shipped(found)
+        newest = kernels.get(portable)
+        if newest is None or _version(newest) < _version(kernel):
+            kernels[portable] = shipped(kernel)
     return kernels
 
 
@@ -224,12 +224,12 @@ def copy_into(store, found: Bundle) -> dict[str, int]:
 def _compiled(store) -> set[bytes]:
     """Portable keys of the kernels in a store that the current NVRTC has compiled: a call finds
     these under their exact keys."""
-    nvrtc, found = toolchain.nvrtc_version(), set()
+    nvrtc, keys = toolchain.nvrtc_version(), set()
     for key, value in store.items():
         kernel = entry.unpack(key, value)
         if kernel is not None and kernel.meta.get("nvrtc") == nvrtc:
-            found.add(_portable(kernel) or key)
-    return found
+            keys.add(_portable(kernel) or key)
+    return keys
 
 
 def refuse_target(folder: Path, replace: bool, advice: str) -> None:

@@ -180,9 +180,9 @@ class Environment(Guarded):
 
     def _check_pages(self) -> None:
         """Raises CorruptedError for a file that LMDB should not be given."""
-        found = walk(self._data) if self._data.exists() else []
-        if found:
-            raise lmdb.CorruptedError(f"{self._data}: {found[0]}")
+        problems = walk(self._data) if self._data.exists() else []
+        if problems:
+            raise lmdb.CorruptedError(f"{self._data}: {problems[0]}")
 
     def verify(self) -> list[str]:
         """What a walk over all pages finds wrong. Raises OSError."""
@@ -222,14 +222,14 @@ class Environment(Guarded):
     def _attach(self) -> None:
         """Open with the largest map that address space (ulimit -v), file size and disk allow."""
         permissions.reserve_lock_file(self.path / "lock.mdb")
-        asked = self._map_bytes
+        size = self._map_bytes
         while True:
             try:
                 return self._attach_map()
             except (lmdb.MemoryError, OSError):
                 self._close_env()
                 if self._map_bytes // 4 < SMALLEST_MAP_BYTES:
-                    self._map_bytes = asked  # its size was not what was wrong
+                    self._map_bytes = size  # its size was not what was wrong
                     raise
                 self._map_bytes //= 4
             except BaseException:

@@ -72,11 +72,11 @@ class Layers(NamedTuple):
     def find(self, kernel: Request) -> Entry | None:
         """The first undamaged entry of a kernel in the store and the bundles, or None."""
         for where, key, value in self._values(kernel):
-            found = None if value is None else entry.unpack(key, value)
-            if found is not None:
+            hit = None if value is None else entry.unpack(key, value)
+            if hit is not None:
                 at = kernel._replace(key=key)  # the key by which `kernlib cache show` finds it
                 at.emit("hit", where=where)
-                return found
+                return hit
         return None
 
     def _values(self, kernel: Request) -> Iterator[tuple[str, bytes, bytes | None]]:
@@ -120,10 +120,10 @@ def layers() -> Layers:
     """The layers of the current settings, opened when they are first used."""
     global _layers
     current = settings.current()
-    asked = (current.cache_dir, current.cache_bytes)
+    place = (current.cache_dir, current.cache_bytes)
     with _opening:
-        if _layers is None or _layers[0] != asked:
-            _layers = (asked, _open(*asked))
+        if _layers is None or _layers[0] != place:
+            _layers = (place, _open(*place))
         return _layers[1]
 
 

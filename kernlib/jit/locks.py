@@ -108,8 +108,8 @@ class _ThreadHold(Hold):
         if self._free and self._shard.acquire(blocking=False):
             return True
         self._wait()
-        left = max(0.0, min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX))
-        return self._free and self._shard.acquire(timeout=left)
+        remaining = max(0.0, min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX))
+        return self._free and self._shard.acquire(timeout=remaining)
 
     def release(self) -> None:
         if self._free and self._shard._is_owned():
@@ -174,10 +174,10 @@ class FileHold(Hold):
         pause = FIRST_POLL_S
         while not self._try():
             self._wait()
-            left = self._deadline - time.monotonic()
-            if left <= 0:
+            remaining = self._deadline - time.monotonic()
+            if remaining <= 0:
                 return False
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining))
             pause = min(2 * pause, LONGEST_POLL_S)
         return True
 

@@ -39,10 +39,10 @@ class MemoryStore:
 
     def get(self, key: bytes) -> bytes | None:
         """The value, None for a miss."""
-        found = self._values.get(key)
-        if found is None and self._behind is not None and key not in self._hidden:
-            found = self._behind.get(key)
-        return found
+        value = self._values.get(key)
+        if value is None and self._behind is not None and key not in self._hidden:
+            value = self._behind.get(key)
+        return value
 
     def put(self, key: bytes, value: bytes) -> bool:
         """Keep the value; False if it is larger than the budget."""
@@ -77,8 +77,8 @@ class MemoryStore:
         """Every pair, those of what is behind included."""
         behind = () if self._behind is None else self._behind.items()
         with self._lock:
-            found = {key: value for key, value in behind if key not in self._hidden}
-            return iter((found | self._values).items())
+            pairs = {key: value for key, value in behind if key not in self._hidden}
+            return iter((pairs | self._values).items())
 
     def info(self) -> dict[str, object]:
         """kind, path of what is behind, entries, tuning (number of results), bytes_used, budget."""
@@ -96,10 +96,10 @@ class MemoryStore:
 
     def get_tuning(self, key: bytes) -> bytes | None:
         """A tuning result, None for a miss."""
-        found = self._tuning.get(key)
-        if found is None and self._behind is not None:
-            found = self._behind.get_tuning(key)
-        return found
+        value = self._tuning.get(key)
+        if value is None and self._behind is not None:
+            value = self._behind.get_tuning(key)
+        return value
 
     def put_tuning(self, key: bytes, value: bytes) -> bool:
         """Keep a tuning result."""

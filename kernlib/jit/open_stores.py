@@ -20,10 +20,10 @@ from kernlib.jit import locks, permissions
 def fingerprint(path: Path) -> str:
     """What a write to a file changes: inode, size, time of change; "" where there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return ""
-    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 class Presence:
@@ -46,8 +46,8 @@ class Presence:
         self._owner, self._mark = os.getpid(), locks.hold_file(path, 0)
         if not self._mark.acquire():
             raise BlockingIOError(f"{path} is locked")
-        others, dead = self._census(path)  # with our own mark made, which replaces dead ones
-        return not dead and (others or found == self._noted())
+        is_shared, dead = self._census(path)  # with our own mark made, which replaces dead ones
+        return not dead and (is_shared or found == self._noted())
 
     def leave(self, found: str) -> None:
         """Take the mark back and note the fingerprint of a file that is whole."""
@@ -66,7 +66,7 @@ class Presence:
 
     def _census(self, own: Path) -> tuple[bool, bool]:
         """Whether other processes have the store open, and whether one has died with it open."""
-        others = dead = False
+        is_shared = dead = False
         for path in self._folder.iterdir():
             if path == own:
                 continue
@@ -74,10 +74,10 @@ class Presence:
                 if _remove_if_dead(path):
                     dead = True
                 else:
-                    others = True
+                    is_shared = True
             except OSError:
                 dead = True  # unknown: check the pages, which is no reason to do without a cache
-        return others, dead
+        return is_shared, dead
 
     def _noted(self) -> str | None:
         try:
@@ -89,8 +89,8 @@ class Presence:
 def _remove_if_dead(mark: Path) -> bool:
     """Remove a mark that no process locks, and return True; False for one that is locked. Raises
     OSError."""
-    found = locks.hold_file(mark, 0)
-    with locks.surely(found), found as dead:
+    lock = locks.hold_file(mark, 0)
+    with locks.surely(lock), lock as dead:
         if dead:
             mark.unlink(missing_ok=True)
         return dead
@@ -103,6 +103,6 @@ def dead_marks(folder: Path) -> list[Path]:
 
 
 def _is_dead(mark: Path) -> bool:
-    found = locks.hold_file(mark, 0)
-    with locks.surely(found), found as dead:
+    lock = locks.hold_file(mark, 0)
+    with locks.surely(lock), lock as dead:
         return dead

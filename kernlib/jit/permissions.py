@@ -26,8 +26,8 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 def identity(path: Path) -> tuple[int, int]:
     """Device and inode of a file, which tell it from others. Raises OSError."""
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def is_there(path: Path) -> bool:
@@ -70,14 +70,14 @@ def make_folder(folder: Path) -> None:
     missing = [folder]
     while not os.path.lexists(missing[-1].parent):
         missing.append(missing[-1].parent)
-    for each in reversed(missing):
+    for path in reversed(missing):
         try:
-            os.mkdir(each, 0o700)
+            os.mkdir(path, 0o700)
         except FileExistsError:
-            if not each.is_dir():
+            if not path.is_dir():
                 raise
         else:
-            os.chmod(each, 0o700)
+            os.chmod(path, 0o700)
 
 
 def make_private(folder: Path) -> None:
@@ -101,10 +101,10 @@ def refuse_odd(path: Path, owners: tuple[int, ...] | None = None) -> None:
     that users other than ``owners`` (by default the current one) may write. A path where nothing is
     passes."""
     if os.path.lexists(path):
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no plain file", str(path))
-        refuse_others(path, found, owners or (os.geteuid(),))
+        refuse_others(path, status, owners or (os.geteuid(),))
 
 
 def open_plain(path: Path, flags: int) -> int:

@@ -65,9 +65,9 @@ def kernel(spec: KernelSpec, device: int, arch: str) -> Kernel:
 
     Raises CompileError, UnsupportedError or NotCachedError; never for a bad cache.
     """
-    asked = request_of(spec, arch)
-    found = _kernels.get((device, asked.key))
-    return found or _loads.do((device, asked.key), lambda: _publish(asked, device))
+    request = request_of(spec, arch)
+    ready = _kernels.get((device, request.key))
+    return ready or _loads.do((device, request.key), lambda: _publish(request, device))
 
 
 def build(spec: KernelSpec, arch: str) -> Entry:
@@ -77,8 +77,8 @@ def build(spec: KernelSpec, arch: str) -> Entry:
     Raises CompileError (remembered: the same source is not tried twice in a process),
     UnsupportedError, or NotCachedError under KERNLIB_ASSERT_CACHED.
     """
-    asked = request_of(spec, arch)
-    return _builds.do(asked.key, lambda: _find_or_compile(asked))
+    request = request_of(spec, arch)
+    return _builds.do(request.key, lambda: _find_or_compile(request))
 
 
 def build_ahead(spec: KernelSpec, arch: str) -> None:
@@ -104,9 +104,9 @@ def forget() -> None:
 
 def _find_or_compile(asked: Request) -> Entry:
     asked.emit("lookup")
-    found = layers().find(asked)
-    if found is not None:
-        return found
+    hit = layers().find(asked)
+    if hit is not None:
+        return hit
     if asked.key in _failures:
         raise CompileError(*_failures[asked.key])
     current = settings.current()
@@ -134,25 +134,25 @@ def _compile(into: Layers, asked: Request) -> Entry:
         with surely(work), work:
             from kernlib.jit import compiler  # 4 ms that a hit does not pay
 
-            made = compiler.compile_spec(asked.spec, asked.arch)
+            compiled = compiler.compile_spec(asked.spec, asked.arch)
     except CompileError as error:
         if not getattr(error, "passing", False):
             _failures[asked.key] = error.args
         asked.emit("failed")
         raise
-    report = {f: made.meta[f] for f in ("registers", "spill_bytes", "shared_bytes")}
-    asked.emit("compile", ms=made.meta["compile_ms"], **report)
+    report = {f: compiled.meta[f] for f in ("registers", "spill_bytes", "shared_bytes")}
+    asked.emit("compile", ms=compiled.meta["compile_ms"], **report)
     now = request_of(asked.spec, asked.arch)  # whose NVRTC is the one that was loaded
     if now.portable == asked.portable:  # else the sources have been read again meanwhile
-        into.keep(now, made)
-    return made
+        into.keep(now, compiled)
+    return compiled
 
 
 def _publish(asked: Request, device: int) -> Kernel:
-    found = _kernels.get((device, asked.key))
-    if found is None:
-        found = _kernels[device, asked.key] = _load_or_rebuild(asked, device)
-    return found
+    ready = _kernels.get((device, asked.key))
+    if ready is None:
+        ready = _kernels[device, asked.key] = _load_or_rebuild(asked, device)
+    return ready
 
 
 def _load_or_rebuild(asked: Request, device: int) -> Kernel:

@@ -46,16 +46,16 @@ class SingleFlight(Generic[Key, Value]):
         waiter runs `make` instead. Raises RuntimeError when `make` asks for its own key.
         """
         while True:
-            own: _Flight[Value] = _Flight()
+            mine: _Flight[Value] = _Flight()
             try:
                 try:
-                    flight = self._claim(key, own)
-                    if flight is own:
-                        return self._fly(own, make)
+                    flight = self._claim(key, mine)
+                    if flight is mine:
+                        return self._fly(mine, make)
                 finally:
-                    self._land(key, own)
+                    self._land(key, mine)
             finally:
-                self._land(key, own)  # again: an interrupt may have come into the first
+                self._land(key, mine)  # again: an interrupt may have come into the first
             with flight.done:
                 pass
             if flight.error is not None:

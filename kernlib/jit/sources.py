@@ -32,14 +32,14 @@ def root() -> Path:
 @cache
 def closure(source: str) -> tuple[str, ...]:
     """Names, relative to :func:`root`, of all files that ``source`` includes, sorted."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = _included(source)[0]
     while waiting:
         name = waiting.pop()
-        if name not in found:
-            found.add(name)
+        if name not in names:
+            names.add(name)
             waiting += _included(read(name))[0]
-    return tuple(sorted(found))
+    return tuple(sorted(names))
 
 
 @cache
@@ -51,8 +51,8 @@ def system_includes(source: str) -> frozenset[str]:
 
 def _included(text: str) -> tuple[list[str], list[str]]:
     """Names of our own files and of CUDA headers that a text includes."""
-    asked = [_asked(line) for line in _lines_with("include", text)]
-    return _between(asked, '"', '"'), _between(asked, "<", ">")
+    lines = [_asked(line) for line in _lines_with("include", text)]
+    return _between(lines, '"', '"'), _between(lines, "<", ">")
 
 
 def _lines_with(word: str, text: str) -> Iterator[str]:
@@ -97,9 +97,9 @@ def _assembled(text: str, name: str, done: set[str], certain: bool) -> Iterator[
     it."""
     depth = 0
     for number, line in enumerate(text.split("\n"), 1):
-        own = _between([_asked(line)], '"', '"')
-        if own:
-            yield from _inserted(own[0], done, certain and depth == 0)
+        headers = _between([_asked(line)], '"', '"')
+        if headers:
+            yield from _inserted(headers[0], done, certain and depth == 0)
             yield f'#line {number + 1} "{name}"'
             continue
         word = _directive(line)

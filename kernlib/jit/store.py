@@ -58,12 +58,12 @@ def open_store(directory: Path, budget: int, map_bytes: int = MAP_BYTES) -> Lmdb
         # Kept before it is opened: if an interrupt made us lose an open one, LMDB would refuse to
         # open it again.
         disk = _opening.setdefault(name, LmdbStore(Path(name), budget, map_bytes))
-        store, said = _open_or_memory(Path(directory), disk)
+        store, message = _open_or_memory(Path(directory), disk)
         store.budget = budget
         _stores[name] = store
         del _opening[name]
-    if said:
-        warnings.warn(f"{said}. {CACHE_ADVICE}", RuntimeWarning, stacklevel=2)
+    if message:
+        warnings.warn(f"{message}. {CACHE_ADVICE}", RuntimeWarning, stacklevel=2)
     return store
 
 
@@ -89,8 +89,8 @@ def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemorySt
         except OSError as refused:
             behind, reason = None, str(refused)
         if behind is not None:
-            said = f"{cannot}written ({reason}){memory}, beside those it holds"
-            return MemoryStore(store.budget, behind), said
+            message = f"{cannot}written ({reason}){memory}, beside those it holds"
+            return MemoryStore(store.budget, behind), message
         return MemoryStore(store.budget), f"{cannot}used ({reason}){memory}"
     return store, ""
 
@@ -256,8 +256,8 @@ class LmdbStore(Environment):
         """:meth:`_evict`, and count what went."""
         kernels, used = self._transact(self._count)
         self._evict(target, small)
-        left, uses = self._transact(self._count)  # other processes may have stored meanwhile
-        gone, freed = max(0, kernels - left), max(0, used - uses)
+        remaining, uses = self._transact(self._count)  # other processes may have stored meanwhile
+        gone, freed = max(0, kernels - remaining), max(0, used - uses)
         self._evicted = self._evicted[0] + gone, self._evicted[1] + freed
 
     def _write(self, txn: lmdb.Transaction, key: bytes, value: bytes) -> bool:

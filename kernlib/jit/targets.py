@@ -69,8 +69,8 @@ def resident_blocks(arch: str, threads: int, registers: int, shared_bytes: int) 
     by_registers = REGISTERS // (warps * -(-registers * 32 // 256) * 256)
     if shared_bytes > SHARED_BYTES[arch]:
         return 0
-    whole = SHARED_BYTES[arch] + RESERVED_SHARED_BYTES
-    return min(by_threads, by_registers, whole // (shared_bytes + RESERVED_SHARED_BYTES))
+    room = SHARED_BYTES[arch] + RESERVED_SHARED_BYTES
+    return min(by_threads, by_registers, room // (shared_bytes + RESERVED_SHARED_BYTES))
 
 
 def arch_of(capability: tuple[int, int], name: str = "this device") -> str:

@@ -58,8 +58,8 @@ def absent() -> str:
     missing."""
     names = [package for name, package in _PACKAGES.items() if not _is_found(name)]
     names += ["NVRTC"] if nvrtc_version() == UNKNOWN_VERSION else []
-    *others, last = names or [""]
-    return f"{', '.join(others)} and {last}" if others else last
+    *rest, last = names or [""]
+    return f"{', '.join(rest)} and {last}" if rest else last
 
 
 def _is_found(name: str) -> bool:

@@ -21,10 +21,10 @@ def choice(family: str, model: tuple, signature: bytes) -> dict[str, str] | None
     """What was kept for a problem of a family on a GPU model; None for nothing and for damage."""
     key = _key(family, model, signature)
     value = service.layers().store.get_tuning(key)
-    found = None if value is None else entry.unpack(key, value)
-    if found is None or found.kernel != family or found.cubin:
+    stored = None if value is None else entry.unpack(key, value)
+    if stored is None or stored.kernel != family or stored.cubin:
         return None
-    return found.meta or None
+    return stored.meta or None
 
 
 def keep(family: str, model: tuple, signature: bytes, choice: dict[str, object]) -> bool:
@@ -37,5 +37,5 @@ def keep(family: str, model: tuple, signature: bytes, choice: dict[str, object])
 def _key(family: str, model: tuple, signature: bytes) -> bytes:
     # With KERNLIB_PORTABLE the same model runs the kernels of other GPUs, which have their own
     # choices.
-    own = ("portable",) if settings.current().portable else ()
-    return hashlib.sha256(encode((SCHEMA, family, tuple(model), signature, *own))).digest()
+    extra = ("portable",) if settings.current().portable else ()
+    return hashlib.sha256(encode((SCHEMA, family, tuple(model), signature, *extra))).digest()

@@ -34,13 +34,13 @@ def stream_apart(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """A stream that no other capture of kernlib uses meanwhile."""
     idle = idle_streams.setdefault(device, [])
     try:
-        found = idle.pop()  # in one step, as threads may ask at a time
+        stream = idle.pop()  # in one step, as threads may ask at a time
     except IndexError:
-        found = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)
     try:
-        yield found
+        yield stream
     finally:
-        idle.append(found)
+        idle.append(stream)
 
 
 class Captured:
@@ -65,17 +65,17 @@ class Captured:
         with torch.cuda.stream(apart):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
-                for kept, made in zip(self.state, step(*self.state), strict=True):
-                    kept.copy_(made)
+                for target, value in zip(self.state, step(*self.state), strict=True):
+                    target.copy_(value)
             finally:
                 self._graph.capture_end()
         current.wait_stream(apart)
 
     def run(self, state: Tensors, count: int) -> Tensors:
         """The state ``count`` steps behind the given one. It is overwritten by the next call."""
-        for kept, given in zip(self.state, state, strict=True):
-            if kept is not given:
-                kept.copy_(given)
+        for target, value in zip(self.state, state, strict=True):
+            if target is not value:
+                target.copy_(value)
         for _ in range(count):
             self._graph.replay()
         return self.state

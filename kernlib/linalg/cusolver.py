@@ -167,10 +167,10 @@ def eigh(a: torch.Tensor, upper: bool) -> tuple[torch.Tensor, torch.Tensor]:
     # each matrix waits, and 32 matrices of order 128 take 1.1 ms on an H200 in place of 48.
     if is_packed(a) or a.shape[1] < LOOP_FROM:
         packed = a if is_packed(a) else a.mT.contiguous().mT
-        found = eigh_batched(packed, upper)
+        result = eigh_batched(packed, upper)
         if packed is not a:
             a.copy_(packed)
-        return found
+        return result
     return eigh_looped(a, upper)
 
 
@@ -210,12 +210,12 @@ def _triangular_solve(a: torch.Tensor, b: torch.Tensor, upper: bool, transposed:
     from nvmath.bindings import cublas
 
     count, n, columns = b.shape
-    solve, one = getattr(cublas, f"{_LETTER[b.dtype]}trsm_batched"), _C_TYPE[b.dtype](1)
+    solve, scalar = getattr(cublas, f"{_LETTER[b.dtype]}trsm_batched"), _C_TYPE[b.dtype](1)
     addresses = address_array(a), address_array(b)
     with _blas(b) as blas:
         solve(
             *(blas, _LEFT, _FILL[upper], _TRANSPOSE[transposed], _NON_UNIT, n, columns),
-            *(ctypes.addressof(one), addresses[0].data_ptr(), leading_dimension(a)),
+            *(ctypes.addressof(scalar), addresses[0].data_ptr(), leading_dimension(a)),
             *(addresses[1].data_ptr(), leading_dimension(b), count),
         )
 

@@ -184,8 +184,8 @@ def eigh(
             w, info = matrix.new_empty(matrix.shape[:2]), _zeros(a)
         # Of one NaN in a, LAPACK may make one in w, finite vectors and no error.
         info.masked_fill_((info == 0) & ~w.isfinite().all(-1), a.shape[-1])
-        for found in (w[..., None], matrix):
-            found.masked_fill_((info != 0)[:, None, None], math.nan)
+        for t in (w[..., None], matrix):
+            t.masked_fill_((info != 0)[:, None, None], math.nan)
         layouts.give_back(work, matrix)
         vectors = matrix.view(a.shape) if work.home is None else work.home
         info = info.view(batch)
@@ -199,8 +199,8 @@ def steps_for(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
     cuSOLVER takes as it lies; and where TF32 is permitted to products :mod:`native` computes in
     float64."""
     large = overwrite and matrix.shape[-1] >= cusolver.LOOP_FROM
-    wanted = large or rounds(matrix) or not layouts.is_packed(matrix)
-    return cusolver if wanted and cusolver.serves(matrix) else native
+    pays = large or rounds(matrix) or not layouts.is_packed(matrix)
+    return cusolver if pays and cusolver.serves(matrix) else native
 
 
 def lu_steps_for(matrix: torch.Tensor, overwrite: bool) -> ModuleType:

@@ -99,9 +99,9 @@ def conjugate_gradient(
     """
     tol, max_iter, check_every = _check(b, x0, tol, max_iter, check_every)
     _check_functions(matmul, preconditioner)
-    found = solve(matmul, b, preconditioner, x0, tol, max_iter, check_every)
-    warn_unless_converged("conjugate_gradient", found, tol)
-    return found
+    result = solve(matmul, b, preconditioner, x0, tol, max_iter, check_every)
+    warn_unless_converged("conjugate_gradient", result, tol)
+    return result
 
 
 def warn_unless_converged(task: str, found: CGResult, tol: float) -> None:
@@ -252,9 +252,9 @@ def _step(
 def _product(name: str, function: Product, v: torch.Tensor) -> torch.Tensor:
     product = function(v)
     if not isinstance(product, torch.Tensor) or product.shape != v.shape:
-        found = getattr(product, "shape", None)
-        found = type(product).__name__ if found is None else f"shape {tuple(found)}"
-        raise ValueError(f"{name} must return a tensor of shape {tuple(v.shape)}, got {found}")
+        got = getattr(product, "shape", None)
+        got = type(product).__name__ if got is None else f"shape {tuple(got)}"
+        raise ValueError(f"{name} must return a tensor of shape {tuple(v.shape)}, got {got}")
     if product.dtype != v.dtype:
         raise TypeError(f"{name} must return {v.dtype} for {v.dtype}, got {product.dtype}")
     return product

@@ -92,8 +92,8 @@ def solve_kernel(
     mu = mean if diagonal is None else diagonal
     refuse_own_names("solve_kernel", descriptor, _OWN)
     _check_targets(x, y)
-    given = {"x": x, "y": y, "regularization": regularization}
-    hyperparameters = checked_rest("solve_kernel", generator, given, hyperparameters)
+    named = {"x": x, "y": y, "regularization": regularization}
+    hyperparameters = checked_rest("solve_kernel", generator, named, hyperparameters)
     tol, max_iter, check_every = check_limits(tol, max_iter, check_every)
     refuse_not_finite("y", y)
     if x.is_cuda:
@@ -102,9 +102,9 @@ def solve_kernel(
     preconditioner, count = None, x.shape[0]
     columns = y[:, None] if y.dim() == 1 else y
     if rank is None and x.device.type == "cpu" and count <= MOST_STORED:
-        found = _stored(plain, x, columns, mu, tol, hyperparameters)
-        if found is not None:
-            return _answer(found, y, tol)
+        result = _stored(plain, x, columns, mu, tol, hyperparameters)
+        if result is not None:
+            return _answer(result, y, tol)
     if rank is None:
         rank = min(count, math.ceil(2 * math.sqrt(count)))
     rank = checked_rank(rank, count, least=0)
@@ -117,23 +117,25 @@ def solve_kernel(
         return _shifted(kernlib.kernel_matmul(plain, x, x, v, **hyperparameters), v, mu)
 
     limits = tol, max_iter, check_every
-    found = solve(product, columns, preconditioner, None, *limits, capture=True)
+    result = solve(product, columns, preconditioner, None, *limits, capture=True)
     if x.dtype is not torch.float64:
-        found = found._replace(residual=_residual(plain, x, columns, found.x, mu, hyperparameters))
-    return _answer(found, y, tol)
+        result = result._replace(
+            residual=_residual(plain, x, columns, result.x, mu, hyperparameters)
+        )
+    return _answer(result, y, tol)
 
 
 def as_numbers(hyperparameters: dict) -> dict:
     """Those in host memory by value: a CUDA graph could not read their tensors, and each product
     would copy them anew. Raises ValueError and TypeError for tensors that are no numbers."""
-    found = dict(hyperparameters)
+    numbers = dict(hyperparameters)
     for name, value in hyperparameters.items():
         if name in OF_FEATURES or not isinstance(value, torch.Tensor) or is_wrapped(value):
             continue
         if value.device.type == "cpu":
             check_kind(name, value)
-            found[name] = float(value.detach())
-    return found
+            numbers[name] = float(value.detach())
+    return numbers
 
 
 def _answer(found: CGResult, y: torch.Tensor, tol: float) -> CGResult:
@@ -162,14 +164,14 @@ def _stored(descriptor: Pairwise, x, y, mu, tol: float, values: dict) -> CGResul
         norm = torch.where(norm > 0, norm, 1)
         w = torch.cholesky_solve(y, root)
         for _ in range(_CORRECTIONS):
-            left = y - k @ w
-            if not (torch.linalg.vector_norm(left, dim=0) > tol * norm).any():
+            remainder = y - k @ w
+            if not (torch.linalg.vector_norm(remainder, dim=0) > tol * norm).any():
                 break
-            w += torch.cholesky_solve(left, root)
-        given = w.to(x.dtype)
-        left = torch.linalg.vector_norm(y - k @ given.double(), dim=0)
-        residual = left / norm
-        return CGResult(given, residual, 0) if residual.isfinite().all() else None
+            w += torch.cholesky_solve(remainder, root)
+        rounded = w.to(x.dtype)
+        remainder = torch.linalg.vector_norm(y - k @ rounded.double(), dim=0)
+        residual = remainder / norm
+        return CGResult(rounded, residual, 0) if residual.isfinite().all() else None
 
 
 def _widened(values: dict) -> dict:
@@ -185,9 +187,9 @@ def _residual(descriptor: Pairwise, x, y, w, mu, values: dict) -> torch.Tensor:
     values = _widened(values)
     with torch.no_grad():
         x, y, w = x.double(), y.double(), w.double()
-        left = y - _shifted(kernlib.kernel_matmul(descriptor, x, x, w, **values), w, mu)
+        remainder = y - _shifted(kernlib.kernel_matmul(descriptor, x, x, w, **values), w, mu)
         norm = torch.linalg.vector_norm(y, dim=0)
-        return torch.linalg.vector_norm(left, dim=0) / torch.where(norm > 0, norm, 1)
+        return torch.linalg.vector_norm(remainder, dim=0) / torch.where(norm > 0, norm, 1)
 
 
 def _diagonal(regularization, x) -> torch.Tensor | None:

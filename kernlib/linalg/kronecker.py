@@ -105,8 +105,8 @@ def kron_cholesky(
                 [1., 2.]]), tensor([[3.]])]
     """
     factors = as_square(factors, check_errors=check_errors)
-    found = [_cholesky(factor) for factor in factors]
-    return _unless_failed("kron_cholesky", found, NOT_POSITIVE, check_errors)
+    results = [_cholesky(factor) for factor in factors]
+    return _unless_failed("kron_cholesky", results, NOT_POSITIVE, check_errors)
 
 
 @eager_only
@@ -131,12 +131,12 @@ def kron_inverse(
                 [0.0000, 0.2500]]), tensor([[0.2000]])]
     """
     factors = as_square(factors, check_errors=check_errors)
-    found = []
+    results = []
     for factor in factors:
         inverse, info = by_parts(torch.linalg.inv_ex, _exact(factor))
         info = lu_info(info, holds_nan(factor), factor.shape[-1])
-        found.append((inverse.to(factor.dtype), info))
-    return _unless_failed("kron_inverse", found, SINGULAR, check_errors)
+        results.append((inverse.to(factor.dtype), info))
+    return _unless_failed("kron_inverse", results, SINGULAR, check_errors)
 
 
 @eager_only
@@ -167,11 +167,11 @@ def kron_eigh(
         tensor([ 1., 10.,  3., 30.])
     """
     factors = as_square(factors, check_errors=check_errors)
-    found = [Eigh.apply(symmetric(factor)) for factor in factors]
+    results = [Eigh.apply(symmetric(factor)) for factor in factors]
     if check_errors:
-        for index, (_, _, info) in enumerate(found):
+        for index, (_, _, info) in enumerate(results):
             raise_for_info(info, f"kron_eigh: factors[{index}]", NOT_CONVERGED)
-    return KronEigh([w for w, _, _ in found], [v for _, v, _ in found])
+    return KronEigh([w for w, _, _ in results], [v for _, v, _ in results])
 
 
 @eager_only
@@ -421,16 +421,16 @@ def _solve_modes(factors, b: torch.Tensor, cholesky: bool, check_errors: bool) -
     x = b.reshape((1,) * (rank + 2 - b.dim()) + tuple(b.shape))
     failed = None
     for index, factor in enumerate(factors):
-        own = factor.shape[-1]
-        right = size // (left * own) * columns
-        x = x.reshape(*x.shape[:rank], left, own, right)
+        order = factor.shape[-1]
+        right = size // (left * order) * columns
+        x = x.reshape(*x.shape[:rank], left, order, right)
         x, info = _solve_along(factor.to(x.dtype), x, cholesky)
         if check_errors:
             failure = NOT_POSITIVE if cholesky else SINGULAR
-            each, where = info.view(factor.shape[:-2]), f"kron_solve: factors[{index}]"
-            raise_for_info(each, where, failure, order=own)
+            by_batch, where = info.view(factor.shape[:-2]), f"kron_solve: factors[{index}]"
+            raise_for_info(by_batch, where, failure, order=order)
         failed = info != 0 if failed is None else failed | (info != 0)
-        left *= own
+        left *= order
     x = x.reshape(*x.shape[:rank], size, columns)
     return x * _nan_where(failed, x)[..., None, None]
 
@@ -463,12 +463,12 @@ def _logdet_of_factors(factors, check_errors: bool) -> torch.Tensor:
     singular = negative
     for index, factor in enumerate(factors):
         sign, logarithm = by_parts(torch.linalg.slogdet, _exact(factor))
-        zero, spoilt, own = sign == 0, holds_nan(factor), factor.shape[-1]
+        zero, spoilt, order = sign == 0, holds_nan(factor), factor.shape[-1]
         singular = singular | zero
         if check_errors:
-            info, where = lu_info(zero.int(), spoilt, own), f"kron_logdet: factors[{index}]"
-            raise_for_info(info, where, "its determinant is 0", order=own)
-        times = size // own
+            info, where = lu_info(zero.int(), spoilt, order), f"kron_logdet: factors[{index}]"
+            raise_for_info(info, where, "its determinant is 0", order=order)
+        times = size // order
         total = total + float(times) * logarithm * _nan_where(spoilt, logarithm)
         if times % 2:
             negative = negative ^ (sign < 0)

@@ -44,10 +44,10 @@ def symmetric(factor: torch.Tensor) -> torch.Tensor:
 
 def outer(vectors) -> torch.Tensor:
     """``v1 ⊗ ... ⊗ vN`` of (..., n_i); 1 of none."""
-    made = vectors[0]
+    result = vectors[0]
     for vector in vectors[1:]:
-        made = (made[..., :, None] * vector[..., None, :]).flatten(-2)
-    return made
+        result = (result[..., :, None] * vector[..., None, :]).flatten(-2)
+    return result
 
 
 def product(x: torch.Tensor, factors) -> torch.Tensor:
@@ -112,13 +112,13 @@ def _of_factors(system, x: torch.Tensor, y: torch.Tensor, factors, needs) -> lis
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         if recorded:
-            own = [f.view_as(f) for f in factors]
+            leaves = [f.view_as(f) for f in factors]
         else:
-            x, own = x.detach(), [f.detach().requires_grad_() for f in factors]
-        wanted = [f for f, need in zip(own, needs, strict=True) if need]
-        made = system.product(x, own)
-        found = iter(torch.autograd.grad(made, wanted, y, create_graph=recorded))
-    return [next(found) if need else None for need in needs]
+            x, leaves = x.detach(), [f.detach().requires_grad_() for f in factors]
+        inputs = [f for f, need in zip(leaves, needs, strict=True) if need]
+        image = system.product(x, leaves)
+        grads = iter(torch.autograd.grad(image, inputs, y, create_graph=recorded))
+    return [next(grads) if need else None for need in needs]
 
 
 class Eigenbasis(NamedTuple):
@@ -143,11 +143,11 @@ class Eigenbasis(NamedTuple):
 
 
 def eigenbasis(task: str, factors, check_errors: bool) -> Eigenbasis:
-    found = [dense.eigh(factor.detach()) for factor in factors]
+    results = [dense.eigh(factor.detach()) for factor in factors]
     if check_errors:
-        for index, (_, _, info) in enumerate(found):
+        for index, (_, _, info) in enumerate(results):
             raise_for_info(info, f"{task}: factors[{index}]", NOT_CONVERGED)
-    return Eigenbasis([w for w, _, _ in found], [v for _, v, _ in found])
+    return Eigenbasis([w for w, _, _ in results], [v for _, v, _ in results])
 
 
 class LogDet(Function):
@@ -182,8 +182,8 @@ class _Traces(Function):
     @staticmethod
     def backward(ctx, *changes):
         with torch.no_grad():
-            found = _second_derivatives(ctx.basis, *changes, *ctx.saved_tensors[:2])
-        return None, *_Last.apply(len(found), *found, *changes, *ctx.saved_tensors)
+            derivatives = _second_derivatives(ctx.basis, *changes, *ctx.saved_tensors[:2])
+        return None, *_Last.apply(len(derivatives), *derivatives, *changes, *ctx.saved_tensors)
 
 
 class _Last(Function):
@@ -230,30 +230,30 @@ def _second(weight, noise, values, of_noise, of_values) -> tuple[torch.Tensor, .
         rate = of_noise[..., None]
         for index, change in enumerate(of_values):
             rate = rate + outer([*values[:index], change, *values[index + 1 :]])
-        found = (weight * (rate / (outer(values) + noise[..., None])).sum(-1)).sum()
-        return torch.autograd.grad(found, leaves)
+        total = (weight * (rate / (outer(values) + noise[..., None])).sum(-1)).sum()
+        return torch.autograd.grad(total, leaves)
 
 
 def _divided(basis: Eigenbasis, index: int, weight, noise) -> torch.Tensor:
     """``(g_i(a) - g_i(b)) / (a - b) = -sum prod_(m != i) w_m^2 / (d_a d_b)`` at all pairs of
     eigenvalues of factor i, (..., n_i, n_i)."""
     values = basis.values
-    own = values[index].shape[-1]
-    others = outer([*values[:index], torch.ones_like(values[index]), *values[index + 1 :]])
-    each = others / basis.shifted(noise)
+    order = values[index].shape[-1]
+    rest = outer([*values[:index], torch.ones_like(values[index]), *values[index + 1 :]])
+    terms = rest / basis.shifted(noise)
     left = math.prod(w.shape[-1] for w in values[:index])
-    each = each.reshape(*each.shape[:-1], left, own, -1).movedim(-2, -3).flatten(-2)
-    return -_times(weight[..., None, None] * each, each.mT)
+    terms = terms.reshape(*terms.shape[:-1], left, order, -1).movedim(-2, -3).flatten(-2)
+    return -_times(weight[..., None, None] * terms, terms.mT)
 
 
 def _sums_but_one(t: torch.Tensor, values) -> list[torch.Tensor]:
     """For each factor, ``sum t prod_(m != i) w_m`` over the others: (..., n_i) of t (..., n)."""
-    found = []
-    for index, own in enumerate(values):
+    sums = []
+    for index, value in enumerate(values):
         rows = [w[..., None, :] for w in values]
-        rows[index] = torch.eye(own.shape[-1], dtype=own.dtype, device=own.device)
-        found.append(product(t[..., None], rows).squeeze(-1))
-    return found
+        rows[index] = torch.eye(value.shape[-1], dtype=value.dtype, device=value.device)
+        sums.append(product(t[..., None], rows).squeeze(-1))
+    return sums
 
 
 def _spectral(vectors: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -119,4 +119,4 @@ def by_parts(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         return None
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts).unflatten(0, batch)
-    return tuple(torch.cat(each).unflatten(0, batch) for each in zip(*parts, strict=True))
+    return tuple(torch.cat(pieces).unflatten(0, batch) for pieces in zip(*parts, strict=True))

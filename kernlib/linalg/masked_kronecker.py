@@ -79,14 +79,14 @@ def masked_kron_matmul(
     """
     check_dense(("x",), x=x)
     factors = as_factors(factors)
-    made, given = _sizes(x, factors)
-    if columns is None and made != given:
+    height, width = _sizes(x, factors)
+    if columns is None and height != width:
         raise ValueError(
-            f"columns must be given where the product of factors is not square: it is {made} by "
-            f"{given}"
+            f"columns must be given where the product of factors is not square: it is {height} by "
+            f"{width}"
         )
-    rows = _checked("rows", rows, made, x)
-    columns = rows if columns is None else _checked("columns", columns, given, x)
+    rows = _checked("rows", rows, height, x)
+    columns = rows if columns is None else _checked("columns", columns, width, x)
     count, vector = columns.shape[0], x.dim() == 1
     x = x.unsqueeze(-1) if vector else x
     if x.dim() < 2 or x.shape[-2] != count:
@@ -94,7 +94,7 @@ def masked_kron_matmul(
         raise ValueError(
             f"x must be ({count},) or (..., {count}, C) for so many columns, got shape {shape}"
         )
-    grid = kron_matmul(_scattered(x, columns, given), factors, side="left", precision=precision)
+    grid = kron_matmul(_scattered(x, columns, width), factors, side="left", precision=precision)
     y = grid.index_select(-2, rows)
     return y.squeeze(-1) if vector else y
 
@@ -160,12 +160,12 @@ def masked_kron_solve(
     columns, vector = as_columns(b, "b", factors, batch, index.shape[0])
     for name, tensor in (("b", b), ("noise", noise), ("factors", factors[0])):
         refuse_meta(name, tensor)
-    found: list[CGResult] = []
+    results: list[CGResult] = []
     options = preconditioner, tol, max_iter, check_every
-    system = _Observed(index, features(factors), vector, options, found)
+    system = _Observed(index, features(factors), vector, options, results)
     x = ImplicitSolve.apply(system, columns, noise, *(symmetric(f) for f in factors))
-    warn_unless_converged("masked_kron_solve", found[0], tol)
-    _, residual, iterations = found[0]
+    warn_unless_converged("masked_kron_solve", results[0], tol)
+    _, residual, iterations = results[0]
     if vector:
         x, residual = x.squeeze(-1), residual.squeeze(-1)
     return CGResult(x, residual, iterations)
@@ -189,8 +189,8 @@ class _Observed(NamedTuple):
         def matmul(v: torch.Tensor) -> torch.Tensor:
             v = columns.apart(v)
             grid.index_copy_(-2, self.index, v)  # what is not observed stays 0
-            made = product(grid, factors).index_select(-2, self.index)
-            return columns.side_by_side(made + shift * v)
+            y = product(grid, factors).index_select(-2, self.index)
+            return columns.side_by_side(y + shift * v)
 
         preconditioner, *limits = self.options
         if preconditioner is not None:
@@ -209,8 +209,8 @@ class _Observed(NamedTuple):
         return x
 
     def product(self, x: torch.Tensor, factors) -> torch.Tensor:
-        made = product(_scattered(x, self.index, self.size), factors)
-        return made.index_select(-2, self.index)
+        y = product(_scattered(x, self.index, self.size), factors)
+        return y.index_select(-2, self.index)
 
 
 class _Columns(NamedTuple):
@@ -233,14 +233,14 @@ class _Columns(NamedTuple):
         def called(v: torch.Tensor) -> torch.Tensor:
             v = self.apart(v)
             v = v.squeeze(-1) if vector else v
-            made = given(v)
-            if not isinstance(made, torch.Tensor) or made.shape != v.shape:
-                shown = getattr(made, "shape", None)
-                shown = type(made).__name__ if shown is None else f"shape {tuple(shown)}"
+            y = given(v)
+            if not isinstance(y, torch.Tensor) or y.shape != v.shape:
+                shown = getattr(y, "shape", None)
+                shown = type(y).__name__ if shown is None else f"shape {tuple(shown)}"
                 raise ValueError(
                     f"preconditioner must return a tensor of shape {tuple(v.shape)}, got {shown}"
                 )
-            return self.side_by_side(made.unsqueeze(-1) if vector else made)
+            return self.side_by_side(y.unsqueeze(-1) if vector else y)
 
         return called
 

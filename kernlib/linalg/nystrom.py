@@ -61,13 +61,14 @@ class NystromPreconditioner(NamedTuple):
 
     def _check(self, v) -> None:
         check_dense(("v",), v=v)
-        own = self.vectors
-        if v.dim() not in (1, 2) or v.shape[0] != own.shape[0]:
-            size = own.shape[0]
+        vectors = self.vectors
+        if v.dim() not in (1, 2) or v.shape[0] != vectors.shape[0]:
+            size = vectors.shape[0]
             raise ValueError(f"v must be ({size},) or ({size}, C), got shape {tuple(v.shape)}")
-        if (v.dtype, v.device) != (own.dtype, own.device):
+        if (v.dtype, v.device) != (vectors.dtype, vectors.device):
             raise TypeError(
-                f"v must be {own.dtype} on {own.device} as x was, got {v.dtype} on {v.device}"
+                f"v must be {vectors.dtype} on {vectors.device} as x was, got "
+                f"{v.dtype} on {v.device}"
             )
 
 
@@ -261,11 +262,11 @@ def _preconditioner(
 ) -> NystromPreconditioner:
     """Of the eigenvalues ``squares`` of ``B^T B`` and their eigenvectors ``turn``: U is
     ``B turn / sqrt(squares)``."""
-    kept = squares > 2 * shift  # below, rounding errors have as much to say
-    eigenvalues = torch.where(kept, squares - shift, 0)
-    least = torch.where(kept, eigenvalues, torch.inf).min()
-    weights = torch.where(kept, (least + mu) / (eigenvalues + mu) - 1, 0)
-    mixing = turn * torch.where(kept, squares.clamp_min(shift).rsqrt(), 0)
+    mask = squares > 2 * shift  # below, rounding errors have as much to say
+    eigenvalues = torch.where(mask, squares - shift, 0)
+    least = torch.where(mask, eigenvalues, torch.inf).min()
+    weights = torch.where(mask, (least + mu) / (eigenvalues + mu) - 1, 0)
+    mixing = turn * torch.where(mask, squares.clamp_min(shift).rsqrt(), 0)
     vectors = torch.empty_like(columns)
     for where, rows in _factor_rows(columns, chosen, shift, root):
         vectors[where] = (rows @ mixing).to(columns.dtype)

@@ -44,19 +44,19 @@ def as_activation(value) -> tuple[Epilogue, ...]:
             )
         value = NAMED[value]
     try:
-        found = as_epilogues(value)
+        epilogues = as_epilogues(value)
     except TypeError:
         raise TypeError(
             f"activation must be a name such as 'gelu' or an epilogue such as kernlib.Gelu(), got "
             f"{shown(value)}{advice_on(value)}"
         ) from None
-    for epilogue in found:
+    for epilogue in epilogues:
         if epilogue.parameters:
             raise ValueError(
                 f"activation {epilogue!r} needs the argument(s) {', '.join(epilogue.parameters)}, "
                 "which a layer does not take; write the number into a kernlib.Custom()"
             )
-    return found
+    return epilogues
 
 
 class Parsed(NamedTuple):

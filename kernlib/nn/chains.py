@@ -130,8 +130,12 @@ class Suggestions(Mapping[Sizes, tuple[Suggestion, ...]]):
         speedup, chains = as_number("speedup", speedup), {}
         if not speedup >= 0:
             raise ValueError(f"speedup must be 0 or more, got {speedup}")
-        for sizes, every in self._by_sizes.items():
-            fast = [one.chain for one in every if one.estimate.speedup >= speedup]
+        for sizes, suggestions in self._by_sizes.items():
+            fast = [
+                suggestion.chain
+                for suggestion in suggestions
+                if suggestion.estimate.speedup >= speedup
+            ]
             chains |= {sizes: fast[0]} if fast else {}
         return chains
 
@@ -148,15 +152,18 @@ class Suggestions(Mapping[Sizes, tuple[Suggestion, ...]]):
         table.add_column("factors, first one first", min_width=17)
         for name in ("parameters", "share", "us", "dense", "speed-up"):
             table.add_column(name, justify="right", no_wrap=True)
-        for (cols, out), every in self._by_sizes.items():
+        for (cols, out), suggestions in self._by_sizes.items():
             dense, layer = cols * out, f"{cols} to {out}"
-            if not every:
+            if not suggestions:
                 table.add_row(layer, "none is faster", *[""] * 5)
-            for one in every:
-                words = [f"{one.parameters:,}", f"{100 * one.parameters / dense:.1f} %"]
-                words += [f"{time:.1f}" for time in one.estimate]
-                chain = " ".join(map(_short, one.chain))
-                table.add_row(layer, chain, *words, f"{one.estimate.speedup:.2f}")
+            for suggestion in suggestions:
+                words = [
+                    f"{suggestion.parameters:,}",
+                    f"{100 * suggestion.parameters / dense:.1f} %",
+                ]
+                words += [f"{time:.1f}" for time in suggestion.estimate]
+                chain = " ".join(map(_short, suggestion.chain))
+                table.add_row(layer, chain, *words, f"{suggestion.estimate.speedup:.2f}")
                 layer = ""
         return table
 
@@ -216,7 +223,7 @@ def suggest_chains(
     if dtype is None:
         dtype = next(iter(sizes.values()), torch.float32)
     kind = kind_of(dtype, None)
-    return Suggestions({one: _best(*one, rows, kind, count) for one in sizes}, rows, dtype)
+    return Suggestions({pair: _best(*pair, rows, kind, count) for pair in sizes}, rows, dtype)
 
 
 def as_count(name: str, value: object) -> int:
@@ -246,18 +253,18 @@ def estimate_of(
 
 def _best(cols: int, out: int, rows: int, kind: str, count: int) -> tuple[Suggestion, ...]:
     """The fastest of each number of parameters, those with most first."""
-    every = []
+    suggestions = []
     for chain in _chains(cols, out):
         parameters = sum(math.prod(pattern) for pattern in chain)
         estimate = estimate_of(chain, (cols, out), rows, kind)
         if parameters < cols * out and estimate.speedup > 1:
             done = _operations(chain, rows)
-            every.append(Suggestion(chain, parameters, done, estimate))
-    every.sort(key=lambda one: (-one.parameters, one.estimate.layer_us, one.chain))
+            suggestions.append(Suggestion(chain, parameters, done, estimate))
+    suggestions.sort(key=lambda one: (-one.parameters, one.estimate.layer_us, one.chain))
     front: list[Suggestion] = []
-    for one in every:
-        if not front or one.estimate.layer_us < front[-1].estimate.layer_us:
-            front.append(one)
+    for suggestion in suggestions:
+        if not front or suggestion.estimate.layer_us < front[-1].estimate.layer_us:
+            front.append(suggestion)
     if len(front) <= count:
         return tuple(front)
     steps = [round(index * (len(front) - 1) / max(1, count - 1)) for index in range(count)]

@@ -179,8 +179,8 @@ def _by_bmm(x, w_kron, pattern: Pattern, batch_last: bool) -> torch.Tensor:
     _check_shape("w_kron", w_kron, _stored_shapes(pattern, "bmm"))
     check_dense(("x",), x=x)
     if x.dim() == 0 or x.shape[0 if batch_last else -1] != a * c * d:
-        wanted = f"({a * c * d}, ...)" if batch_last else f"(..., {a * c * d})"
-        raise ValueError(f"x must have shape {wanted}, got {tuple(x.shape)}")
+        expected = f"({a * c * d}, ...)" if batch_last else f"(..., {a * c * d})"
+        raise ValueError(f"x must have shape {expected}, got {tuple(x.shape)}")
     if x.dtype != w_kron.dtype:
         raise TypeError(f"x and w_kron must have one dtype, got {x.dtype} and {w_kron.dtype}")
     return bmm(x, None, pattern, batch_last, w_kron.reshape(a * d, b, c))
@@ -221,12 +221,12 @@ def _stored_shapes(pattern: Pattern, algo: str) -> list[tuple[int, ...]]:
 def _check_shape(
     name: str, tensor, shapes: list[tuple[int, ...]], compressed: bool = False
 ) -> None:
-    known = compressed and isinstance(tensor, torch.Tensor) and tensor.layout in COMPRESSED
-    if not known:
+    is_compressed = compressed and isinstance(tensor, torch.Tensor) and tensor.layout in COMPRESSED
+    if not is_compressed:
         check_dense((name,), **{name: tensor})
     if tuple(tensor.shape) not in shapes:
-        wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
 
 
 # Layers.
@@ -393,8 +393,8 @@ def _check_layer(in_features, out_features, bias, weights) -> None:
 def _check_input(layer: nn.Linear, input, axis: int) -> None:
     check_dense(("input",), input=input)
     if input.dim() == 0 or input.shape[axis] != layer.in_features:
-        wanted = f"({layer.in_features}, ...)" if axis == 0 else f"(..., {layer.in_features})"
-        raise ValueError(f"input must have shape {wanted}, got {tuple(input.shape)}")
+        expected = f"({layer.in_features}, ...)" if axis == 0 else f"(..., {layer.in_features})"
+        raise ValueError(f"input must have shape {expected}, got {tuple(input.shape)}")
     if input.dtype != layer.weight.dtype and not autocasts(input.device):
         raise TypeError(
             f"input must be {layer.weight.dtype} as the layer's weight is, got {input.dtype}"

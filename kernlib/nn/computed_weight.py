@@ -149,16 +149,16 @@ def _written(func: Callable, name: str, args: tuple, kwargs: dict) -> list:
 
 def _flat(value: Any) -> list:
     if isinstance(value, (tuple, list)):
-        return [one for part in value for one in _flat(part)]
+        return [leaf for part in value for leaf in _flat(part)]
     return [value]
 
 
 def _mapped(function: Callable, value: Any) -> Any:
     """``function`` of what lies in tuples, lists and the values of dictionaries."""
     if isinstance(value, dict):
-        return {key: _mapped(function, one) for key, one in value.items()}
+        return {key: _mapped(function, item) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_mapped(function, one) for one in value)
+        return type(value)(_mapped(function, item) for item in value)
     return function(value)
 
 

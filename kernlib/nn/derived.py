@@ -52,9 +52,9 @@ def derived(
         kept.pop(place, None)
         return None
     stamp = _stamp(name, weight, promised)
-    found = kept.get(place)
-    if found is not None and found.stamp == stamp and _holds(found, weight):
-        return found.value
+    entry = kept.get(place)
+    if entry is not None and entry.stamp == stamp and _holds(entry, weight):
+        return entry.value
     with torch.inference_mode(False), torch.no_grad():
         copy = memory = None
         if promised:

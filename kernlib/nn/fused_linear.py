@@ -128,8 +128,8 @@ def _joined(
     if format == "auto" and len(formats) == 1 and columns == 1:
         format = formats.pop()
     with torch.inference_mode(False), torch.no_grad():
-        if format in ("auto", present[0].format) and (whole := stack(present)) is not None:
-            return whole
+        if format in ("auto", present[0].format) and (joint := stack(present)) is not None:
+            return joint
         rows = [m.shape[0] for m in present]
         dense = torch.empty(
             (sum(rows), present[0].shape[1]), dtype=present[0].dtype, device=present[0].device
@@ -172,8 +172,8 @@ class FusedLinear(SparseLinear):
     def _lacks_matrix(self) -> bool:
         if not self._is_joined:
             return super()._lacks_matrix()
-        held = self.joint._matrix
-        return held is None or held.device.type == "meta"
+        matrix = self.joint._matrix
+        return matrix is None or matrix.device.type == "meta"
 
     def _put_carrier(self) -> None:
         super()._put_carrier()
@@ -192,16 +192,16 @@ class FusedLinear(SparseLinear):
         """The layer's rows as a matrix, None if there are none with values."""
         if not self._is_joined:
             return self._matrix
-        held = self.joint._matrix
-        if held is None or held.device.type == "meta" or stand_ins(*held.operands):
+        matrix = self.joint._matrix
+        if matrix is None or matrix.device.type == "meta" or stand_ins(*matrix.operands):
             return None
         with torch.inference_mode(False), torch.no_grad():
-            some = rows_of(held, self._first, self.out_features)
+            some = rows_of(matrix, self._first, self.out_features)
             if some is not None:
                 return some
             rows = self._dense_rows().contiguous()
-            fits = format_of(held.format).nbytes(rows) is not None
-            return compressed(rows, held.format if fits else "auto")
+            fits = format_of(matrix.format).nbytes(rows) is not None
+            return compressed(rows, matrix.format if fits else "auto")
 
     def _dense_rows(self) -> torch.Tensor:
         return self.joint.to_dense()[self._first : self._first + self.out_features]

@@ -120,7 +120,7 @@ class KSLinear(ComputesWeight, nn.Module):
         self._bs_last, self._precision = bs_last, precision
         self._activation = as_activation(activation)
         self._steps = as_steps(self._activation)
-        self._descriptors = {given: self._describe(given) for given in (False, True)}
+        self._descriptors = {has_bias: self._describe(has_bias) for has_bias in (False, True)}
         self._names = tuple(str(index) for index in range(self.num_mat))
         self.algo = algo
 
@@ -327,8 +327,8 @@ class KSLinear(ComputesWeight, nn.Module):
         size = self.out_size * (tensor.numel() // self.in_size)
         check_dense(("output",), output=output)
         if output.numel() != size:
-            given = tuple(output.shape)
-            raise ValueError(f"output must be the product of the input, {size} values, got {given}")
+            got = tuple(output.shape)
+            raise ValueError(f"output must be the product of the input, {size} values, got {got}")
         if output.dim() == 0 or output.shape[0 if self.bs_last else -1] != self.out_size:
             shape = f"({self.out_size}, ...)" if self.bs_last else f"(..., {self.out_size})"
             raise ValueError(f"output must have shape {shape}, got {tuple(output.shape)}")
@@ -514,7 +514,7 @@ def flatten_bias(state_dict: dict, prefix: str, size: int) -> None:
 def _as_patterns(patterns) -> tuple[Pattern, ...]:
     if not isinstance(patterns, Sequence) or isinstance(patterns, str) or not len(patterns):
         raise TypeError(f"patterns must be a list of tuples (a, b, c, d), got {shown(patterns)}")
-    found = []
+    checked = []
     for index, pattern in enumerate(patterns):
         try:
             sizes = tuple(operator.index(size) for size in pattern)
@@ -528,8 +528,8 @@ def _as_patterns(patterns) -> tuple[Pattern, ...]:
             raise ValueError(f"patterns[{index}] must have sizes of 1 or more, got {shown(sizes)}")
         if math.prod(sizes) >= MOST:
             raise ValueError(f"patterns[{index}] must hold below 2**60 numbers, got {shown(sizes)}")
-        found.append(sizes)
-    return tuple(found)
+        checked.append(sizes)
+    return tuple(checked)
 
 
 def _checked_weights(weights, patterns: tuple[Pattern, ...]) -> list[torch.Tensor]:
@@ -572,9 +572,9 @@ def weights_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:
     """Its ``factors``, without the 1 us each that a ParameterList takes to find them; ``names`` are
     their places in it."""
     factors = layer._modules["factors"]
-    held = factors._parameters
+    parameters = factors._parameters
     try:
-        return [held[name] for name in names]
+        return [parameters[name] for name in names]
     except KeyError:  # parametrized
         return list(factors)
 
@@ -586,15 +586,15 @@ def checked_device(device: object) -> torch.device | None:
 
 def _shared(weights: list[torch.Tensor], name: str):
     """The dtype or device of all weights. Raises ValueError where they differ."""
-    found = [getattr(weight, name) for weight in weights]
-    if len(set(found)) > 1:
-        raise ValueError(f"weights have several {name}s, {found}; give the {name} of the layer")
-    return found[0]
+    values = [getattr(weight, name) for weight in weights]
+    if len(set(values)) > 1:
+        raise ValueError(f"weights have several {name}s, {values}; give the {name} of the layer")
+    return values[0]
 
 
 def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        known = ", ".join(str(one) for one in DTYPES)
-        raise TypeError(f"dtype must be one of {known}, got {shown(dtype)}")
+        names = ", ".join(str(kind) for kind in DTYPES)
+        raise TypeError(f"dtype must be one of {names}, got {shown(dtype)}")
     return dtype

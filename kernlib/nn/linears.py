@@ -198,10 +198,10 @@ def dense_linear(layer: nn.Module, weight: torch.Tensor) -> nn.Linear:
 def places_of(model: nn.Module, match) -> dict[nn.Module, list[tuple[nn.Module, str, str]]]:
     """The layers that ``match`` takes in one of their places, and all places of each: its parent,
     its name there, its whole name."""
-    every = list(linears(model))
-    accepted = {layer for _, _, name, layer in every if matches(match, name, layer)}
+    listed = list(linears(model))
+    accepted = {layer for _, _, name, layer in listed if matches(match, name, layer)}
     places: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
-    for parent, child, name, layer in every:
+    for parent, child, name, layer in listed:
         if layer in accepted:
             places.setdefault(layer, []).append((parent, child, name))
     return places

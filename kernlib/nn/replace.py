@@ -101,8 +101,8 @@ def replace_linear(
     is_function = callable(patterns) and not isinstance(patterns, type)
     chain_of = patterns if is_function else _by_sizes(patterns)
     holders = holders_of(model)
-    every, rest, new = list(linears(model)), rest_of(model, match), {}
-    for _, _, name, layer in every:
+    listed, rest, new = list(linears(model)), rest_of(model, match), {}
+    for _, _, name, layer in listed:
         if layer in new or not matches(match, name, layer):
             continue
         linear = as_linear(layer)
@@ -113,7 +113,7 @@ def replace_linear(
         new[layer] = _replacement(name, linear, chain, approximate, options)
     if not new:
         _warn_of_nothing(model, match, patterns)
-    places = [(*place, name, new[layer]) for *place, name, layer in every if layer in new]
+    places = [(*place, name, new[layer]) for *place, name, layer in listed if layer in new]
     for parent, child, _, layer in places:
         setattr(parent, child, layer)
     warn_of_rest("replace_linear", rest, new)

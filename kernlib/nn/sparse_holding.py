@@ -86,12 +86,12 @@ class MatrixModule(IndexedModule):
     def _put_carrier(self) -> None:
         """Put the buffer there that loaders write in the place of: of any size where nobody knows
         which matrix it will be."""
-        held = self._matrix
-        if held is None or held.device.type == "meta":
-            self._carrier = Unsized.on(self._place if held is None else held.device)
+        matrix = self._matrix
+        if matrix is None or matrix.device.type == "meta":
+            self._carrier = Unsized.on(self._place if matrix is None else matrix.device)
         else:
             # Of floats: torch's averages of buffers divide in place, which whole numbers refuse.
-            self._carrier = torch.empty(0, dtype=torch.float32, device=held.device)
+            self._carrier = torch.empty(0, dtype=torch.float32, device=matrix.device)
         self._register_carrier()
 
     def _register_carrier(self) -> None:
@@ -127,30 +127,30 @@ class MatrixModule(IndexedModule):
             other = self._of_carrier()
             if other is not None:
                 return other
-        held = self._matrix
-        if is_filled and compiling and held is not None:
+        matrix = self._matrix
+        if is_filled and compiling and matrix is not None:
             raise RuntimeError(
                 f"{PACKED} of this SparseLinear is another tensor than its own, which compiled "
                 "calls do not read: load_state_dict makes it the layer's"
             )
-        if held is None:
+        if matrix is None:
             raise UnknownIndices(
                 "this SparseLinear is empty: load a state_dict into it; one that has been filled "
                 "by name must be called once before it is compiled"
             )
         if compiling and not self._is_exchanged:
-            return held
+            return matrix
         is_counted = self._written is not None and not compiling
-        for name, operand in zip(self._indices, held.operands, strict=True):
+        for name, operand in zip(self._indices, matrix.operands, strict=True):
             if getattr(self, name) is not operand:
-                return of_others(held, {name: getattr(self, name) for name in self._indices})
+                return of_others(matrix, {name: getattr(self, name) for name in self._indices})
             if is_counted:
                 writes += operand._version
         if compiling:
-            return held
+            return matrix
         if is_counted and writes != self._written:
-            self._look_at_writes(held, writes)
-        return held if self._is_unwritten() else self._of_mark(held)
+            self._look_at_writes(matrix, writes)
+        return matrix if self._is_unwritten() else self._of_mark(matrix)
 
     def _of_carrier(self) -> SparseMatrix | None:
         """The matrix that a loader, or functional_call, has put there: that of the layer from now
@@ -172,8 +172,8 @@ class MatrixModule(IndexedModule):
 
     def _lacks_matrix(self) -> bool:
         """Whether what a loader puts there is the layer's from then on: it has no values yet."""
-        held = self._matrix
-        return held is None or held.device.type == "meta"
+        matrix = self._matrix
+        return matrix is None or matrix.device.type == "meta"
 
     def _unpacked(
         self, data: torch.Tensor, dtype: torch.dtype | None
@@ -248,24 +248,24 @@ class MatrixModule(IndexedModule):
 
     def _apply(self, fn: Callable, recurse: bool = True):
         self._adopt()
-        held = self._matrix
+        matrix = self._matrix
         before = torch.empty(
-            0, dtype=self._dtype, device=self._place if held is None else held.device
+            0, dtype=self._dtype, device=self._place if matrix is None else matrix.device
         )
         after = fn(before)
-        if held is not None and _makes_anew(fn, before, after):
-            held = None
-        if held is not None and after.dtype != held.dtype:
-            held = rounded(held, after.dtype)
-            self._hold(held)
+        if matrix is not None and _makes_anew(fn, before, after):
+            matrix = None
+        if matrix is not None and after.dtype != matrix.dtype:
+            matrix = rounded(matrix, after.dtype)
+            self._hold(matrix)
         self._dtype = after.dtype
         self._apply_apart(fn, recurse)
         place, mark = after.device, self._buffers[MARK]
-        if held is None:
+        if matrix is None:
             self._become_empty(place)
-        elif place != held.device:
+        elif place != matrix.device:
             with torch.inference_mode(False), torch.no_grad():
-                self._hold(held.to(place), self._digits.to(place))
+                self._hold(matrix.to(place), self._digits.to(place))
                 if not mark.is_meta:  # which may have been written since it was looked at
                     self._take_mark(mark.to(place))
         return self
@@ -295,17 +295,17 @@ class MatrixModule(IndexedModule):
 
     def _saved_carriers(self) -> dict[str, torch.Tensor]:
         try:
-            held = self._weight()
+            matrix = self._weight()
         except UnknownIndices:
             return {PACKED: Unsized.on(self._place)}  # one of its own, as it may be filled
-        if held.device.type == "meta" or stand_ins(*held.operands):
-            return {PACKED: Unsized.on(held.device)}
-        if held is self._matrix and self._data is not None and lies_in(held, self._data):
+        if matrix.device.type == "meta" or stand_ins(*matrix.operands):
+            return {PACKED: Unsized.on(matrix.device)}
+        if matrix is self._matrix and self._data is not None and lies_in(matrix, self._data):
             return {PACKED: self._data.detach()}
         from kernlib.families.sparse.packed import packed  # which only this needs
 
         with torch.inference_mode(False), torch.no_grad(), untransformed():
-            return {PACKED: packed(held)}
+            return {PACKED: packed(matrix)}
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -368,11 +368,11 @@ class MatrixModule(IndexedModule):
     def __getstate__(self) -> dict:
         """Without the matrix, whose tensors are attributes."""
         self._adopt()
-        held = self._matrix
-        described = None if held is None else (held.layout, held.known_nnz())
+        matrix = self._matrix
+        described = None if matrix is None else (matrix.layout, matrix.known_nnz())
         gone = {"_seen": None, "_other": None, "_carrier": None, "_data": None}
         state = {**self.__dict__, "_matrix": described, **gone}
-        memory = None if held is None or self._is_exchanged else memory_of(held)
+        memory = None if matrix is None or self._is_exchanged else memory_of(matrix)
         if memory is not None:  # torch would save it for each tensor that lies in it, or refuse to
             state = {n: value for n, value in state.items() if n not in self._indices}
             state["_joined"] = memory

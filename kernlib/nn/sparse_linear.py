@@ -268,10 +268,10 @@ class SparseLinear(ComputesWeight, MatrixModule):
         if self._matrix is None:
             parts += [f"dtype={self._dtype}", "empty"]
         else:
-            held = self._matrix
-            parts += [f"format={held.format!r}", f"dtype={held.dtype}"]
-            parts += [f"density={held.density:.3g}"] if held.device.type != "meta" else []
-            parts += [f"bytes={held.nbytes}"]
+            matrix = self._matrix
+            parts += [f"format={matrix.format!r}", f"dtype={matrix.dtype}"]
+            parts += [f"density={matrix.density:.3g}"] if matrix.device.type != "meta" else []
+            parts += [f"bytes={matrix.nbytes}"]
         return ", ".join([*parts, *(f"activation={epilogue}" for epilogue in self.activation)])
 
 

@@ -90,8 +90,8 @@ def check_bias(bias, weight: torch.Tensor | SparseMatrix) -> None:
 
 def checked_dtype(dtype: torch.dtype) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        known = ", ".join(DTYPES)
-        raise TypeError(f"dtype of a SparseLinear must be one of {known}, got {shown(dtype)}")
+        names = ", ".join(DTYPES)
+        raise TypeError(f"dtype of a SparseLinear must be one of {names}, got {shown(dtype)}")
     return dtype
 
 

@@ -142,7 +142,7 @@ class StandIns:
         """What stands for a value, or for all in a tuple or dict. What is no dense tensor is there
         itself, for calls to refuse."""
         if isinstance(value, dict):
-            return {name: self.of(each) for name, each in value.items()}
+            return {name: self.of(item) for name, item in value.items()}
         if isinstance(value, tuple):
             parts = map(self.of, value)
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -99,7 +99,7 @@ def check_broadcast(shape: Sequence[int], name: str, value: torch.Tensor) -> Non
     """Raises ValueError for a tensor that does not broadcast to a shape."""
     behind = len(shape) - value.dim()
     if behind < 0 or any(
-        [own not in (1, size) for own, size in zip(value.shape, shape[behind:], strict=True)]
+        [length not in (1, size) for length, size in zip(value.shape, shape[behind:], strict=True)]
     ):
         raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(value.shape)}")
 
@@ -115,8 +115,8 @@ def check_same_kind(
     device. Errors call the tensors ``first`` and ``second``. Raises ValueError and TypeError."""
     for name, tensor in ((first, x), (second, y)) if dtypes else ():
         if tensor.dtype not in dtypes:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise TypeError(f"{name} must be one of {known}, got {tensor.dtype}")
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"{name} must be one of {names}, got {tensor.dtype}")
     if x.dtype != y.dtype:
         raise TypeError(f"{first} and {second} must have one dtype, got {x.dtype} and {y.dtype}")
     if x.device != y.device:
@@ -257,8 +257,8 @@ def apart_of(descriptor: Product, out, parameters: dict) -> dict[str, torch.Tens
     if out is None or not descriptor.summands:
         return tensors
     summands = [name for name in descriptor.summands if name in tensors]
-    kept = [name for name in summands if is_itself(tensors[name], out)]
-    return {name: value for name, value in tensors.items() if name not in kept}
+    in_place = [name for name in summands if is_itself(tensors[name], out)]
+    return {name: value for name, value in tensors.items() if name not in in_place}
 
 
 def readable(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
@@ -283,7 +283,7 @@ def parameters_of(plan, descriptor: Product, parameters: dict) -> tuple:
     vectors = [parameters[name].contiguous() for name in plan.vectors]
     if not plan.scalars:
         return vectors, (), ()
-    numbers, kept = [0.0, 0] * len(plan.scalars), []
+    numbers, converted = [0.0, 0] * len(plan.scalars), []
     for index, name in enumerate(plan.scalars):
         value = parameters[name]
         number = host_value(name, value, 0)
@@ -296,8 +296,8 @@ def parameters_of(plan, descriptor: Product, parameters: dict) -> tuple:
             check_tensor(name, value, descriptor.positive, dimensions=0)
         tensor = on_device(name, value, plan.device, accumulator(plan.dtype))
         numbers[2 * index + 1] = tensor.data_ptr()
-        kept.append(tensor)
-    return vectors, numbers, kept
+        converted.append(tensor)
+    return vectors, numbers, converted
 
 
 def parameter_ranges(plan, spans: Sequence[int], parameters: dict) -> list[tuple[int, int]]:
@@ -305,9 +305,9 @@ def parameter_ranges(plan, spans: Sequence[int], parameters: dict) -> list[tuple
     an ``out`` that shares memory with one is refused even where the kernel reads a copy. ``spans``
     are the lengths of the vectors."""
     vectors = zip(plan.vectors, spans, strict=True)
-    found = [(parameters[name].data_ptr(), length) for name, length in vectors]
+    ranges = [(parameters[name].data_ptr(), length) for name, length in vectors]
     for name in plan.scalars:
         value = parameters[name]
         if isinstance(value, torch.Tensor):
-            found.append((value.data_ptr(), value.element_size()))
-    return found
+            ranges.append((value.data_ptr(), value.element_size()))
+    return ranges

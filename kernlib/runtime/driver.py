@@ -33,18 +33,18 @@ def launch_config(shape: tuple[int, ...], stream: int, overlaps: bool) -> object
     assigned to them is copied."""
     from cuda.bindings import driver
 
-    made = driver.CUlaunchConfig()
-    made.gridDimX, made.gridDimY, made.gridDimZ = shape[:3]
-    made.blockDimX, made.blockDimY, made.blockDimZ = shape[3:6]
-    made.sharedMemBytes = shape[6]
-    made.hStream = driver.CUstream(stream)
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = shape[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape[3:6]
+    config.sharedMemBytes = shape[6]
+    config.hStream = driver.CUstream(stream)
     if overlaps and version() >= OVERLAPS_FROM:
         kinds = driver.CUlaunchAttributeID
         attribute = driver.CUlaunchAttribute()
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        made.attrs, made.numAttrs = [attribute], 1
-    return made
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 @lru_cache(maxsize=1)

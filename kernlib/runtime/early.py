@@ -48,13 +48,13 @@ def _with_backward(result):
     """The result of a rehearsed call, whose backward pass is rehearsed too: of a gradient that lies
     as the result does, and of one as ``sum()`` makes it. The node is called by itself, without
     autograd's threads."""
-    y, *others = result if isinstance(result, tuple) else (result,)
+    y, *rest = result if isinstance(result, tuple) else (result,)
     backward = getattr(getattr(y, "grad_fn", None), "apply", None)
     if backward is not None:
-        one = torch.empty((), dtype=y.dtype, device=y.device)
+        scalar = torch.empty((), dtype=y.dtype, device=y.device)
         with torch.no_grad(), suppress(Exception):
-            for grad in (rehearsal.like(y), one.expand(y.shape)):
-                backward(grad, *[None] * len(others))
+            for grad in (rehearsal.like(y), scalar.expand(y.shape)):
+                backward(grad, *[None] * len(rest))
     return result
 
 

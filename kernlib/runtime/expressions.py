@@ -48,9 +48,9 @@ def extreme(operator: str, x, y, share: float) -> torch.Tensor:
     second = _SECOND[operator, share > 0](x, y)
     if isinstance(y, torch.Tensor):
         second = second | y.isnan()
-    found = torch.where(second, y, x)
+    chosen = torch.where(second, y, x)
     # Halves first: their sum does not overflow.
-    return found if share in (0, 1) else torch.where(x == y, 0.5 * x + 0.5 * y, found)
+    return chosen if share in (0, 1) else torch.where(x == y, 0.5 * x + 0.5 * y, chosen)
 
 
 _FUNCTIONS = {
@@ -107,7 +107,7 @@ def apply(
     are read as :func:`summand` says. ``functions``, by operators and names of the language, take
     the place of torch's.
     """
-    known = _FUNCTIONS | (functions or {})
+    table = _FUNCTIONS | (functions or {})
     vectors = {name for epilogue in epilogues for name in epilogue.vectors}
     after = (v.dim() if axis >= 0 else 0) - 1 - axis  # dimensions of v that follow a vector's
     values = {name: _value(x, v, after if name in vectors else 0) for name, x in parameters.items()}
@@ -119,10 +119,10 @@ def apply(
         if activation is not None:
             v = activation(epilogue, v)
             continue
-        found = _evaluate(epilogue.tree(), {**values, VALUE: v}, known)
-        if not isinstance(found, torch.Tensor):
-            found = v.new_full((), found)
-        v = found.to(v.device).expand(v.shape)
+        result = _evaluate(epilogue.tree(), {**values, VALUE: v}, table)
+        if not isinstance(result, torch.Tensor):
+            result = v.new_full((), result)
+        v = result.to(v.device).expand(v.shape)
     return v
 
 
@@ -184,10 +184,10 @@ def _is_product(node: Node) -> bool:
 def score(tree: Node, v: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
     """The modified logits, differentiable in v and in the floating-point ``values``, which are
     those of positions and captured tensors."""
-    found = _evaluate_score(tree, _score_values(values, v.dtype) | {VALUE: v}, v.dtype)
-    if not isinstance(found, torch.Tensor):
-        found = v.new_full((), found)
-    return found.to(v.device).expand(v.shape)
+    result = _evaluate_score(tree, _score_values(values, v.dtype) | {VALUE: v}, v.dtype)
+    if not isinstance(result, torch.Tensor):
+        result = v.new_full((), result)
+    return result.to(v.device).expand(v.shape)
 
 
 def mask(tree: Node, values: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -233,8 +233,8 @@ def _select(node: Operation, values: dict[str, torch.Tensor], dtype: torch.dtype
     chosen = _as_tensor(_evaluate_score(node.operands[0], values, dtype), dtype)
     sides = []
     for tree, condition in zip(node.operands[1:], (chosen, ~chosen), strict=True):
-        own = {name: _where(condition, values[name]) for name in names(tree)}
-        sides.append(_as_tensor(_evaluate_score(tree, own, dtype), dtype))
+        selected = {name: _where(condition, values[name]) for name in names(tree)}
+        sides.append(_as_tensor(_evaluate_score(tree, selected, dtype), dtype))
     return torch.where(chosen, *sides)
 
 
@@ -308,9 +308,9 @@ def _settle_vector_functions() -> None:
     may come from code of low accuracy, 2e-5 in place of 6e-8: in one process of 90
     (pytorch/pytorch#188792)."""
     for dtype in (torch.float32, torch.float64):
-        one = torch.ones(1, dtype=dtype, device="cpu")
+        sample = torch.ones(1, dtype=dtype, device="cpu")
         for function in _BY_MKL:
-            function(one)
+            function(sample)
 
 
 if torch.backends.mkl.is_available() and not is_in_torch_dispatch_mode():

@@ -91,8 +91,8 @@ def bind(operation: Operation) -> Bound:
         if way == REFERENCE:
             if events.listening():
                 device = _device(operation, call, request)
-                said = f"{operation.name} on {device}: no kernel, computed by torch"
-                events.emit("torch", "", "", said)
+                message = f"{operation.name} on {device}: no kernel, computed by torch"
+                events.emit("torch", "", "", message)
             return operation.reference(call, *request)
         if way == OPERATOR:
             return by_operator(operation, request)

@@ -301,7 +301,7 @@ def one_by_one(operator: Operator, info, dims: SimpleNamespace, arguments: Seque
     results = [operator.overload(*(_at(t, dim, index) for t, dim in fields)) for index in calls]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results), 0
-    stacked = [torch.stack(each) for each in zip(*results, strict=True)]
+    stacked = [torch.stack(parts) for parts in zip(*results, strict=True)]
     return type(results[0])(stacked), type(results[0])([0] * len(stacked))
 
 
@@ -325,10 +325,10 @@ def refuse_dispatcher(name: str, function: Callable, request: tuple, error: Exce
         kind = type(tensor)
         if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or _is_torchs(kind):
             continue
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise TypeError(
             f"{argument} is a {kind.__name__}, a tensor with a dispatcher of its own, which does "
-            f"not take kernlib::{name} ({said}): pass the plain tensor that it holds"
+            f"not take kernlib::{name} ({reason}): pass the plain tensor that it holds"
         ) from error
 
 

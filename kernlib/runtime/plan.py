@@ -58,9 +58,9 @@ class Plan:
         addresses = struct.Struct(f"@{pointers}P")
         behind = struct.Struct("<" + numbers)
         size = addresses.size + behind.size
-        whole = MAP_BYTES * len(maps) + size + len(fixed)
+        total = MAP_BYTES * len(maps) + size + len(fixed)
         # The block begins at the first address in this memory that the maps may have.
-        memory = ctypes.create_string_buffer(whole + MAP_ALIGNMENT)
+        memory = ctypes.create_string_buffer(total + MAP_ALIGNMENT)
         start = -ctypes.addressof(memory) % MAP_ALIGNMENT
         first = ctypes.addressof(memory) + start
         place = start + MAP_BYTES * len(maps)

@@ -106,7 +106,7 @@ def make_plan(
     descriptor, _, out, parameters = request
     vectors, device = descriptor.vectors, tensors[0].device
     summands = tuple(zip(descriptor.summands, copies, strict=True))
-    others = {*vectors, *descriptor.summands}
+    not_scalars = {*vectors, *descriptor.summands}
     lowered = lowered or Lowered(())
     pointers = (*names, "out", *(f"vector{index}" for index in range(len(vectors))))
     pointers += tuple(f"summand{index}" for index in range(len(summands)))
@@ -117,7 +117,7 @@ def make_plan(
         device=device,
         place=place,
         vectors=vectors,
-        scalars=tuple(name for name in descriptor.parameters if name not in others),
+        scalars=tuple(name for name in descriptor.parameters if name not in not_scalars),
         summands=summands,
         spans=tuple(map(span, tensors)),
         vector_spans=tuple(span(parameters[name]) for name in vectors),
@@ -147,7 +147,7 @@ def bind(product: Product, on_meta: Callable | None = None) -> Bound:
         if devices.current_device() != plan.index:
             with torch.cuda.device(plan.index):
                 return launch(plan, descriptor, operands, out, parameters)
-        addresses, kept = plan.place(operands)
+        addresses, copies = plan.place(operands)
         vectors = numbers = converted = ()
         if parameters:
             vectors, numbers, converted = parameters_of(plan, descriptor, parameters)
@@ -166,18 +166,18 @@ def bind(product: Product, on_meta: Callable | None = None) -> Bound:
         for vector in vectors:
             addresses.append(vector.data_ptr())
         plan.launch(addresses, numbers)
-        del kept, converted  # their memory is reused on the same stream, so behind the launch
+        del copies, converted  # their memory is reused on the same stream, so behind the launch
         return target if out is None or out is target else out.copy_(target)
 
     def tensors(descriptor, operands, out, parameters) -> tuple:
         return *product.tensors(operands), out, *parameters.values()
 
     def materialised(descriptor, operands, out, parameters) -> tuple | None:
-        given = (*operands, *parameters.values())
-        if not any(is_lazy(value) for value in given if isinstance(value, torch.Tensor)):
+        values = (*operands, *parameters.values())
+        if not any(is_lazy(value) for value in values if isinstance(value, torch.Tensor)):
             return None
-        others = apart_of(descriptor, out, parameters)
-        refuse_any_overlap(out, **named(product, operands), **others)
+        apart = apart_of(descriptor, out, parameters)
+        refuse_any_overlap(out, **named(product, operands), **apart)
         operands, parameters = readable(operands, parameters)
         return descriptor, operands, out, parameters
 
@@ -187,10 +187,17 @@ def bind(product: Product, on_meta: Callable | None = None) -> Bound:
     def rehearsed(plan, descriptor, operands, out, parameters) -> torch.Tensor:
         return plan.result() if out is None else out
 
-    own = product.key, product.check, product.way, reference, product.plan
+    functions = product.key, product.check, product.way, reference, product.plan
     return operation.bind(
         Operation(
-            product.name, product.operators, *own, launch, tensors, materialised, rehearsed, on_meta
+            product.name,
+            product.operators,
+            *functions,
+            launch,
+            tensors,
+            materialised,
+            rehearsed,
+            on_meta,
         )
     )
 
@@ -214,8 +221,8 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
         if torch._C._is_any_autocast_enabled():
             product.check_operands(descriptor, operands)
             if out is not None:  # which casts would hide
-                others = apart_of(descriptor, out, parameters)
-                refuse_any_overlap(out, **named(product, operands), **others)
+                apart = apart_of(descriptor, out, parameters)
+                refuse_any_overlap(out, **named(product, operands), **apart)
             operands, parameters = product.cast(operands, parameters)
         if forward_ad._current_level >= 0 or (
             torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands, out)
@@ -233,8 +240,8 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
 def by_reference(product: Product, descriptor: Descriptor, operands, out, parameters: dict):
     """A checked call by torch's own operators, which are differentiable as they are."""
     if out is not None and not out.is_meta:
-        others = apart_of(descriptor, out, parameters)
-        refuse_overlap(out, **named(product, operands), **others)
+        apart = apart_of(descriptor, out, parameters)
+        refuse_overlap(out, **named(product, operands), **apart)
     with no_autocast(product.tensors(operands)[0]):
         y = product.reference(descriptor, operands, parameters)
     return y if out is None else out.copy_(y)
@@ -251,13 +258,13 @@ def _target(
     """Where the kernel writes: ``out``, or None for a new tensor if the kernel cannot write the
     strides of ``out``. Raises ValueError for an ``out`` that shares memory with an argument as it
     was given, even if the kernel reads a copy of that."""
-    given = zip(product.tensors(operands), plan.spans, strict=True)
-    ranges = [(t.data_ptr(), length) for t, length in given]
+    pairs = zip(product.tensors(operands), plan.spans, strict=True)
+    ranges = [(t.data_ptr(), length) for t, length in pairs]
     if parameters:
         ranges += parameter_ranges(plan, plan.vector_spans, parameters)
     if ranges_meet(out.data_ptr(), plan.out_span, ranges):
-        others = apart_of(descriptor, out, parameters)
-        refuse_overlap(out, **named(product, operands), **others)
+        apart = apart_of(descriptor, out, parameters)
+        refuse_overlap(out, **named(product, operands), **apart)
     if plan.summands:
         refuse_partial_overlap(out, **{name: parameters[name] for name, _ in plan.summands})
     if plan.apart:
@@ -269,8 +276,8 @@ def _target(
 
 def summands_of(plan: ProductPlan, parameters: dict) -> list[torch.Tensor]:
     """The summands as kernels read them: as they were given, or contiguous copies."""
-    given = [(parameters[name], shape) for name, shape in plan.summands]
-    return [y if shape is None else y.expand(shape).contiguous() for y, shape in given]
+    pairs = [(parameters[name], shape) for name, shape in plan.summands]
+    return [y if shape is None else y.expand(shape).contiguous() for y, shape in pairs]
 
 
 def _values(plan: ProductPlan, vectors, numbers, converted) -> dict:

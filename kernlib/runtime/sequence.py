@@ -24,15 +24,15 @@ def load_steps(
     ``operands`` and of the workspace: each as the index of one of these, and the bytes behind
     it."""
     places = {name: place for place, name in enumerate((*operands, WORKSPACE))}
-    wanted = [[(places[name], at) for name, at in step.pointers] for step in steps]
-    inner = tuple(dict.fromkeys(pair for pairs in wanted for pair in pairs if pair[1]))
-    known = [*((place, 0) for place in range(len(places))), *inner]
+    pointers = [[(places[name], at) for name, at in step.pointers] for step in steps]
+    inner = tuple(dict.fromkeys(pair for pairs in pointers for pair in pairs if pair[1]))
+    addresses = [*((place, 0) for place in range(len(places))), *inner]
     build([step.spec for step in steps], device)
     if rehearsal.of(device) is not None:
         return (), inner
     loaded = tuple(
-        (_plan(step, device), picker([known.index(pair) for pair in pairs]), step.scalars)
-        for step, pairs in zip(steps, wanted, strict=True)
+        (_plan(step, device), picker([addresses.index(pair) for pair in pairs]), step.scalars)
+        for step, pairs in zip(steps, pointers, strict=True)
     )
     return loaded, inner
 
@@ -121,19 +121,19 @@ class StepsCache(PlanCache):
         if device.type == "meta" and rehearsal.current() is not None:
             return load_lowered(lower(), operands, device)
         key = (*key, device.index)
-        found = self.plans.get(key)
-        if found is None:
+        steps = self.plans.get(key)
+        if steps is None:
             rehearsal.note_lowering(lower, device.index)
-            found = Steps(lower(), operands, device)
-            self.keep(key, found)
-        return found
+            steps = Steps(lower(), operands, device)
+            self.keep(key, steps)
+        return steps
 
 
 def _plan(step: Step, device: int) -> Plan:
-    own = len(step.pointers) - len(step.maps)
+    count = len(step.pointers) - len(step.maps)
     numbers = NUMBER * step.scalars
     kernel = load(step.spec, device)
-    return Plan(kernel, device, step.grid, own, numbers, step.fixed, step.maps, step.overlaps)
+    return Plan(kernel, device, step.grid, count, numbers, step.fixed, step.maps, step.overlaps)
 
 
 def picker(indices: list[int]) -> Callable[[list[int]], tuple[int, ...]]:

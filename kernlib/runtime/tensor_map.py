@@ -68,20 +68,20 @@ class Maps:
         count = len(self._encoders)
         addresses = pointers[:count]
         if addresses != self._held:
-            held, self._held = self._held, ()  # nothing is held if one is refused
+            before, self._held = self._held, ()  # nothing is held if one is refused
             for index, address in enumerate(addresses):
-                if not held or address != held[index]:
+                if not before or address != before[index]:
                     self._put(index, address)
             self._held = addresses
         return pointers[count:]
 
     def _put(self, index: int, address: int) -> None:
-        known, place = self._known[index], self._places[index]
-        found = known.get(address)
-        if found is not None:
-            self._block[place] = found
+        maps, place = self._known[index], self._places[index]
+        encoded = maps.get(address)
+        if encoded is not None:
+            self._block[place] = encoded
             return
         self._encoders[index](address)
-        if len(known) >= KNOWN_MAPS:
-            known.clear()
-        known[address] = bytes(self._block[place])
+        if len(maps) >= KNOWN_MAPS:
+            maps.clear()
+        maps[address] = bytes(self._block[place])

@@ -49,10 +49,10 @@ def signature(t: torch.Tensor) -> tuple:
 def is_lazy(*tensors: torch.Tensor | None) -> bool:
     """Whether the memory of one of these does not hold its values: a lazily negated view, or a zero
     tensor, which autograd makes for undefined gradients and which has no memory."""
-    found = False
+    result = False
     for t in tensors:  # any() over a generator would double the time
-        found = found or (t is not None and (t.is_neg() or t._is_zerotensor()))
-    return found
+        result = result or (t is not None and (t.is_neg() or t._is_zerotensor()))
+    return result
 
 
 def materialised(t: torch.Tensor) -> torch.Tensor:
@@ -133,16 +133,18 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 
 def is_of(tensor: torch.Tensor, kind: str) -> bool:
     """Whether a tensor is of torch's class of this name, which need not be imported."""
-    own = type(tensor)
-    return own.__name__ == kind and own.__module__.startswith("torch.")
+    cls = type(tensor)
+    return cls.__name__ == kind and cls.__module__.startswith("torch.")
 
 
 def stand_ins(*tensors) -> bool:
     """Whether one of these has no memory here but stands for a tensor that has: a fake tensor
     outside its mode, a functional one, one with a dispatcher of its own."""
-    own, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
+    plain, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
     for t in tensors:  # any() over a generator would double the time
-        if isinstance(t, torch.Tensor) and (type(t).__torch_dispatch__ is not own or functional(t)):
+        if isinstance(t, torch.Tensor) and (
+            type(t).__torch_dispatch__ is not plain or functional(t)
+        ):
             sharding.notice(type(t))
             return True
     return False
@@ -195,7 +197,7 @@ def takes_derivatives() -> bool:
 def _transforms() -> list:
     if not torch._C._are_functorch_transforms_active():
         return []
-    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+    return [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def is_mapped(*values) -> bool:
@@ -310,8 +312,8 @@ def refuse_any_overlap(out, /, **given) -> None:
 def refuse_partial_overlap(out, /, **given) -> None:
     """:func:`refuse_any_overlap` for arguments each of which may be ``out`` itself."""
     if out is not None and not is_dynamo_compiling():
-        others = {name: value for name, value in given.items() if not is_itself(value, out)}
-        refuse_any_overlap(out, **others)
+        apart = {name: value for name, value in given.items() if not is_itself(value, out)}
+        refuse_any_overlap(out, **apart)
 
 
 def is_itself(value, out: torch.Tensor) -> bool:
@@ -329,7 +331,7 @@ def is_itself(value, out: torch.Tensor) -> bool:
         return False  # it has no memory
     ours = zip(sizes, strides, strict=True)
     theirs = zip(out.shape, out.stride(), strict=True)
-    return all(n == 1 or own == (n, step) for own, (n, step) in zip(ours, theirs, strict=True))
+    return all(n == 1 or pair == (n, step) for pair, (n, step) in zip(ours, theirs, strict=True))
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -363,8 +365,8 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 def _steps(t: torch.Tensor) -> tuple[list[int], list[int]]:
     """Sizes and strides of a view without those that lead to memory which others lead to: an
     expanded dimension may have more entries than can be marked."""
-    found = [(n, step) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1 and step]
-    return [n for n, _ in found], [step for _, step in found]
+    steps = [(n, step) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1 and step]
+    return [n for n, _ in steps], [step for _, step in steps]
 
 
 def _in_other_columns(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -404,15 +406,15 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     if is_dynamo_compiling() or any(type(size) is not int for shape in shapes for size in shape):
         return torch.broadcast_shapes(*shapes)
     rank = max(map(len, shapes), default=0)
-    found = [1] * rank
+    sizes = [1] * rank
     for shape in shapes:
         for axis, size in enumerate(shape, rank - len(shape)):
-            if found[axis] == 1:
-                found[axis] = size
-            elif size not in (1, found[axis]):
-                shown = ", ".join(str(tuple(each)) for each in shapes)
+            if sizes[axis] == 1:
+                sizes[axis] = size
+            elif size not in (1, sizes[axis]):
+                shown = ", ".join(str(tuple(s)) for s in shapes)
                 raise RuntimeError(f"shapes do not broadcast: {shown}")
-    return torch.Size(found)
+    return torch.Size(sizes)
 
 
 def as_rows(t: torch.Tensor) -> torch.Tensor:

@@ -66,14 +66,14 @@ def _computed(side: str, x, fs, alpha, beta, y, out) -> np.ndarray:
         _check_out(out, x)
     with torch.no_grad(), no_autocast(tensor):
         if side == "right":
-            made = fastkrontorch.gemkm(tensor, factors, alpha, beta, summand).numpy()
+            result = fastkrontorch.gemkm(tensor, factors, alpha, beta, summand).numpy()
         else:
-            made = fastkrontorch.gekmm(factors, tensor, alpha, beta, summand).numpy()
+            result = fastkrontorch.gekmm(factors, tensor, alpha, beta, summand).numpy()
     if out is None:
-        return made
-    if out.shape != made.shape:
-        raise ValueError(f"out must have shape {made.shape}, got {out.shape}")
-    np.copyto(out, made)
+        return result
+    if out.shape != result.shape:
+        raise ValueError(f"out must have shape {result.shape}, got {out.shape}")
+    np.copyto(out, result)
     return out
 
 
@@ -84,8 +84,8 @@ def _tensor(name: str, array) -> torch.Tensor:
     native = array.dtype.newbyteorder("=")
     if native not in DTYPES:
         raise TypeError(f"{name} must be float16, float32 or float64, got {array.dtype}")
-    whole = [step >= 0 and step % array.itemsize == 0 for step in array.strides]
-    if not (array.dtype.isnative and array.flags.aligned and all(whole)):
+    addressable = [step >= 0 and step % array.itemsize == 0 for step in array.strides]
+    if not (array.dtype.isnative and array.flags.aligned and all(addressable)):
         array = array.astype(native)
     if not array.flags.writeable:
         array = np.asarray(_Readable(array))

@@ -96,13 +96,13 @@ def _product(side: str, x, fs, y, out, **scales) -> torch.Tensor:
         _check_summand(y, shape)
         return kron_matmul(x, matrices, y=y, side=side, out=out, **scales)
     axis = -1 if side == "right" or x.dim() == 1 else -2  # of the result, of size 1
-    kept = shape[:axis] + shape[len(shape) + axis + 1 :]
-    _check_summand(y, kept)
+    squeezed = shape[:axis] + shape[len(shape) + axis + 1 :]
+    _check_summand(y, squeezed)
     if y is not None and y.dim() > -1 - axis:
         y = y.unsqueeze(axis)
     if out is None:
         return kron_matmul(x, matrices, y=y, side=side, **scales).squeeze(axis)
-    check_out_shape(out, kept)
+    check_out_shape(out, squeezed)
     kron_matmul(x, matrices, y=y, side=side, out=out.unsqueeze(axis), **scales)
     return out
 
@@ -114,13 +114,13 @@ def _check_kinds(x, fs, y, out) -> None:
         raise TypeError(f"fs must be a list or tuple of factors, got {type(fs).__name__}")
     if not fs:
         raise ValueError("fs must hold at least one factor, got none")
-    others = {f"fs[{index}]": factor for index, factor in enumerate(fs)}
-    check_dense(tuple(others), **others)
+    factors = {f"fs[{index}]": factor for index, factor in enumerate(fs)}
+    check_dense(tuple(factors), **factors)
     if x.dtype not in DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"x must be one of {known}, got {x.dtype}")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"x must be one of {dtypes}, got {x.dtype}")
     cast = torch._C._is_any_autocast_enabled()  # to one dtype
-    for name, tensor in (others if y is None else others | {"y": y}).items():
+    for name, tensor in (factors if y is None else factors | {"y": y}).items():
         if tensor.dtype != x.dtype and not cast:
             raise ValueError(f"{name} must be {x.dtype} as x is, got {tensor.dtype}")
         if tensor.device != x.device:
@@ -137,7 +137,7 @@ def _result_shape(side: str, x: torch.Tensor, matrices: list[torch.Tensor]) -> t
             )
     p, q = (-2, -1) if side == "right" else (-1, -2)
     features = math.prod([factor.shape[p] for factor in matrices])
-    made = math.prod([factor.shape[q] for factor in matrices])
+    width = math.prod([factor.shape[q] for factor in matrices])
     if x.dim() == 0 or x.shape[-1 if x.dim() == 1 else q] != features:
         end = f"{features})" if side == "right" else f"{features}, M)"
         raise ValueError(
@@ -146,8 +146,8 @@ def _result_shape(side: str, x: torch.Tensor, matrices: list[torch.Tensor]) -> t
         )
     batch = _batch(x.shape[:-2], [factor.shape[:-2] for factor in matrices])
     if x.dim() == 1:
-        return (*batch, made)
-    return (*batch, x.shape[-2], made) if side == "right" else (*batch, made, x.shape[-1])
+        return (*batch, width)
+    return (*batch, x.shape[-2], width) if side == "right" else (*batch, width, x.shape[-1])
 
 
 def _batch(of_x: torch.Size, of_factors: list[torch.Size]) -> tuple[int, ...]:
@@ -168,5 +168,5 @@ def _check_summand(y: torch.Tensor | None, shape: tuple[int, ...]) -> None:
     if y is None:
         return
     sizes = zip(reversed(y.shape), reversed(shape), strict=False)
-    if y.dim() > len(shape) or any(own not in (1, size) for own, size in sizes):
+    if y.dim() > len(shape) or any(length not in (1, size) for length, size in sizes):
         raise ValueError(f"y must broadcast to {shape}, got shape {tuple(y.shape)}")

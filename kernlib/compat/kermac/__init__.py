@@ -163,17 +163,17 @@ def run_kernel(
     check_flag("try_to_align", try_to_align)
     if kernel_descriptor.kernel_type is not KernelType.NONE and epsilon is None:
         of_kernel["epsilon"] = EPSILON
-    given = {name: x for name, x in (exponents | of_kernel).items() if x is not None}
+    arguments = {name: x for name, x in (exponents | of_kernel).items() if x is not None}
     return _with_batch(
         _run_kernel(
             kernel_descriptor.pairwise,
-            _as_batch(a, out, given),
+            _as_batch(a, out, arguments),
             b,
             out=out,
             row_offset=_offset("regularization_offset_y", regularization_offset_y),
             col_offset=_offset("regularization_offset_x", regularization_offset_x),
             debug=debug,
-            **given,
+            **arguments,
         ),
         out,
         3,
@@ -271,8 +271,8 @@ def cdist_grad(
     Raises ValueError for shapes that do not fit and numbers out of range, TypeError for other
     dtypes, RuntimeError for inputs that require a gradient while gradients are recorded.
     """
-    found = points.cdist_grad(a, b, c, d, out=out, p=p, eps=eps, debug=debug)
-    return _with_batch(found, out, 4)
+    grad = points.cdist_grad(a, b, c, d, out=out, p=p, eps=eps, debug=debug)
+    return _with_batch(grad, out, 4)
 
 
 def cdist_expadd(
@@ -299,8 +299,8 @@ def cdist_expadd(
     """
     check_flag("try_to_align", try_to_align)
     refuse_any_overlap(out, lengthscale=lengthscale)
-    given = {"p": p, "scale": _scale(p, lengthscale, scale, "a", a), "debug": debug}
-    return _with_batch(expadd.cdist_expadd(a, b, out=out, **given), out, 3)
+    arguments = {"p": p, "scale": _scale(p, lengthscale, scale, "a", a), "debug": debug}
+    return _with_batch(expadd.cdist_expadd(a, b, out=out, **arguments), out, 3)
 
 
 def cdist_grad_expadd(
@@ -335,9 +335,11 @@ def cdist_grad_expadd(
     """
     check_flag("try_to_align", try_to_align)
     refuse_any_overlap(out, lengthscale=lengthscale)
-    given = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, "d", d)}
-    found = expadd.cdist_grad_expadd(a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **given)
-    return _with_batch(found, out, 4)
+    arguments = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, "d", d)}
+    grad = expadd.cdist_grad_expadd(
+        a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **arguments
+    )
+    return _with_batch(grad, out, 4)
 
 
 def _scale(p, lengthscale, scale, name: str, like: torch.Tensor) -> float | torch.Tensor:

@@ -92,8 +92,8 @@ class KernelDescriptor:
             if not isinstance(value, kind):
                 raise TypeError(f"{name} must be of {kind.__name__}, got {shown(value)}")
         stages = _STAGES[self.inner_power], _STAGES[self.outer_power]
-        made = Pairwise(_OPERATORS[self.inner_operator], *stages, _EPILOGUES[self.kernel_type])
-        object.__setattr__(self, "pairwise", made)
+        pairwise = Pairwise(_OPERATORS[self.inner_operator], *stages, _EPILOGUES[self.kernel_type])
+        object.__setattr__(self, "pairwise", pairwise)
 
 
 def _difference(inner: PowerType, outer: PowerType, kernel: KernelType) -> KernelDescriptor:

@@ -108,12 +108,12 @@ def tensor_stats(tensor: torch.Tensor) -> TensorStats:
     if isinstance(tensor, torch.Tensor):
         check_layout("tensor", tensor)
     if getattr(tensor, "dtype", None) != torch.float32:
-        found = getattr(tensor, "dtype", type(tensor).__name__)
-        raise TypeError(f"tensor must be a float32 tensor, got {found}")
+        kind = getattr(tensor, "dtype", type(tensor).__name__)
+        raise TypeError(f"tensor must be a float32 tensor, got {kind}")
     if tensor.dim() not in (2, 3):
         raise ValueError(f"tensor must have 2 or 3 dimensions, got shape {tuple(tensor.shape)}")
-    whole = tensor if tensor.dim() == 3 else tensor[None]
-    (count, rows, columns), (step, row, column) = whole.shape, whole.stride()
+    batched = tensor if tensor.dim() == 3 else tensor[None]
+    (count, rows, columns), (step, row, column) = batched.shape, batched.stride()
     if column == 1 and row >= columns:
         majorness = Majorness.ROW_MAJOR
     elif row == 1 and column >= rows:
@@ -158,42 +158,42 @@ def pre_compile_descriptors(
     single = isinstance(descriptors, KernelDescriptor)
     if not single and not isinstance(descriptors, Iterable):
         raise TypeError(f"descriptors must be KernelDescriptors, got {shown(descriptors)}")
-    wanted = (descriptors,) if single else tuple(descriptors)
-    for descriptor in wanted:
+    listed = (descriptors,) if single else tuple(descriptors)
+    for descriptor in listed:
         if not isinstance(descriptor, KernelDescriptor):
             raise TypeError(f"descriptors must be KernelDescriptors, got {shown(descriptor)}")
     arch = devices.arch_of(_index(device))
     jobs = []
-    for descriptor in wanted:
-        made, arguments = descriptor.pairwise, _arguments(descriptor)
+    for descriptor in listed:
+        pairwise, arguments = descriptor.pairwise, _arguments(descriptor)
         for a, b, out in _layouts():
-            found = ahead.specs(made, arch, (a, b), {"out": out} | arguments)
-            jobs += [(spec, arch) for spec in found]
+            specs = ahead.specs(pairwise, arch, (a, b), {"out": out} | arguments)
+            jobs += [(spec, arch) for spec in specs]
     ahead.build_all(jobs, None, True if debug else None)
 
 
 def _index(device: torch.device | str | int | None) -> int:
     try:
         if type(device) is int:
-            found = torch.device("cuda", device)
+            place = torch.device("cuda", device)
         else:
-            found = torch.device("cuda" if device is None else device)
+            place = torch.device("cuda" if device is None else device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be one of torch's, got {shown(device)}") from None
-    if found.type != "cuda":
+    if place.type != "cuda":
         raise UnsupportedError(f"kernels are compiled for a GPU, and device is {device!r}")
-    if found.index is not None:
-        return found.index
+    if place.index is not None:
+        return place.index
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def _arguments(descriptor: KernelDescriptor) -> dict[str, float]:
     """Hyperparameters of a call, exponents that have no code of their own."""
-    given = {"inner_p": 1.3} if descriptor.inner_power is PowerType.POW else {}
-    given |= {"outer_p": 0.7} if descriptor.outer_power is PowerType.POW else {}
-    if len(given) == 2:  # the outer one as the reciprocal of the inner: another kernel
-        given = {"p": 1.3}
-    return given | ({} if descriptor.kernel_type is KernelType.NONE else {"bandwidth": 1.0})
+    arguments = {"inner_p": 1.3} if descriptor.inner_power is PowerType.POW else {}
+    arguments |= {"outer_p": 0.7} if descriptor.outer_power is PowerType.POW else {}
+    if len(arguments) == 2:  # the outer one as the reciprocal of the inner: another kernel
+        arguments = {"p": 1.3}
+    return arguments | ({} if descriptor.kernel_type is KernelType.NONE else {"bandwidth": 1.0})
 
 
 def _layouts() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -101,9 +101,9 @@ def _solve_rows(solve, a: torch.Tensor, b: torch.Tensor, options: dict):
     """``a x^T = b^T``, both of three dimensions, so that no matrix is taken for vectors."""
     columns = _transposed("b", b)
     _check_rank("a", a)
-    whole = a if a.dim() == 3 else a[None]
+    batched = a if a.dim() == 3 else a[None]
     with _as_value_errors():
-        x, factored, solved = solve(whole, columns if b.dim() == 3 else columns[None], **options)
+        x, factored, solved = solve(batched, columns if b.dim() == 3 else columns[None], **options)
     rows = x.mT
     flat = b.dim() == 2 and a.dim() == 2
     return rows[0] if flat else rows, factored.reshape(-1), solved.reshape(-1)

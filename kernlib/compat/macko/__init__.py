@@ -62,9 +62,9 @@ def compress(M: torch.Tensor) -> Compressed:
             f"M has {facts['entries']} entries, more than int32 row_ptr counts: compress slices of "
             "its rows, or use kernlib.sparse.compress"
         )
-    made = tuple(tensors[name] for name in codec.TENSORS)
-    _remember(made, tuple(M.shape))
-    return *made, *M.shape
+    compressed = tuple(tensors[name] for name in codec.TENSORS)
+    _remember(compressed, tuple(M.shape))
+    return *compressed, *M.shape
 
 
 def decompress(compressed: Compressed) -> torch.Tensor:
@@ -144,12 +144,12 @@ def _check_matrix(values, deltas, row_ptr, rows: int, columns: int) -> None:
         if size >= 1 << 63:
             raise ValueError(f"{name} must be below 2**63, got {shown(size)}")
     entries = values.numel()
-    wanted = {
+    expected = {
         "values": (values, torch.float16, (entries // 8 * 8,)),
         "deltas": (deltas, torch.uint8, (entries // 2,)),
         "row_ptr": (row_ptr, torch.int32, (rows + 1,)),
     }
-    for name, (tensor, dtype, shape) in wanted.items():
+    for name, (tensor, dtype, shape) in expected.items():
         if tensor.dtype != dtype:
             raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
         if tuple(tensor.shape) != shape:
@@ -187,12 +187,12 @@ def _remember(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> None
 
 def _is_known(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> bool:
     """Whether a tuple has been looked at, shapes and dtypes included: in 0.7 us."""
-    found = looked_at.get(id(tensors[0]))
-    if found is None:
+    entry = looked_at.get(id(tensors[0]))
+    if entry is None:
         return False
-    values, deltas, row_ptr, known, state = found
+    values, deltas, row_ptr, seen_shape, state = entry
     same = values() is tensors[0] and deltas() is tensors[1] and row_ptr() is tensors[2]
-    return same and known == shape and state == _state(*tensors)
+    return same and seen_shape == shape and state == _state(*tensors)
 
 
 def _look(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> bool:
@@ -252,12 +252,12 @@ def _on_cpu(values, deltas, row_ptr, rows, columns, V):
 
 def _on_cuda(values, deltas, row_ptr, rows, columns, V):
     tensors, shape = (values, deltas, row_ptr), (rows, columns)
-    known = _is_known(tensors, shape)
-    if not known:
+    is_known = _is_known(tensors, shape)
+    if not is_known:
         _check_matrix(*tensors, *shape)
     _check_vector(values, rows, columns, V)
     V = V if V.dim() == 1 else V.reshape(columns)
-    if known or _look(tensors, shape):
+    if is_known or _look(tensors, shape):
         return product.product(tensors, shape, V)
     with no_autocast(V):  # in a capture: what undoes codes stays within tensors of any bytes
         return torch.mv(_decoded(tensors, shape), V)
@@ -275,13 +275,13 @@ def _register() -> torch.library.Library | None:
     """The operator's library, which must live as long as it; None if MACKO itself has made it."""
     if hasattr(torch.ops.macko_spmv, "multiply"):
         return None
-    made = torch.library.Library("macko_spmv", "FRAGMENT")
-    made.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    made.impl("multiply", _on_cpu, "CPU")
-    made.impl("multiply", _on_cuda, "CUDA")
-    torch.library.register_fake("macko_spmv::multiply", _fake, lib=made)
-    torch.library.register_vmap("macko_spmv::multiply", _mapped, lib=made)
-    return made
+    library = torch.library.Library("macko_spmv", "FRAGMENT")
+    library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("multiply", _on_cpu, "CPU")
+    library.impl("multiply", _on_cuda, "CUDA")
+    torch.library.register_fake("macko_spmv::multiply", _fake, lib=library)
+    torch.library.register_vmap("macko_spmv::multiply", _mapped, lib=library)
+    return library
 
 
 _library = _register()

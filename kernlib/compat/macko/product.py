@@ -52,8 +52,8 @@ def _plan(values: torch.Tensor, rows: int, columns: int) -> Steps:
     entries, device = values.numel(), values.device
 
     def lower() -> Lowered:
-        each = -(-entries // rows)
-        facts = {"entries": entries, "longest": each, "busiest": each * codec.BLOCK}
+        per_row = -(-entries // rows)
+        facts = {"entries": entries, "longest": per_row, "busiest": per_row * codec.BLOCK}
         dtype = str(values.dtype).removeprefix("torch.")
         padded = -(-columns // PADDED) * PADDED
         problem = Problem(rows, columns, 1, dtype, padded, True, (rows, 1), facts_of(facts))

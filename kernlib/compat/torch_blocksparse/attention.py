@@ -152,8 +152,8 @@ class MultiheadAttention(BlockSparseMultiheadAttention):
                 "sparsity must be a SparsityInfo, a Layout, or a tensor of 0 and 1 with its block "
                 f"behind it, got {shown(sparsity)}"
             )
-        made = sparsity if isinstance(sparsity, Layout) else _OfLengths(sparsity, num_heads)
-        options = _arguments(embed_dim, num_heads, made, *arguments, **named)
+        stored = sparsity if isinstance(sparsity, Layout) else _OfLengths(sparsity, num_heads)
+        options = _arguments(embed_dim, num_heads, stored, *arguments, **named)
         super().__init__(block=None, layout=options.pop("sparsity"), **options)
         self.sparsity = sparsity
 
@@ -280,13 +280,13 @@ def replace_mha(model: nn.Module, info: Sparsity) -> None:
 
 def _replacement(layer: nn.MultiheadAttention, info: Sparsity) -> MultiheadAttention:
     weight = layer.out_proj.weight
-    made = MultiheadAttention(
+    new = MultiheadAttention(
         layer.embed_dim, layer.num_heads, info, layer.dropout, layer.in_proj_bias is not None,
         layer.bias_k is not None, layer.add_zero_attn, layer.kdim, layer.vdim, "add", "add",
     )  # fmt: skip
-    made = made.to(weight.device, weight.dtype)
-    made.batch_first = layer.batch_first
-    made.load_state_dict(layer.state_dict())
-    for mine, given in zip(made.parameters(), layer.parameters(), strict=True):
-        mine.requires_grad_(given.requires_grad)
-    return made.train(layer.training)
+    new = new.to(weight.device, weight.dtype)
+    new.batch_first = layer.batch_first
+    new.load_state_dict(layer.state_dict())
+    for mine, theirs in zip(new.parameters(), layer.parameters(), strict=True):
+        mine.requires_grad_(theirs.requires_grad)
+    return new.train(layer.training)

@@ -27,12 +27,12 @@ class ReLU(nn.Module):
         residual: torch.Tensor,
     ) -> torch.Tensor:
         """The result, of x's shape and dtype."""
-        given = {"x": x, "scale": scale, "bias": bias, "residual": residual}
-        check_dense(tuple(given), **given)
+        tensors = {"x": x, "scale": scale, "bias": bias, "residual": residual}
+        check_dense(tuple(tensors), **tensors)
         for name in ("scale", "bias"):
-            if given[name].numel() != 1:
-                raise ValueError(f"{name} must be one number, got {tuple(given[name].shape)}")
-        for name, t in given.items():
+            if tensors[name].numel() != 1:
+                raise ValueError(f"{name} must be one number, got {tuple(tensors[name].shape)}")
+        for name, t in tensors.items():
             if t.device != x.device:
                 raise ValueError(f"{name} must be on the device of x, {x.device}, got {t.device}")
         if residual.shape != x.shape:
@@ -102,9 +102,9 @@ def checked_order(name: str, order: object, known: tuple[str, ...] | None = None
     """Raises ValueError for what is no order of the four letters, or none of those known."""
     if known is None:
         right = isinstance(order, str) and sorted(order) == sorted(AXES)
-        wanted = "an order of N, C, H and W, such as 'CHWN'"
+        expected = "an order of N, C, H and W, such as 'CHWN'"
     else:
-        right, wanted = order in known, " or ".join(known)
+        right, expected = order in known, " or ".join(known)
     if not right:
-        raise ValueError(f"{name} must be {wanted}, got {shown(order)}")
+        raise ValueError(f"{name} must be {expected}, got {shown(order)}")
     return order

@@ -88,8 +88,8 @@ class Linear(BlockSparseModule):
         check_input(input, weight, layout.shape[0])
         lead = input.shape[:-1]
         x = input.flatten(0, -2) if lead else input.unsqueeze(0)
-        given = {} if bias is None else {"bias": bias}
-        y = run_kernel(self._product, layout, x, weight, **given)
+        parameters = {} if bias is None else {"bias": bias}
+        y = run_kernel(self._product, layout, x, weight, **parameters)
         if self._candidates is not None and torch.is_grad_enabled():
             y = self._watch(y, x)
         return y.reshape(*lead, layout.shape[1])
@@ -148,9 +148,9 @@ class Conv2d(BlockSparseConv2d):
                 "bias is not supported; kernlib.nn.BlockSparseConv2d(..., "
                 "layout=kernlib.nn.taps_layout(layout, block)) has one"
             )
-        made = taps_layout(layout, block)
+        taps = taps_layout(layout, block)
         super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, bias=False, layout=made
+            in_channels, out_channels, kernel_size, stride, padding, bias=False, layout=taps
         )
         self.order = order
 
@@ -172,7 +172,7 @@ def _matrix_layout(layout, block: int, shape: tuple[int, int], device) -> Layout
             "layout must be a tensor [1, in_features / block, out_features / block] = "
             f"{[1, *grid]}, got {got}"
         )
-    made = Layout(layout[0], block, None, device)
-    if made.shape != shape:
+    result = Layout(layout[0], block, None, device)
+    if result.shape != shape:
         raise ValueError(f"in_features and out_features must be multiples of {block}, got {shape}")
-    return made
+    return result

@@ -18,11 +18,11 @@ class OnDevices:
     """A layout as Torch-Blocksparse has them, with a copy for each device that it is used on."""
 
     def __init__(self, layout: torch.Tensor, block: int):
-        made = layout if isinstance(layout, Layout) else Layout(_with_heads(layout), block)
-        if made.heads is None:
+        checked = layout if isinstance(layout, Layout) else Layout(_with_heads(layout), block)
+        if checked.heads is None:
             raise ValueError("layout must have a dimension of heads, [H, rows / b, cols / b]")
-        self.sizes = torch.Size((made.heads, *made.grid))
-        self._made = {made.device: made}
+        self.sizes = torch.Size((checked.heads, *checked.grid))
+        self._made = {checked.device: checked}
 
     def on_any(self) -> Layout:
         """The layout wherever it was made."""
@@ -30,10 +30,10 @@ class OnDevices:
 
     def on(self, device: torch.device) -> Layout:
         """The layout there."""
-        found = self._made.get(device)
-        if found is None:
-            found = self._made[device] = self.on_any().to(device)
-        return found
+        layout = self._made.get(device)
+        if layout is None:
+            layout = self._made[device] = self.on_any().to(device)
+        return layout
 
 
 @hinted
@@ -132,21 +132,23 @@ class Softmax:
         are those that the class says."""
         check_dense(("x",), x=x)
         check_flag("inplace", inplace)
-        given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        check_dense((), **given)
-        for name, value in given.items():
+        tensors = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        check_dense((), **tensors)
+        for name, value in tensors.items():
             is_bool = name != "rpe" and value is not None and value.dtype == torch.bool
             if value is not None and value.dtype != x.dtype and not is_bool:
                 raise ValueError(f"{name} must be {x.dtype} as x is, got {value.dtype}")
         recorded = torch.is_grad_enabled() and any(
-            isinstance(t, torch.Tensor) and t.requires_grad for t in (x, scale, *given.values())
+            isinstance(t, torch.Tensor) and t.requires_grad for t in (x, scale, *tensors.values())
         )
         out = x if inplace and not recorded else None
         # Its gradient is by what x holds before it is written.
-        kept = inplace and recorded and isinstance(scale, torch.Tensor) and scale.requires_grad
+        needs_input = (
+            inplace and recorded and isinstance(scale, torch.Tensor) and scale.requires_grad
+        )
         y = softmax(
-            x.clone() if kept else x, self._layouts.on(x.device), scale, rpe, key_padding_mask,
-            attn_mask, key_padding_mask_mode, attn_mask_mode, is_causal, out,
+            x.clone() if needs_input else x, self._layouts.on(x.device), scale, rpe,
+            key_padding_mask, attn_mask, key_padding_mask_mode, attn_mask_mode, is_causal, out,
         )  # fmt: skip
         return x.copy_(y) if inplace and recorded else y
 

@@ -22,21 +22,27 @@ class Window(NamedTuple):
 def structure(mask: Node) -> Window:
     """A mask's parts, all of which must hold, as a window and what is none."""
     left = right = None
-    others = []
+    unbounded = []
     for part in _parts(mask):
-        found = _bounds(part)
-        if found is None:
-            others.append(part)
+        bounds = _bounds(part)
+        if bounds is None:
+            unbounded.append(part)
             continue
-        low, high = found  # of row - col
+        low, high = bounds  # of row - col
         right = _least(right, None if low is None else -low)
         left = _least(left, high)
-    rest = Operation("and", tuple(others)) if len(others) > 1 else others[0] if others else None
+    rest = (
+        Operation("and", tuple(unbounded))
+        if len(unbounded) > 1
+        else unbounded[0]
+        if unbounded
+        else None
+    )
     return Window(left, right, rest)
 
 
 def _least(x: int | None, y: int | None) -> int | None:
-    return min((each for each in (x, y) if each is not None), default=None)
+    return min((bound for bound in (x, y) if bound is not None), default=None)
 
 
 def _parts(mask: Node) -> list[Node]:

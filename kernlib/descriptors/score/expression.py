@@ -74,8 +74,8 @@ class ScoreExpression(Part):
         for name, dtype in zip(self.names, dtypes, strict=True):
             if dtype not in KINDS:
                 raise TypeError(f"{name} must be of {', '.join(KINDS)}, got {dtype}")
-        found = (KINDS[dtype] for dtype in dtypes)
-        return OWN | dict(zip(self.names, found, strict=True))
+        captured_kinds = (KINDS[dtype] for dtype in dtypes)
+        return OWN | dict(zip(self.names, captured_kinds, strict=True))
 
     def trees(self, dtypes: tuple[str, ...]) -> Trees:
         """Where captured tensors have these dtypes. Raises TypeError for a dtype that none may
@@ -101,10 +101,10 @@ def _as_captured(given: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
         given = tuple(given.items())
     if not isinstance(given, (tuple, list)):
         raise TypeError(f"captured must be a dict such as {_EXAMPLE}, got {shown(given)}")
-    found = tuple(_as_pair(pair) for pair in given)
-    taken = [name for name, _ in found]
-    require(len(set(taken)) == len(taken), f"captured repeats a name: {taken}")
-    return found
+    pairs = tuple(_as_pair(pair) for pair in given)
+    names = [name for name, _ in pairs]
+    require(len(set(names)) == len(names), f"captured repeats a name: {names}")
+    return pairs
 
 
 def _taken(name: str) -> str:

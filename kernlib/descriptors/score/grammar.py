@@ -147,7 +147,7 @@ class _Reader:
         """Of a chain, all of its comparisons."""
         sides = [node.left, *node.comparators]
         terms = [self.read(side) for side in sides]
-        found = []
+        comparisons = []
         for index, op in enumerate(node.ops):
             operator = _COMPARISONS.get(type(op))
             if operator is None:
@@ -156,8 +156,10 @@ class _Reader:
             if BOOL in (pair[0].kind, pair[1].kind):
                 self._check_conditions(operator, sides[index : index + 2], pair)
             pair = tuple(term.node for term in kinds.together(*pair))
-            found.append(Operation(operator, pair))
-        return Term(found[0] if len(found) == 1 else Operation("and", tuple(found)), BOOL)
+            comparisons.append(Operation(operator, pair))
+        return Term(
+            comparisons[0] if len(comparisons) == 1 else Operation("and", tuple(comparisons)), BOOL
+        )
 
     def _check_conditions(self, operator: str, sides: list, pair: list[Term]) -> None:
         """Raises ValueError unless both are conditions, which are equal or are not."""
@@ -177,10 +179,10 @@ class _Reader:
         return self._select(node.test, node.body, node.orelse)
 
     def _select(self, condition: ast.expr, *values: ast.expr) -> Term:
-        made, terms = self.condition(condition), [self.read(value) for value in values]
+        test, terms = self.condition(condition), [self.read(value) for value in values]
         if {term.kind for term in terms} - {BOOL, ANY}:  # numbers, of which none is a condition
             terms = list(map(self._number, values, terms))
-        return kinds.select(made, *terms)
+        return kinds.select(test, *terms)
 
     def _of_whole(self, operator: str, *sides: ast.expr) -> Term:
         terms = [self.number(side) for side in sides]

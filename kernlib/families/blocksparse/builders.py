@@ -94,9 +94,9 @@ def sliding_window(
     if len(sides) != 2:
         raise TypeError(f"window must be an int or two (left, right), got {shown(window)}")
     left, right = (checked_count("window", side, 0) for side in sides)
-    made = _banded(length, block, left, right, heads, device)
+    layout = _banded(length, block, left, right, heads, device)
     # Of other windows whole blocks are a few columns more, and no row sees what comes behind it.
-    return made if right else made.set_condition(f"window=({left}, 0)")
+    return layout if right else layout.set_condition(f"window=({left}, 0)")
 
 
 def block_diagonal(
@@ -210,8 +210,8 @@ def fixed(
     heads = None if heads is None else checked_count("heads", heads, 1)
     grid, pair = _square(length, block, heads)
     if attention not in ATTENTIONS:
-        known = " or ".join(map(repr, ATTENTIONS))
-        raise ValueError(f"attention must be {known}, got {shown(attention)}")
+        names = " or ".join(map(repr, ATTENTIONS))
+        raise ValueError(f"attention must be {names}, got {shown(attention)}")
     apart = _blocks("stride", checked_count("stride", stride, 1), block)
     checked_count("vertsize", vertsize, 1)
     checked_count("numverts", numverts, 1)

@@ -199,8 +199,8 @@ def check_place(layout: Layout, name: str, t: torch.Tensor) -> None:
 def check_dtype(name: str, t: torch.Tensor) -> None:
     """A tensor has a dtype that is computed. Raises TypeError."""
     if t.dtype not in TYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-        raise TypeError(f"{name} must be one of {known}, got {t.dtype}")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+        raise TypeError(f"{name} must be one of {names}, got {t.dtype}")
 
 
 def check_scale(scale, name: str, t: torch.Tensor, look: bool) -> None:

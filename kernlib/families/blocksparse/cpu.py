@@ -86,15 +86,15 @@ def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Te
         return y
     left = _panels(layout, left, layout.block[0], False)
     right = _panels(layout, right, layout.block[1], True)
-    taken = left[..., :1, :, :].numel() + right[..., :1, :, :].numel()
-    count = max(1, AT_ONCE // max(taken, 1))
+    per_block = left[..., :1, :, :].numel() + right[..., :1, :, :].numel()
+    count = max(1, AT_ONCE // max(per_block, 1))
     parts = zip(y.split(count, -3), rows.split(count), across.meets.split(count), strict=True)
-    for own, row, column in parts:
+    for part, row, column in parts:
         first, second = _selected(left, row), _selected(right, column)
         if lead:
-            own.copy_(first @ second)
+            part.copy_(first @ second)
         else:
-            torch.bmm(first, second, out=own)
+            torch.bmm(first, second, out=part)
     if across.slots.numel() < layout.capacity:
         y.masked_fill_((layout.tensors[3] < 0)[:, None, None], 0.0)
     return y
@@ -120,25 +120,25 @@ def settled(layout: Layout) -> Layout:
     copies = _kept_of(layout).copies
     if not copies:
         with torch.inference_mode(False), torch.no_grad():
-            made = Layout.from_layout(layout.text, tuple(t.clone() for t in layout.tensors))
-        if stand_ins(*made.tensors):
-            return made
-        copies.append(made)
-        _settled.add(made)
+            copy = Layout.from_layout(layout.text, tuple(t.clone() for t in layout.tensors))
+        if stand_ins(*copy.tensors):
+            return copy
+        copies.append(copy)
+        _settled.add(copy)
     return copies[0]
 
 
 def _kept_of(layout: Layout) -> _Kept:
     """What is kept of a layout as it is; not of one of inference mode."""
     key, state = layout.tensors[3], _state_of(layout)
-    own = id(key)
-    found = _kept.get(own)
-    if found is None or found.tensor() is not key or found.state != state or state is None:
+    identity = id(key)
+    entry = _kept.get(identity)
+    if entry is None or entry.tensor() is not key or entry.state != state or state is None:
         forget = _kept.pop  # a name of the module is none any more when a process ends
-        found = _Kept(weakref.ref(key, lambda _: forget(own, None)), state, {}, [])
+        entry = _Kept(weakref.ref(key, lambda _: forget(identity, None)), state, {}, [])
         if state is not None:
-            _kept[own] = found
-    return found
+            _kept[identity] = entry
+    return entry
 
 
 def _state_of(layout: Layout) -> tuple | None:
@@ -157,13 +157,13 @@ def _ordered(layout: Layout, by_columns: bool) -> _Order:
     count = _count(layout, by_columns)
     slots = (rows >= 0).nonzero().flatten()
     slots = slots[lines[slots].argsort(stable=True)]
-    own = lines[slots]
-    lengths = own.bincount(minlength=count)
+    slot_lines = lines[slots]
+    lengths = slot_lines.bincount(minlength=count)
     starts = lengths.cumsum(0) - lengths
     by_length = lengths.argsort(descending=True, stable=True)
     place = by_length.argsort()
-    rank = _numbers(slots.numel()) - starts[own]
-    ranked = slots[(rank * count + place[own]).argsort()]
+    rank = _numbers(slots.numel()) - starts[slot_lines]
+    ranked = slots[(rank * count + place[slot_lines]).argsort()]
     sizes = rank.bincount().tolist()
     steps = tuple(zip(ranked.split(sizes), meets[ranked].split(sizes), strict=True))
     same = torch.equal(place, _numbers(count))
@@ -216,14 +216,14 @@ def _steps(order: _Order, blocks, panels, lines: int, right: bool) -> torch.Tens
     lead = broadcast_shapes(blocks.shape[:-3], panels.shape[:-3])
     y = blocks.new_zeros(*lead, lines, first.shape[-2], second.shape[-1])
     for slots, meets in order.steps:
-        own = y.narrow(-3, 0, slots.numel())
+        part = y.narrow(-3, 0, slots.numel())
         block, panel = _selected(blocks, slots), _selected(panels, meets)
         if lead:
-            own += _product(block, panel, right)
+            part += _product(block, panel, right)
         elif right:
-            own.baddbmm_(panel, block)
+            part.baddbmm_(panel, block)
         else:
-            own.baddbmm_(block, panel)
+            part.baddbmm_(block, panel)
     return y if order.place is None else y.index_select(-3, order.place)
 
 

@@ -91,8 +91,8 @@ def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
             )
     if mask.shape[0] == 0:
         raise ValueError("block_mask must have a batch of at least 1, got 0")
-    found = mask[0]
-    return (found[0] if found.shape[0] == 1 else found), block
+    heads = mask[0]
+    return (heads[0] if heads.shape[0] == 1 else heads), block
 
 
 def condition_of(block_mask) -> str:
@@ -138,9 +138,9 @@ def _is_beyond_causal(block_mask) -> bool:
         q = (first_row[line, None] + down)[:, :, None]
         k = (first_col[column, None] + across)[:, None]
         exists = (q < queries) & (k < keys)
-        given = (torch.tensor(n, device=device, dtype=torch.int64) for n in (0, head))
+        indices = (torch.tensor(n, device=device, dtype=torch.int64) for n in (0, head))
         try:
-            seen = rule(*given, q.clamp(max=queries - 1), k.clamp(max=keys - 1))
+            seen = rule(*indices, q.clamp(max=queries - 1), k.clamp(max=keys - 1))
             seen = torch.broadcast_to(seen, exists.shape)
             if bool((exists & (k <= q) & ~seen).any()):
                 # Of the mask's own blocks each has something that is seen: else it is another's.
@@ -156,12 +156,12 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor, width: int) -> torch.Te
     those on a GPU are left out."""
     entries = torch.arange(indices.shape[-1], dtype=torch.int32, device=indices.device)
     listed = entries < counts.unsqueeze(-1)
-    known = listed & (indices >= 0) & (indices < width)
-    if indices.device.type == "cpu" and not torch.equal(known, listed):
+    valid = listed & (indices >= 0) & (indices < width)
+    if indices.device.type == "cpu" and not torch.equal(valid, listed):
         raise ValueError(
             f"block_mask must list columns below {width}, as its seq_lengths say, got "
-            f"{int(indices[listed & ~known][0])}"
+            f"{int(indices[listed & ~valid][0])}"
         )
     marks = torch.zeros(*indices.shape[:-1], width + 1, dtype=torch.bool, device=indices.device)
-    at = torch.where(known, indices.long(), width)  # a column that is cut off
+    at = torch.where(valid, indices.long(), width)  # a column that is cut off
     return marks.scatter_(-1, at, True)[..., :width]

@@ -141,21 +141,21 @@ class Layout:
         these."""
         refuse_traced("Layout.from_indices")
         block, grid = checked_block(block), checked_grid(grid)
-        given = checked_indices(rows, cols, heads)
+        lists = checked_indices(rows, cols, heads)
         if (heads is None) != (n_heads is None):
             missing = "heads" if heads is None else "n_heads"
             raise ValueError(f"heads and n_heads must be given together, got no {missing}")
         if n_heads is not None:
             n_heads = checked_count("n_heads", n_heads, 1)
         check_positions(grid, n_heads)
-        count = given["rows"].shape[0] if capacity is None else capacity
+        count = lists["rows"].shape[0] if capacity is None else capacity
         count = checked_count("capacity", count, 0)
         place = place_of(device, rows)
         with outside():
             blocks = blocks_of(block, grid, n_heads, count)
-            tensors = writing.of_indices(given, blocks, place)
+            tensors = writing.of_indices(lists, blocks, place)
         layout = _marked(layout_text(block, grid, n_heads, count), tensors)
-        if place.type == "meta" and has_values(*given.values()):
+        if place.type == "meta" and has_values(*lists.values()):
             there = cls.from_indices(rows, cols, grid, block, heads, n_heads, count, "cpu")
             _note_mask(layout, there.mask())
         return layout
@@ -169,11 +169,11 @@ class Layout:
         from kernlib.families.blocksparse import imports  # which only this needs
 
         refuse_traced("Layout.from_bsr")
-        found = imports.read_bsr(bsr)
-        made = cls.from_indices(found.rows, found.cols, found.grid, found.block)
-        if made.device.type == "cuda":
-            made.check()
-        return made, found.values
+        blocks = imports.read_bsr(bsr)
+        layout = cls.from_indices(blocks.rows, blocks.cols, blocks.grid, blocks.block)
+        if layout.device.type == "cuda":
+            layout.check()
+        return layout, blocks.values
 
     @classmethod
     def from_block_mask(cls, block_mask: object, capacity: int | None = None) -> Layout:
@@ -192,8 +192,10 @@ class Layout:
 
         refuse_traced("Layout.from_block_mask")
         mask, block = imports.read_block_mask(block_mask)
-        made = cls(mask, block, capacity)
-        return made.set_condition(imports.condition_of(block_mask)) if capacity is None else made
+        layout = cls(mask, block, capacity)
+        return (
+            layout.set_condition(imports.condition_of(block_mask)) if capacity is None else layout
+        )
 
     @classmethod
     def from_state(
@@ -206,19 +208,19 @@ class Layout:
         from kernlib.families.blocksparse import saved
 
         with outside():
-            text, found = saved.loaded(header, tensors)
-        return _marked(text, found)
+            text, loaded = saved.loaded(header, tensors)
+        return _marked(text, loaded)
 
     @classmethod
     def from_layout(cls, text: str, tensors: Sequence[torch.Tensor]) -> Layout:
         """The layout of a :attr:`text` and its ``tensors`` in order, or of a :attr:`form` and its
         :attr:`flat` tensors, unchecked: in 2 us."""
-        made = cls.__new__(cls)
+        layout = cls.__new__(cls)
         if is_form(text):
-            _fill_flat(made, text, tuple(tensors))
+            _fill_flat(layout, text, tuple(tensors))
         else:
-            _fill(made, text, tuple(tensors))
-        return made
+            _fill(layout, text, tuple(tensors))
+        return layout
 
     @property
     def block(self) -> tuple[int, int]:
@@ -345,11 +347,11 @@ class Layout:
         """:meth:`update_` of a layout that somebody keeps, by who moves the values along."""
         index = "0, 0" if self._heads is None else "0"
         mask = checked_mask(mask, f"block_mask.to_dense()[{index}] has its blocks")
-        wanted = self._grid if self._heads is None else (self._heads, *self._grid)
-        if tuple(mask.shape) != wanted:
+        expected = self._grid if self._heads is None else (self._heads, *self._grid)
+        if tuple(mask.shape) != expected:
             raise ValueError(
-                f"mask must have the layout's shape {wanted}, got {tuple(mask.shape)}; for another "
-                "make another Layout"
+                f"mask must have the layout's shape {expected}, got {tuple(mask.shape)}; for "
+                "another make another Layout"
             )
         check_source("mask", mask, self._device)
         with outside():
@@ -362,12 +364,14 @@ class Layout:
         layout has some. Raises what that and :meth:`from_indices` do."""
         self._begin_update()
         if (heads is None) != (self._heads is None):
-            said = "no heads" if self._heads is None else f"{self._heads} heads"
-            raise ValueError(f"heads must be given where the layout has some; this has {said}")
-        given = checked_indices(rows, cols, heads)
-        check_source("rows", given["rows"], self._device)
+            heads_text = "no heads" if self._heads is None else f"{self._heads} heads"
+            raise ValueError(
+                f"heads must be given where the layout has some; this has {heads_text}"
+            )
+        lists = checked_indices(rows, cols, heads)
+        check_source("rows", lists["rows"], self._device)
         with outside():
-            writing.update_indices(self.tensors, given, self.sizes)
+            writing.update_indices(self.tensors, lists, self.sizes)
         object.__setattr__(self, "_mask", None)
         return self
 
@@ -391,10 +395,10 @@ class Layout:
     def check(self) -> None:
         """Raise ValueError if the last write of contents dropped blocks. Waits for the device."""
         live, *dropped = writing.counted(self.tensors)
-        found = [f"{n} {why}" for n, why in zip(dropped, DROPPED, strict=True) if n]
-        if found:
+        reasons = [f"{n} {why}" for n, why in zip(dropped, DROPPED, strict=True) if n]
+        if reasons:
             raise ValueError(
-                f"blocks were dropped ({', '.join(found)}), {live} are stored: the layout has a "
+                f"blocks were dropped ({', '.join(reasons)}), {live} are stored: the layout has a "
                 f"capacity of {self._capacity}, and a grid of {self._grid[0]} x {self._grid[1]}"
             )
 
@@ -584,9 +588,9 @@ def _mark(layout: Layout) -> None:
 
 
 def _marked(text: str, tensors: tuple[torch.Tensor, ...]) -> Layout:
-    made = Layout.from_layout(text, tensors)
-    _mark(made)
-    return made
+    layout = Layout.from_layout(text, tensors)
+    _mark(layout)
+    return layout
 
 
 def _with_heads(mask: torch.Tensor) -> torch.Tensor:

@@ -119,8 +119,8 @@ def _recorded_gradients(grad, a, b, layout, descriptor, needs, debug: bool) -> l
 
 def _mapped(operator: Operator, info, dims, a, b, layout, descriptor, *rest):
     """What is mapped over is one more of the dimensions in front."""
-    others = {**vars(dims), "a": None, "b": None}
-    if is_mapped([*others.values()]):
+    rest_dims = {**vars(dims), "a": None, "b": None}
+    if is_mapped([*rest_dims.values()]):
         raise NotImplementedError(
             f"torch.vmap over parameters of {descriptor.text} is not known; apply them to the "
             "product"

@@ -91,10 +91,10 @@ def _place_as_given(operands: tuple) -> tuple[list[int], None]:
 
 def _place(copies: tuple, operands: tuple) -> tuple[list[int], list]:
     """Addresses where a and b are copied to a shape, if one is given, and the tensors."""
-    layout, *given = operands
+    layout, *tensors = operands
     read = [
         t if shape is None else t.expand(shape).contiguous()
-        for t, shape in zip(given, copies, strict=True)
+        for t, shape in zip(tensors, copies, strict=True)
     ]
     return [*layout.addresses, *(t.data_ptr() for t in read)], read
 
@@ -120,45 +120,45 @@ def _spmm(call: Call, descriptor, operands: tuple, out, parameters) -> tuple[Spm
     ends = 2 + (layout.heads is not None)
     lead = call.out_shape[:-ends]
     beside = [parameters[name].expand(call.out_shape) for name in descriptor.summands]
-    given = [(dense.expand(*lead, *dense.shape[-ends:]), across)]
-    given += [(t, not is_dsd) for t in (*beside, *([] if out is None else [out]))]
-    whole = _Lines(lead, (), ends == 3)
+    pairs = [(dense.expand(*lead, *dense.shape[-ends:]), across)]
+    pairs += [(t, not is_dsd) for t in (*beside, *([] if out is None else [out]))]
+    lines = _Lines(lead, (), ends == 3)
     if _is_one(stored) and ends == 2:
         more = _Lines((), lead, False)  # what a batch is of are more columns
         new = (call.out_shape, _contiguous(call.out_shape), not is_dsd)
-        views = [(t.shape, t.stride(), turned) for t, turned in given]
+        views = [(t.shape, t.stride(), turned) for t, turned in pairs]
         if None not in [more.strides(*view) for view in (*views, new)]:
-            whole = more
-    values, values_copy = _stored(stored, whole.lead)
-    (seen, dense_copy), *others = [whole.seen(*each) for each in given]
-    written = None if out is None else others.pop()
+            lines = more
+    values, values_copy = _stored(stored, lines.lead)
+    (seen, dense_copy), *rest = [lines.seen(*pair) for pair in pairs]
+    written = None if out is None else rest.pop()
     apart = written is not None and written[1] is not None
     if written is None or apart:
-        written = whole.new(call.out_shape, not is_dsd), None
+        written = lines.new(call.out_shape, not is_dsd), None
     problem = Spmm(
         dtype=DTYPE_NAMES[call.dtype],
         precision=kernel_precision(descriptor.precision, call.dtype),
         blocks=layout.sizes,
-        batch=math.prod(whole.lead),
-        columns=math.prod(whole.outer) * call.out_shape[-1 if is_dsd else -2],
+        batch=math.prod(lines.lead),
+        columns=math.prod(lines.outer) * call.out_shape[-1 if is_dsd else -2],
         transposed=descriptor.transposed if is_dsd else not descriptor.transposed,
         values=values,
         dense=seen,
         out=written[0],
-        summands=tuple(view for view, _ in others),
+        summands=tuple(view for view, _ in rest),
     )
     copies = (values_copy, dense_copy) if is_dsd else (dense_copy, values_copy)
-    return problem, Read((*copies, *(copy for _, copy in others)), apart)
+    return problem, Read((*copies, *(copy for _, copy in rest)), apart)
 
 
 def _sdd(call: Call, descriptor, operands: tuple, out, parameters) -> tuple[Sdd, Read]:
     layout, a, b = operands
     ends = 2 + (layout.heads is not None)
     lead = call.out_shape[:-3]
-    whole = _Lines(lead, (), ends == 3)
+    lines = _Lines(lead, (), ends == 3)
     turned = descriptor.transpose_a, descriptor.transpose_b
     (left, left_copy), (right, right_copy) = (
-        whole.seen(t.expand(*lead, *t.shape[-ends:]), across)
+        lines.seen(t.expand(*lead, *t.shape[-ends:]), across)
         for t, across in zip((a, b), turned, strict=True)
     )
     written, out_copy = (None, None) if out is None else _stored(out, lead)
@@ -211,10 +211,10 @@ class _Lines(NamedTuple):
     def seen(self, t: torch.Tensor, across: bool) -> tuple[Dense, tuple | None]:
         """A tensor whose lines are its last dimension if it is seen ``across``, and the shape of a
         copy if its memory has no such strides."""
-        found = self.strides(t.shape, t.stride(), across)
-        if found is None:
+        view = self.strides(t.shape, t.stride(), across)
+        if view is None:
             return self.new(tuple(t.shape), across), tuple(t.shape)
-        return found._replace(alignment=address_of(t) & 15 or 16), None
+        return view._replace(alignment=address_of(t) & 15 or 16), None
 
     def new(self, shape: tuple, across: bool) -> Dense:
         """A tensor that is made for the call."""

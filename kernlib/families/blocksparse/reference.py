@@ -40,7 +40,7 @@ def blocksparse_matmul(
     """What ``descriptor`` describes, in the operands' dtype; float16 and bfloat16 are computed in
     float32. ``parameters`` of the epilogue are numbers and tensors, vectors of shape (features,).
     """
-    given, wide = a.dtype, _arithmetic(descriptor, a)
+    dtype, wide = a.dtype, _arithmetic(descriptor, a)
     a, b = a.to(wide), b.to(wide)
     if descriptor.mode == "sdd":
         left = a.mT if descriptor.transpose_a else a
@@ -56,7 +56,7 @@ def blocksparse_matmul(
         y = expressions.apply(descriptor.epilogue, y, parameters or {}, axis=descriptor.axis)
         if descriptor.mode == "sdd":
             y = torch.where(is_stored(layout), y, 0.0)
-    return y.to(given).contiguous()
+    return y.to(dtype).contiguous()
 
 
 def multiply(
@@ -87,17 +87,17 @@ def _by_cpu(layout: Layout, columns: int, *dense: torch.Tensor) -> bool:
     where there is room for so many small blocks that a dense matrix takes less time."""
     if layout.heads is not None and any([t.shape[-3] != layout.heads for t in dense]):
         return False
-    stored, whole = _stored(layout)
+    stored, total = _stored(layout)
     small = min(layout.block) == 16 and columns > max(layout.block)
-    return not small or stored <= MANY_SMALL * whole
+    return not small or stored <= MANY_SMALL * total
 
 
 def _are_few(layout: Layout, columns: int) -> bool:
     """Whether the slots of a layout are so few that to multiply them by so many columns takes less
     time than a dense matrix, and no more memory."""
-    stored, whole = _stored(layout)
+    stored, total = _stored(layout)
     part = FEW_BLOCKS_OF_FEW if columns <= FEW_COLUMNS else FEW_BLOCKS
-    return stored <= part * whole and stored * columns <= whole * min(layout.block)
+    return stored <= part * total and stored * columns <= total * min(layout.block)
 
 
 def sampled(layout: Layout, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -223,8 +223,8 @@ def with_added(y: torch.Tensor, dim: int, index: torch.Tensor, parts: torch.Tens
     """``y.index_add(dim, index, parts)``, the same bits each time."""
     if not _is_ordered(y):
         return y.index_add(dim, index, parts)
-    at, own = y.movedim(dim, 0), parts.movedim(dim, 0)
-    return at.index_put((index,), own, accumulate=True).movedim(0, dim)
+    at, moved = y.movedim(dim, 0), parts.movedim(dim, 0)
+    return at.index_put((index,), moved, accumulate=True).movedim(0, dim)
 
 
 def taken(t: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

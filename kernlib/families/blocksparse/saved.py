@@ -47,13 +47,13 @@ def header_of(text: str, tensors: Mapping[str, torch.Tensor]) -> dict:
 
 def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> int:
     """The CRC-32 of version, text and the tensors' bytes, in the order of ``NAMES``."""
-    found = zlib.crc32(f"{VERSION} {text}".encode())
+    crc = zlib.crc32(f"{VERSION} {text}".encode())
     for name in NAMES:
-        held = tensors[name].detach().cpu().contiguous()
-        if held.numel():
-            size = held.numel() * held.element_size()
-            found = zlib.crc32((ctypes.c_char * size).from_address(held.data_ptr()), found)
-    return found
+        data = tensors[name].detach().cpu().contiguous()
+        if data.numel():
+            size = data.numel() * data.element_size()
+            crc = zlib.crc32((ctypes.c_char * size).from_address(data.data_ptr()), crc)
+    return crc
 
 
 def loaded(
@@ -160,9 +160,9 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 def _made(tensors: Mapping[str, torch.Tensor], blocks: Blocks) -> tuple[torch.Tensor, ...]:
     """The tensors of the stored bits. Raises ValueError where those of the state are others."""
-    given = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    counts = given["counts"].tolist()
-    mask = bits.unpack(given["row_bits"], blocks.grid_cols)
+    state = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    counts = state["counts"].tolist()
+    mask = bits.unpack(state["row_bits"], blocks.grid_cols)
     live = int(mask.count_nonzero())
     if live > blocks.capacity or counts[0] != live or min(counts) < 0:
         raise ValueError(
@@ -170,9 +170,9 @@ def _made(tensors: Mapping[str, torch.Tensor], blocks: Blocks) -> tuple[torch.Te
             f"got {counts}"
         )
     shaped = mask.view(blocks.heads, blocks.grid_rows, blocks.grid_cols)
-    made = writing.of_mask(shaped, blocks, mask.device)
-    for name, right in zip(NAMES[:-1], made, strict=False):
-        if not torch.equal(given[name], right):
+    rebuilt = writing.of_mask(shaped, blocks, mask.device)
+    for name, right in zip(NAMES[:-1], rebuilt, strict=False):
+        if not torch.equal(state[name], right):
             raise ValueError(f"{name} is not that of a layout with these row_bits: make it again")
-    made[-1].copy_(given["counts"])  # with what was dropped
-    return made
+    rebuilt[-1].copy_(state["counts"])  # with what was dropped
+    return rebuilt

@@ -143,21 +143,21 @@ def _checked_shapes(shapes: object) -> tuple[tuple[int, int], ...]:
         )
     if not shapes:
         raise ValueError("shapes must hold at least one factor's (rows, columns), got none")
-    made = []
-    for index, given in enumerate(shapes):
-        shape = given if whole(given) is None else (given, given)
+    checked = []
+    for index, item in enumerate(shapes):
+        shape = item if whole(item) is None else (item, item)
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
-            raise TypeError(f"shapes[{index}] must be (rows, columns), got {shown(given)}")
+            raise TypeError(f"shapes[{index}] must be (rows, columns), got {shown(item)}")
         sizes = tuple(map(whole, shape))
         if None in sizes:
-            raise TypeError(f"shapes[{index}] must hold ints, got {shown(given)}")
+            raise TypeError(f"shapes[{index}] must hold ints, got {shown(item)}")
         if min(sizes) < 1:
-            raise ValueError(f"shapes[{index}] must hold sizes above 0, got {shown(given)}")
-        made.append(sizes)
-    for name, sizes in (("rows", [s[0] for s in made]), ("columns", [s[1] for s in made])):
+            raise ValueError(f"shapes[{index}] must hold sizes above 0, got {shown(item)}")
+        checked.append(sizes)
+    for name, sizes in (("rows", [s[0] for s in checked]), ("columns", [s[1] for s in checked])):
         if math.prod(sizes) >= MOST:
             raise ValueError(f"the {name} of shapes multiply to 2**60 or more: {shown(sizes)}")
-    return tuple(made)
+    return tuple(checked)
 
 
 def _checked_flags(transposed: object, count: int) -> tuple[bool, ...]:

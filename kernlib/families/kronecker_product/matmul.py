@@ -133,8 +133,8 @@ def _product(x, factors, side: str, precision: str | None, debug: bool, out) -> 
     if debug is not False:
         check_flag("debug", debug)
     # The operator makes the descriptor, as it knows the sizes, which may be symbols here.
-    made = front.kronecker_product_operators.product(side, precision, debug, x, *factors)
-    return _written(made, out)
+    result = front.kronecker_product_operators.product(side, precision, debug, x, *factors)
+    return _written(result, out)
 
 
 def _is_fused(x: torch.Tensor, *others) -> bool:

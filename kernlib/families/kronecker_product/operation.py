@@ -72,8 +72,8 @@ def check_kinds(descriptor: KroneckerProduct, operands: tuple) -> None:
     count = len(descriptor.shapes)
     if len(operands) != 1 + count:
         expected = "one factor" if count == 1 else f"{count} factors in their order"
-        given = f"got {len(operands) - 1}" if operands else "got neither"
-        raise TypeError(f"{descriptor.describe()} takes x and {expected}, {given}")
+        count_text = f"got {len(operands) - 1}" if operands else "got neither"
+        raise TypeError(f"{descriptor.describe()} takes x and {expected}, {count_text}")
     by_name = dict(zip(names(operands), operands, strict=True))
     check_dense(tuple(by_name), **by_name)
 
@@ -246,11 +246,11 @@ def by_torch(descriptor: KroneckerProduct, grad, operands: tuple, needs: list) -
     pairs = list(zip(operands, needs, strict=True))
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
         if recorded:  # by aliases, as two of the arguments may be the same tensor
-            own = [t.view_as(t) if need else t for t, need in pairs]
+            leaves = [t.view_as(t) if need else t for t, need in pairs]
         else:
-            own = [t.detach().requires_grad_(need) for t, need in pairs]
-        y = products.by_reference(PRODUCT, descriptor, tuple(own), None, {})
-        inputs = [t for t, need in zip(own, needs, strict=True) if need]
+            leaves = [t.detach().requires_grad_(need) for t, need in pairs]
+        y = products.by_reference(PRODUCT, descriptor, tuple(leaves), None, {})
+        inputs = [t for t, need in zip(leaves, needs, strict=True) if need]
         gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=recorded))
     return [next(gradients) if need else None for need in needs]
 

@@ -127,8 +127,8 @@ def by_products(
     right. All sizes are known here, which halves the time on the host."""
     y, *factors = operands
     if events.listening():
-        said = f"{FAMILY} on {y.device}: no kernel, computed by torch"
-        events.emit("torch", "", "", said)
+        message = f"{FAMILY} on {y.device}: no kernel, computed by torch"
+        events.emit("torch", "", "", message)
     if y.shape[:-2] != shape[:-2]:
         y = y.expand(*shape[:-1], y.shape[-1])
     with no_autocast(y):
@@ -198,10 +198,10 @@ def problem_of(
     if not inside and _is_one_batch(factors):
         lead, batch, columns = (), 1, batch * rows  # a batch of x alone is more rows
     seen, x_copy = _seen(x, (*call.out_shape[:-2], *x.shape[-2:]), lead, inside)
-    whole = call.out_shape, lead, inside
+    view = call.out_shape, lead, inside
     written = None
     if out is not None:
-        written, out_copy = _seen(out, *whole)
+        written, out_copy = _seen(out, *view)
         written = written if out_copy is None else None
     apart = out is not None and written is None
     matrices, copies = [], [x_copy]
@@ -212,7 +212,7 @@ def problem_of(
         copies.append(copy)
     summands = []
     for name in descriptor.summands:
-        layout, copy = _seen(parameters[name], *whole)
+        layout, copy = _seen(parameters[name], *view)
         summands.append(layout)
         copies.append(copy)
     problem = Problem(

@@ -67,21 +67,21 @@ def multiply(
 
 def merged(factors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Fewer factors with the same product: small neighbours are multiplied into one."""
-    made = [factors[0]]
+    matrices = [factors[0]]
     for factor in factors[1:]:
-        sizes = [p * q for p, q in zip(made[-1].shape[-2:], factor.shape[-2:], strict=True)]
+        sizes = [p * q for p, q in zip(matrices[-1].shape[-2:], factor.shape[-2:], strict=True)]
         if max(sizes) <= MERGED:
-            made[-1] = kron(made[-1], factor)
+            matrices[-1] = kron(matrices[-1], factor)
         else:
-            made.append(factor)
-    return made
+            matrices.append(factor)
+    return matrices
 
 
 def kron(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The Kronecker product of two matrices, or of the pairs of two batches, which broadcast."""
-    made = a[..., :, None, :, None] * b[..., None, :, None, :]
+    entries = a[..., :, None, :, None] * b[..., None, :, None, :]
     rows, columns = a.shape[-2] * b.shape[-2], a.shape[-1] * b.shape[-1]
-    return made.reshape(*made.shape[:-4], rows, columns)
+    return entries.reshape(*entries.shape[:-4], rows, columns)
 
 
 def _along(x: torch.Tensor, factor: torch.Tensor, symbols: bool) -> torch.Tensor:

@@ -191,10 +191,10 @@ class KroneckerSparseChain(Descriptor):
     form: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        given = (self.factors,) if isinstance(self.factors, KroneckerSparse) else self.factors
-        if not isinstance(given, (tuple, list)):
-            raise TypeError(f"factors must be a tuple of KroneckerSparse, got {shown(given)}")
-        object.__setattr__(self, "factors", tuple(given))
+        factors = (self.factors,) if isinstance(self.factors, KroneckerSparse) else self.factors
+        if not isinstance(factors, (tuple, list)):
+            raise TypeError(f"factors must be a tuple of KroneckerSparse, got {shown(factors)}")
+        object.__setattr__(self, "factors", tuple(factors))
         require(len(self.factors) > 0, "factors must hold at least one KroneckerSparse, got none")
         for index, factor in enumerate(self.factors):
             if not isinstance(factor, KroneckerSparse):
@@ -249,10 +249,10 @@ class KroneckerSparseChain(Descriptor):
 
 
 def _check_chain(factors: tuple[KroneckerSparse, ...]) -> None:
-    first, taken = factors[0], []
+    first, names = factors[0], []
     for index, factor in enumerate(factors):
         previous = factors[max(index - 1, 0)]
-        repeated = [p for p in factor.parameters if p in taken]
+        repeated = [p for p in factor.parameters if p in names]
         # Texts only where they are needed: Dynamo cannot trace them.
         if index and factor.in_features != previous.out_features:
             raise ValueError(
@@ -269,7 +269,7 @@ def _check_chain(factors: tuple[KroneckerSparse, ...]) -> None:
                 f"{_place(index, factor)} repeats the parameter(s) {repeated} of an earlier "
                 "factor; rename one, as in Bias('bias2')"
             )
-        taken += factor.parameters
+        names += factor.parameters
 
 
 def _place(index: int, factor: KroneckerSparse) -> str:

@@ -83,8 +83,8 @@ def check_kinds(descriptor: KroneckerSparse | KroneckerSparseChain, operands: tu
     count = len(descriptor.factors)
     if len(operands) != 1 + count:
         expected = "one weight" if count == 1 else f"{count} weights, one a factor in its order"
-        given = f"got {len(operands) - 1}" if operands else "got neither"
-        raise TypeError(f"{descriptor.describe()} takes x and {expected}, {given}")
+        count_text = f"got {len(operands) - 1}" if operands else "got neither"
+        raise TypeError(f"{descriptor.describe()} takes x and {expected}, {count_text}")
 
 
 def check_operands(pattern: tuple, batch_last: bool, x, weight) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ def _chain_backward(saved, grads: list) -> dict:
     needs = saved.needs.x, *saved.needs.weights, bool(saved.needs.bias)
     # A weight that needs no gradient does not need its h either.
     one_step = all(saved.needs.weights) and is_one_step(grad)
-    if one_step and all(each is None for each in inner):
+    if one_step and all(t is None for t in inner):
         some = iter(chain_gradients(grad, hidden, weights, [*needs], *options))
         grads = [next(some) if need else None for need in needs]
     else:

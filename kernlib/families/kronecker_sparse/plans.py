@@ -178,8 +178,8 @@ def by_product(
     ``out`` or a new ``result()``."""
     x, weight = operands
     if events.listening():
-        said = f"{FAMILY} on {x.device}: no kernel, computed by torch"
-        events.emit("torch", "", "", said)
+        message = f"{FAMILY} on {x.device}: no kernel, computed by torch"
+        events.emit("torch", "", "", message)
     y = result() if out is None else out
     with no_autocast(x):
         left, right, target = (

@@ -36,8 +36,8 @@ def chain(
 ) -> torch.Tensor:
     """The factors of a chain one after another, each rounded to the dtype of ``x``."""
     for factor, weight in zip(descriptor.factors, weights, strict=True):
-        own = {name: parameters[name] for name in factor.parameters}
-        x = kronecker_sparse(factor, x, weight, own)
+        values = {name: parameters[name] for name in factor.parameters}
+        x = kronecker_sparse(factor, x, weight, values)
     return x
 
 
@@ -68,11 +68,11 @@ def weight_gradient(
     left, right = grad.to(wide), x.to(wide)
     if batch_last:
         left, right = left.reshape(a, b, d, -1), right.reshape(a, c, d, -1)
-        found = torch.einsum("ijln,ikln->ijkl", left, right)
+        total = torch.einsum("ijln,ikln->ijkl", left, right)
     else:
         left, right = left.reshape(-1, a, b, d), right.reshape(-1, a, c, d)
-        found = torch.einsum("nijl,nikl->ijkl", left, right)
-    return found.to(x.dtype).contiguous()
+        total = torch.einsum("nijl,nikl->ijkl", left, right)
+    return total.to(x.dtype).contiguous()
 
 
 def finish(epilogue: tuple, y: torch.Tensor, parameters: dict, batch_last: bool) -> torch.Tensor:
@@ -86,8 +86,8 @@ def finish(epilogue: tuple, y: torch.Tensor, parameters: dict, batch_last: bool)
             vector = parameters[part.parameter].to(y.dtype)
             y = y + (vector.reshape(-1, *(1,) * (y.dim() - 1)) if batch_last else vector)
         else:
-            own = {name: parameters[name] for name in part.parameters}
-            y = expressions.apply((part,), y, own, axis=0 if batch_last else -1)
+            values = {name: parameters[name] for name in part.parameters}
+            y = expressions.apply((part,), y, values, axis=0 if batch_last else -1)
     return y
 
 

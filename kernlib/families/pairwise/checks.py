@@ -218,8 +218,8 @@ def _takes(descriptor: Pairwise) -> set[str]:
         ("outer_p",): isinstance(descriptor.outer, norms.Power),
         _OF_EPILOGUES: bool(descriptor.epilogue),
     }
-    taken = {name for names, takes in stages.items() if takes for name in names}
-    return taken | set(descriptor.parameters)
+    hyperparameters = {name for names, takes in stages.items() if takes for name in names}
+    return hyperparameters | set(descriptor.parameters)
 
 
 def check_recorded_offsets(row_offset, col_offset) -> None:
@@ -232,9 +232,9 @@ def check_recorded_offsets(row_offset, col_offset) -> None:
 
 def check_names(descriptor: Pairwise, values: Iterable[str]) -> None:
     """Raises TypeError for a keyword that no call of a descriptor takes, with categories or not."""
-    taken = (*CODES, *_takes(descriptor), *descriptor.options, *_OF_EPILOGUES, *_EXPONENTS)
+    names = (*CODES, *_takes(descriptor), *descriptor.options, *_OF_EPILOGUES, *_EXPONENTS)
     for name in values:
-        if name not in taken:
+        if name not in names:
             refuse_unknown(descriptor, name)
 
 
@@ -274,18 +274,18 @@ def _check_exponents_given(descriptor: Pairwise, values: dict) -> set[str]:
     """The exponents the call must give, after checking that those it gives fit together."""
     inner = isinstance(descriptor.inner, norms.EXPONENTS)
     outer = isinstance(descriptor.outer, norms.Power)
-    given = {name for name in _EXPONENTS if name in values}
-    if "p" in given and not inner:
+    passed = {name for name in _EXPONENTS if name in values}
+    if "p" in passed and not inner:
         raise ValueError(f"p needs inner=Power(), and {descriptor.describe()} has another")
-    if "p" in given and isinstance(descriptor.inner, norms.Power) and len(given) > 1:
+    if "p" in passed and isinstance(descriptor.inner, norms.Power) and len(passed) > 1:
         raise ValueError("p sets inner_p and outer_p: give either p or them")
-    if {"p", "inner_p"} <= given:
+    if {"p", "inner_p"} <= passed:
         raise ValueError("p and inner_p are two names of one exponent: give either")
-    if "inner_p" in given and not inner:
+    if "inner_p" in passed and not inner:
         raise ValueError(f"inner_p needs inner=Power(), and {descriptor.describe()} has another")
-    if "outer_p" in given and not outer:
+    if "outer_p" in passed and not outer:
         raise ValueError(f"outer_p needs outer=Power(), and {descriptor.describe()} has another")
-    inner, outer = inner and "p" not in given, outer and not follows_inner(descriptor, values)
+    inner, outer = inner and "p" not in passed, outer and not follows_inner(descriptor, values)
     return {name for name, needed in (("inner_p", inner), ("outer_p", outer)) if needed}
 
 
@@ -358,8 +358,8 @@ def check_result(out: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor) -> 
     if out.device != a.device:
         raise ValueError(f"out must be on the inputs' device {a.device}, got {out.device}")
     if out.dtype not in (a.dtype, accumulator(a.dtype)):
-        wanted = " or ".join(str(t) for t in dict.fromkeys((a.dtype, accumulator(a.dtype))))
-        raise TypeError(f"out must be {wanted} for {a.dtype} inputs, got {out.dtype}")
+        dtypes = " or ".join(str(t) for t in dict.fromkeys((a.dtype, accumulator(a.dtype))))
+        raise TypeError(f"out must be {dtypes} for {a.dtype} inputs, got {out.dtype}")
 
 
 def ranges_meet(pointers: tuple[int, int, int], spans: tuple[int, int, int]) -> bool:
@@ -440,8 +440,8 @@ def broadcast_batches(x1: torch.Tensor, x2: torch.Tensor):
 
 
 def _flat(x: torch.Tensor, batch: torch.Size) -> torch.Tensor:
-    whole = x.expand(*batch, *x.shape[-2:])
-    return whole if len(batch) == 1 else whole.flatten(0, -3)
+    expanded = x.expand(*batch, *x.shape[-2:])
+    return expanded if len(batch) == 1 else expanded.flatten(0, -3)
 
 
 def flat_out(out: torch.Tensor) -> torch.Tensor:

@@ -255,11 +255,11 @@ def _known(descriptor: Pairwise) -> tuple[str, tuple[Epilogue, ...]]:
 
 def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
     if not isinstance(stage, allowed):
-        known = ", ".join(f"{cls.__name__}()" for cls in allowed)
+        names = ", ".join(f"{cls.__name__}()" for cls in allowed)
         from kernlib.descriptors.words import instead_of_part
 
         advice = instead_of_part(stage, allowed)
-        raise TypeError(f"{argument} must be one of {known}, got {shown(stage)}{advice}")
+        raise TypeError(f"{argument} must be one of {names}, got {shown(stage)}{advice}")
 
 
 def _checked_categories(value: object, symmetric: bool) -> int:
@@ -281,14 +281,14 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
     names = (*more, "precision", "symmetric", "direct", "categories")
 
     def decorate(function: _Function) -> _Function:
-        own = function.__code__.co_varnames[: function.__code__.co_argcount]
-        listed = (*own, *names)
+        positional = function.__code__.co_varnames[: function.__code__.co_argcount]
+        listed = (*positional, *names)
         # Other stages may be given where the function leaves them open.
-        taken = {*listed, "operator", "inner", "outer"}
+        accepted = {*listed, "operator", "inner", "outer"}
 
         def new(*values, **fields):
-            if len(values) > len(own) or not taken.issuperset(fields):
-                _refuse(function, values[len(own) :], fields, listed, taken)
+            if len(values) > len(positional) or not accepted.issuperset(fields):
+                _refuse(function, values[len(positional) :], fields, listed, accepted)
             return function(*values, **fields)
 
         cached = functools.lru_cache(maxsize=64, typed=True)(new)  # 1 is not True
@@ -304,7 +304,7 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
         # What Dynamo traces instead: of a cache it warns. To ask whether it traces takes torch,
         # which this module does not load.
         make._torchdynamo_inline = new
-        defaults = zip(own, function.__defaults__ or (), strict=True)
+        defaults = zip(positional, function.__defaults__ or (), strict=True)
         annotated = ((name, default, function.__annotations__[name]) for name, default in defaults)
         make.__signature__ = _signature(names, *annotated)
         return make
@@ -316,13 +316,13 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
 def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect.Signature:
     """Of some fields by keyword, behind parameters of a function itself."""
     kinds = inspect.Parameter
-    known = {each.name: each for each in fields(Pairwise)}
+    by_name = {field.name: field for field in fields(Pairwise)}
     parameters = [
         kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
         for name, default, annotation in own
     ]
     parameters += [
-        kinds(x, kinds.KEYWORD_ONLY, default=known[x].default, annotation=known[x].type)
+        kinds(x, kinds.KEYWORD_ONLY, default=by_name[x].default, annotation=by_name[x].type)
         for x in names
     ]
     return inspect.Signature(parameters, return_annotation="Pairwise")

@@ -123,8 +123,8 @@ def _check(
         raise TypeError(f"a must have a floating dtype for a {called}, got {a.dtype}")
     allowed = tuple(dict.fromkeys((a.dtype, accumulator(a.dtype))))
     if feature_map.dtype not in allowed:
-        wanted = " or ".join(map(str, allowed))
-        raise TypeError(f"{called} must be {wanted} for {a.dtype} inputs, got {feature_map.dtype}")
+        dtypes = " or ".join(map(str, allowed))
+        raise TypeError(f"{called} must be {dtypes} for {a.dtype} inputs, got {feature_map.dtype}")
     if feature_map.device != a.device:
         raise ValueError(
             f"{called} must be on the inputs' device {a.device}, got {feature_map.device}"

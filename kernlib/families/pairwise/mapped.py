@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, mapped: int, entries: list[Entry]) -> Batch:
-        sizes = [one.leading().shape[1] for one in entries if one.is_batched]
+        sizes = [entry.leading().shape[1] for entry in entries if entry.is_batched]
         return cls(mapped, max(sizes) if sizes else None)
 
     def placed(self, one: Entry) -> torch.Tensor:

@@ -98,8 +98,8 @@ def kind_of_number(name: str, value: object):
     if name not in _EXPONENTS:
         return None
     number = host_value(name, value)
-    own = EXPONENT_CODE if name == "outer_p" else lowering.INNER_CODE
-    return number if number in own else "any"
+    codes = EXPONENT_CODE if name == "outer_p" else lowering.INNER_CODE
+    return number if number in codes else "any"
 
 
 def _check(descriptor, a, b, out, accumulate, row_offset, col_offset, values: dict):
@@ -208,7 +208,7 @@ def precision(descriptor: Pairwise) -> str | None:
 
 def numbers_of(scalars: Scalars, a, hyperparameters) -> tuple[list, list]:
     """A number and a pointer for each hyperparameter, and tensors to keep until the launch."""
-    numbers, kept = [0.0, 0] * scalars.count, []
+    numbers, tensors = [0.0, 0] * scalars.count, []
     for name, value in hyperparameters.items():
         slot = scalars.slots[name]
         number = host_value(name, value)
@@ -227,8 +227,8 @@ def numbers_of(scalars: Scalars, a, hyperparameters) -> tuple[list, list]:
         address = tensor.data_ptr()
         if address >= LOWEST_ADDRESS or not tensor._is_zerotensor():  # else its number is 0
             numbers[slot + 1] = address
-        kept.append(tensor)
-    return numbers, kept
+        tensors.append(tensor)
+    return numbers, tensors
 
 
 def _positive(value: torch.Tensor) -> torch.Tensor:
@@ -243,18 +243,18 @@ def _launch(
 ) -> torch.Tensor:
     if type(plan) is not PairwisePlan:
         return plan.run(descriptor, a, b, out, accumulate, row_offset, col_offset, values)
-    numbers = kept = None
+    numbers = converted = None
     if values:
-        numbers, kept = numbers_of(plan.scalars, a, values)
+        numbers, converted = numbers_of(plan.scalars, a, values)
     second = a if b is None else b
-    given = out is not None
-    if not given:
+    has_out = out is not None
+    if not has_out:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
     pointers = a.data_ptr(), second.data_ptr(), out.data_ptr()
-    if given:
+    if has_out:
         if checks.ranges_meet(pointers, plan.spans):
             refuse_overlap(out, a=a, b=second)
-        if kept:
+        if converted:
             refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
         if not out.is_inference():  # those have no version to count
             torch.autograd.graph.increment_version(out)
@@ -271,7 +271,9 @@ def _launch(
     if plan.swapped:
         pointers = pointers[1], pointers[0], pointers[2]
     plan.launch.launch(pointers, numbers)
-    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del (
+        converted
+    )  # converted tensors: the stream orders the reuse of their memory behind the launch
     return out
 
 

@@ -61,8 +61,8 @@ def _respelled(key, *request) -> torch.Tensor:
     """The result of a request for whose key there is no plan."""
     from kernlib.families.pairwise import per_point  # which calls with a plan do without
 
-    made = per_point.computed(run, *request)
-    return _first(key, *request) if made is None else made
+    result = per_point.computed(run, *request)
+    return _first(key, *request) if result is None else result
 
 
 def run(
@@ -135,8 +135,8 @@ def run(
             operation as categories,  # which most calls do without
         )
 
-        made = per_point.computed(run, *request)
-        return categories.run(*request) if made is None else made
+        result = per_point.computed(run, *request)
+        return categories.run(*request) if result is None else result
     # any() over a generator would double the time
     if torch.is_grad_enabled() and True in [
         getattr(value, "requires_grad", False) for value in (a, b, out, *hyperparameters.values())
@@ -331,8 +331,8 @@ def _request_of(descriptor: Pairwise, a, b, arguments: dict, more: tuple) -> Req
 
         a, b = feature_map.apply(arguments["feature_map"], a, b, arguments.get("out"))
     options = [arguments.get(name, default) for name, default in _OPTIONS.items()]
-    known = (*_OPTIONS, "feature_map", "lengthscale")
-    values = {name: arguments[name] for name in arguments if name not in known}
+    option_names = (*_OPTIONS, "feature_map", "lengthscale")
+    values = {name: arguments[name] for name in arguments if name not in option_names}
     if any(isinstance(value, torch.Tensor) and value.dim() for value in values.values()):
         from kernlib.families.pairwise import per_point  # which most calls do without
 

@@ -35,7 +35,7 @@ def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respe
     batch, or None, and ``offsets`` are those of rows and columns. Raises ValueError for a value of
     which nobody can tell whether it belongs to points or to a batch."""
     entries, single, diagonal = [], [], None
-    others = (beside, *(values.get(name) for name in ("a_codes", "b_codes")))
+    tensors = (beside, *(values.get(name) for name in ("a_codes", "b_codes")))
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or name in CODES:
             continue
@@ -43,7 +43,7 @@ def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respe
             entries.append(name)
         elif value.dim() == 2 and value.shape[0] == 1 and value.shape[1] == 1:
             single.append(name)
-        elif value.dim() == 1 and _is_of_points(value.shape[0], a, b, others):
+        elif value.dim() == 1 and _is_of_points(value.shape[0], a, b, tensors):
             _check_diagonal(name, value.shape[0], a, b, offsets)
             diagonal = value
     if not entries and not single and diagonal is None:
@@ -100,15 +100,15 @@ def computed(
     :func:`kernlib.run_kernel` is; None of all other calls. Raises what :func:`respelled` does."""
     if not any(isinstance(value, torch.Tensor) and value.dim() for value in values.values()):
         return None
-    made = respelled(a, b, values, out, (row_offset, col_offset))
-    if made is None:
+    again = respelled(a, b, values, out, (row_offset, col_offset))
+    if again is None:
         return None
 
     def call(a, b, out, accumulate, values):
         offsets = {"row_offset": row_offset, "col_offset": col_offset}
         return run(descriptor, a, b, out=out, accumulate=accumulate, **offsets, **values)
 
-    return _matrix(call, made, out, accumulate)
+    return _matrix(call, again, out, accumulate)
 
 
 def _matrix(call, made: Respelled, out, accumulate) -> torch.Tensor:

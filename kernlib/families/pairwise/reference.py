@@ -39,11 +39,11 @@ def pairwise(
     for l in range(batch):
         # As float32 has it: torch.pow takes it so for most elements of a tensor, and not for all.
         p = None if inner_p is None else a.new_tensor(entry(inner_p, l)).item()
-        found = sums(descriptor, a[l], b[l], p, entry(inner_scale, l))
+        total = sums(descriptor, a[l], b[l], p, entry(inner_scale, l))
         if root:
-            entries.append(norms(descriptor, a[l], b[l], found, p))
+            entries.append(norms(descriptor, a[l], b[l], total, p))
         else:
-            entries.append(outer(descriptor.outer, found, entry(outer_p, l)))
+            entries.append(outer(descriptor.outer, total, entry(outer_p, l)))
     v = torch.stack(entries) if entries else a.new_zeros(0, a.shape[1], b.shape[1])
     if descriptor.epilogue:
         v = torch.where(v.abs() < _column(epsilon, v), torch.zeros_like(v), v)

@@ -136,8 +136,8 @@ def finish(
         return v
     if not _is(epsilon, 0.0):
         v = torch.where(v.abs() < epsilon, 0.0, v)
-    own = {name: placed[name] for name in descriptor.parameters}
-    v = expressions.apply(epilogues, v, own, functions=_FINITE)
+    arguments = {name: placed[name] for name in descriptor.parameters}
+    v = expressions.apply(epilogues, v, arguments, functions=_FINITE)
     regularization = placed.get("regularization", 0.0)
     if _is(regularization, 0.0):
         return v
@@ -212,6 +212,6 @@ def _outer(descriptor: Pairwise, s: torch.Tensor, values: dict, root: bool) -> t
 
 def _root(s: torch.Tensor, p) -> torch.Tensor:
     if isinstance(p, torch.Tensor):
-        whole = (p == 0) | p.isinf()
-        return power(s, torch.where(whole, 1.0, 1 / torch.where(whole, 1.0, p)))
+        is_limit = (p == 0) | p.isinf()
+        return power(s, torch.where(is_limit, 1.0, 1 / torch.where(is_limit, 1.0, p)))
     return s if p in (0, math.inf) else power(s, 1 / p)

@@ -74,7 +74,7 @@ def in_unit(
         unit = unit.to(x.device, wide)
     if several or unit < 1.0:
         most = limits.max * unit
-        for size in [_largest(each) for each in ((x,) if shared else (x, z)) if each.numel()]:
+        for size in [_largest(t) for t in ((x,) if shared else (x, z)) if t.numel()]:
             unit = torch.where(size < most, unit * torch.ones_like(size, dtype=wide), 1.0)
     bandwidth = values["bandwidth"]
     if isinstance(bandwidth, torch.Tensor):

@@ -44,34 +44,34 @@ def fitted(layout: str, tensors: Sequence[torch.Tensor]) -> SparseMatrix:
     while a CUDA graph is captured.
     """
     mark = getattr(tensors[0], MARK, None)
-    found = None if mark is None else LIVE.get(mark[0])
-    if found is not None and found._form == layout and _are(found.listed, tensors):
-        return found
+    matrix = None if mark is None else LIVE.get(mark[0])
+    if matrix is not None and matrix._form == layout and _are(matrix.listed, tensors):
+        return matrix
     passed = tensors
     layout, tensors = told(layout, tensors)
-    if found is not None and found._layout == layout and _are(found._operands, tensors):
-        return found
-    known = _known(passed)
+    if matrix is not None and matrix._layout == layout and _are(matrix._operands, tensors):
+        return matrix
+    text = _known(passed)
     if tensors[0].is_meta:
         return SparseMatrix.from_layout(layout, tensors)
-    if found is None:  # autograd of compiled code may detach tensors, which leaves no mark
-        found = PLACES.get(tensors[0].data_ptr())
-    if found is not None and kind_of(found.layout) == kind_of(layout) and _share(found, tensors):
-        return found
-    if known == layout and getattr(passed[0], MARK)[2] is None:
+    if matrix is None:  # autograd of compiled code may detach tensors, which leaves no mark
+        matrix = PLACES.get(tensors[0].data_ptr())
+    if matrix is not None and kind_of(matrix.layout) == kind_of(layout) and _share(matrix, tensors):
+        return matrix
+    if text == layout and getattr(passed[0], MARK)[2] is None:
         return SparseMatrix.from_layout(layout, tensors)
     with untransformed():
-        if known is not None and kind_of(known) == kind_of(layout):
-            return SparseMatrix.from_layout(known, tuple(map(placed, tensors)))
+        if text is not None and kind_of(text) == kind_of(layout):
+            return SparseMatrix.from_layout(text, tuple(map(placed, tensors)))
         refuse_capture(tensors)
         format, shape, dtype, facts = parse_layout(layout)
         named = dict(zip(format_of(format).TENSORS, tensors, strict=True))
         with said_of(layout):
             facts = {**facts, **measured(format, named)}
-            found = loaded(format, shape, dtype, facts, named)
-        known = layout_text(format, shape, dtype, facts)
-        _mark(passed, known)
-        return SparseMatrix.from_layout(known, tuple(found.values()))
+            matrix = loaded(format, shape, dtype, facts, named)
+        text = layout_text(format, shape, dtype, facts)
+        _mark(passed, text)
+        return SparseMatrix.from_layout(text, tuple(matrix.values()))
 
 
 def _known(tensors: Sequence[torch.Tensor]) -> str | None:
@@ -97,10 +97,10 @@ def _share(w: SparseMatrix, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors share all of the memory of a matrix's own, which lives as long as the
     matrix."""
     return len(tensors) == len(w.operands) and all(
-        t.data_ptr() == own.data_ptr()
-        and (t.shape, t.dtype, t.device) == (own.shape, own.dtype, own.device)
+        t.data_ptr() == operand.data_ptr()
+        and (t.shape, t.dtype, t.device) == (operand.shape, operand.dtype, operand.device)
         and t.is_contiguous()
-        for own, t in zip(w.operands, tensors, strict=True)
+        for operand, t in zip(w.operands, tensors, strict=True)
     )
 
 

@@ -43,8 +43,8 @@ def version_of(format: str) -> int:
 
 def layout_text(format: str, shape: tuple[int, int], dtype: torch.dtype, facts: Mapping) -> str:
     """The text of ``SparseMatrix.layout``, such as ``bitmap 64x256 float16 largest=528``."""
-    known = [f"{name}={int(value)}" for name, value in sorted(facts.items())]
-    return " ".join([format, f"{int(shape[0])}x{int(shape[1])}", KERNEL_TYPES[dtype], *known])
+    listed = [f"{name}={int(value)}" for name, value in sorted(facts.items())]
+    return " ".join([format, f"{int(shape[0])}x{int(shape[1])}", KERNEL_TYPES[dtype], *listed])
 
 
 def parse_layout(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str, int]]:
@@ -56,8 +56,8 @@ def _parse(layout: str) -> tuple[str, tuple[int, int], torch.dtype, Mapping[str,
     format, size, dtype, *facts = layout.split(" ")
     rows, cols = size.split("x")
     pairs = (fact.split("=") for fact in facts)
-    known = MappingProxyType({name: int(value) for name, value in pairs})
-    return format, (int(rows), int(cols)), DTYPES[dtype], known
+    parsed = MappingProxyType({name: int(value) for name, value in pairs})
+    return format, (int(rows), int(cols)), DTYPES[dtype], parsed
 
 
 _parsed = lru_cache(maxsize=4096)(_parse)  # Dynamo warns of a cache

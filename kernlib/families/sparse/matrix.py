@@ -138,9 +138,9 @@ class SparseMatrix:
             ('u8 64x64 float32 parts=1 width=64', 'u8 float32 parts width joined', 3, 2, ...)
             >>> same = kl.sparse.SparseMatrix.from_layout(w.layout, w.operands)
         """
-        made = cls.__new__(cls)
-        _fill(made, layout, tuple(operands), None)
-        return made
+        matrix = cls.__new__(cls)
+        _fill(matrix, layout, tuple(operands), None)
+        return matrix
 
     @property
     def format(self) -> str:
@@ -271,16 +271,16 @@ class SparseMatrix:
         if torch.empty(0, dtype=torch.uint8, device=device).device == self._device:
             return self
         moved = self._copies(lambda t: t.to(device, non_blocking=non_blocking))
-        made = SparseMatrix.from_layout(self._layout, moved)
-        mark(made)
-        _count(made, self.known_nnz())
+        copy = SparseMatrix.from_layout(self._layout, moved)
+        mark(copy)
+        _count(copy, self.known_nnz())
         turned = self.known_transpose() if device.type == "meta" else None
         if turned is not None:  # as kernels of gradients that are listed ahead read it
             turned = SparseMatrix.from_layout(
                 turned._layout, tuple(t.to("meta") for t in turned._operands)
             )
-            _pair(made, turned, (state_of(made), state_of(turned)))
-        return made
+            _pair(copy, turned, (state_of(copy), state_of(turned)))
+        return copy
 
     def cuda(self, device: torch.device | int | None = None) -> SparseMatrix:
         """:meth:`to` a CUDA ``device``, the current one by default. Raises what that does."""
@@ -314,14 +314,14 @@ class SparseMatrix:
         other scales. Gradients with respect to x multiply by it. It is made once, on the matrix's
         device, for which the caller waits, and kept until torch counts a write to one of the two.
         For tensors of inference mode it is not kept."""
-        known = self.known_transpose()
-        if known is None:
-            known = _turned(self)
+        turned = self.known_transpose()
+        if turned is None:
+            turned = _turned(self)
             settle(self)
-            states = state_of(self), state_of(known)
+            states = state_of(self), state_of(turned)
             if None not in states:
-                _pair(self, known, states)
-        return known
+                _pair(self, turned, states)
+        return turned
 
     def known_transpose(self) -> SparseMatrix | None:
         """The transpose if it is known, and neither matrix has been written since: what
@@ -397,11 +397,11 @@ class SparseMatrix:
 
     def __deepcopy__(self, memo: dict) -> SparseMatrix:
         copies = self._copies(torch.clone)
-        made = SparseMatrix.from_layout(self._layout, copies)
-        mark(made)
-        _count(made, self.known_nnz())
-        memo[id(self)] = made
-        return made
+        copy = SparseMatrix.from_layout(self._layout, copies)
+        mark(copy)
+        _count(copy, self.known_nnz())
+        memo[id(self)] = copy
+        return copy
 
     def _copies(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Copies of the tensors, in one tensor if these are."""
@@ -528,10 +528,10 @@ def _turned(w: SparseMatrix) -> SparseMatrix:
         return of_entries(entries, format if fits else "auto", 1)
     dense = dense_of(w).t()
     fits = format_of(format).nbytes(dense) is not None
-    made = compressed(dense, format if fits else "auto")
+    matrix = compressed(dense, format if fits else "auto")
     if not is_quantised(w):  # of which some may be 0 now
-        _count(made, w.known_nnz())
-    return made
+        _count(matrix, w.known_nnz())
+    return matrix
 
 
 def _unpickled(header: dict, tensors: dict | torch.Tensor | Memory) -> SparseMatrix:

@@ -210,9 +210,9 @@ def transpose_for(w: SparseMatrix, y: torch.Tensor) -> SparseMatrix | None:
     of inference mode, since it would not be kept."""
     if w.format == "dense" or not _few(w, y) or not on_gpu(y.device):
         return None
-    known = w.known_transpose()
-    if known is not None or y.is_meta:
-        return known
+    turned = w.known_transpose()
+    if turned is not None or y.is_meta:
+        return turned
     if torch.cuda.is_current_stream_capturing() or state_of(w) is None:
         return None
     return w.transpose()

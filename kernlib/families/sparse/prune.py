@@ -176,23 +176,23 @@ def _threshold(weights: Sequence[torch.Tensor], dtype: torch.dtype, count: int) 
     most = DIGIT_CPU if all(weight.device.type == "cpu" for weight in weights) else DIGIT
     if not count:
         return (1 << bits) - 1, 0
-    least, above, left = 0, 0, bits  # leading bits, entries with higher ones, bits behind them
-    while left:
-        width = min(left, most)
+    least, above, remaining = 0, 0, bits  # leading bits, entries with higher ones, bits behind them
+    while remaining:
+        width = min(remaining, most)
         digits = (1 << width) - 1
         histogram = torch.zeros(1 << width, dtype=torch.int64, device="cpu")
         for weight in weights:
             counts = torch.zeros_like(histogram, device=weight.device)
             for piece in _pieces(weight, 0):
                 keys = _magnitudes(weight[piece].to(dtype)).reshape(-1)
-                if left < bits:
-                    keys = keys[keys >> left == least]
-                counts += torch.bincount(keys >> (left - width) & digits, minlength=1 << width)
+                if remaining < bits:
+                    keys = keys[keys >> remaining == least]
+                counts += torch.bincount(keys >> (remaining - width) & digits, minlength=1 << width)
             histogram += counts.cpu()
         reach = histogram.flip(0).cumsum(0)  # entries of the highest digit, the two highest, ...
         place = int(torch.searchsorted(reach, count - above))
         above += int(reach[place - 1]) if place else 0
-        least, left = least << width | digits - place, left - width
+        least, remaining = least << width | digits - place, remaining - width
     return least, count - above
 
 

@@ -111,7 +111,7 @@ def _keep(w: SparseMatrix, state: State, dense: torch.Tensor) -> None:
     if _bytes(dense) > MOST_BYTES:
         return
     _cache[number] = _LaidOut(weakref.ref(w, lambda _: _cache.pop(number, None)), state, dense)
-    total = sum(_bytes(each.dense) for each in tuple(_cache.values()))
+    total = sum(_bytes(entry.dense) for entry in tuple(_cache.values()))
     while total > MOST_BYTES and _cache:
         with suppress(KeyError):
             total -= _bytes(_cache.popitem(last=False)[1].dense)

@@ -19,8 +19,8 @@ FORMATS = (bitmap.FORMAT, *QUANTISED)
 
 def stack(matrices: Sequence[SparseMatrix]) -> SparseMatrix | None:
     """The matrices, of one dtype and as many columns, as one of their format."""
-    first, *others = matrices
-    if first.format not in FORMATS or any(w.format != first.format for w in others):
+    first, *rest = matrices
+    if first.format not in FORMATS or any(w.format != first.format for w in rest):
         return None
     if any(w.shape[0] % ROWS for w in matrices[:-1]):
         return None

@@ -176,18 +176,18 @@ def mark(w: SparseMatrix) -> None:
     or knows that they fit the layout. They are also marked as by
     ``torch._dynamo.mark_static_address``, whose call would load Dynamo: then CUDA graphs of
     compiled code read the matrix in place, and do not copy it."""
-    made = (next_mark(), w._layout, None)
+    tag = (next_mark(), w._layout, None)
     joined = joined_of(w)
-    held = w._operands if joined is None else (joined,)
+    tensors = w._operands if joined is None else (joined,)
     with torch.inference_mode(False), untransformed():
         sizes = sizes_as_tensor(w._shape, w._facts, w._device)
-    for t in {*w._operands, *held}:
-        setattr(t, MARK, made)
-    for t in (*w._operands, *held, sizes):
+    for t in {*w._operands, *tensors}:
+        setattr(t, MARK, tag)
+    for t in (*w._operands, *tensors, sizes):
         t._dynamo_static_input_type = "unguarded"
-    object.__setattr__(w, "_listed", (*held, sizes))
+    object.__setattr__(w, "_listed", (*tensors, sizes))
     object.__setattr__(w, "_form", form_text(w._layout, joined is not None))
-    LIVE[made[0]] = w
+    LIVE[tag[0]] = w
     if not stand_ins(*w._operands):
         addresses = [t.data_ptr() for t in w._operands]
         object.__setattr__(w, "_addresses", addresses)  # where kernels can read them

@@ -97,8 +97,8 @@ def block_sparse_attention(
         warn_of_whole_blocks(layout.condition)
     if checked_dropout(dropout_p) != 0.0 or takes(q, k, v, key_transposed):
         BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
-        given = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        masks = {name: mask for name, mask in given.items() if mask is not None}
+        tensors = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        masks = {name: mask for name, mask in tensors.items() if mask is not None}
         rest = {"dropout_p": dropout_p, "seed": seed} if dropout_p != 0.0 else {}
         k = k.mT if key_transposed else k
         return fused(q, k, v, layout, scale, masks, modes, causal=causal, **rest)
@@ -230,7 +230,7 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
             _check_mode(name, mode)
         dtype = checked_dtype(dtype)
         BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
-        made = _as_layout(layout, block, num_heads)
+        source = _as_layout(layout, block, num_heads)
         super().__init__(
             embed_dim, num_heads, dropout, bias=bias, kdim=kdim, vdim=vdim,
             batch_first=batch_first, device=device, dtype=dtype,
@@ -239,7 +239,9 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.precision = precision
-        self._layout, self._of_lengths = (made, None) if isinstance(made, Layout) else (None, made)
+        self._layout, self._of_lengths = (
+            (source, None) if isinstance(source, Layout) else (None, source)
+        )
         self._made: dict[tuple[int, int], Layout] = {}  # of lengths
         self._settle()
 
@@ -261,23 +263,23 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         """
         query_length = _checked_length("query_length", query_length)
         key_length = _checked_length("key_length", key_length)
-        found, key = self._layout, (query_length, key_length)
-        if found is None:
-            found = self._made.get(key)
-        if found is None:
-            made = self._of_lengths(*key)
-            if not isinstance(made, Layout):
-                raise TypeError(f"layout{key} must be a Layout, got {type(made).__name__}")
-            _check_layout_heads(made, self.num_heads)
-            found = self._made[key] = made
+        layout, key = self._layout, (query_length, key_length)
+        if layout is None:
+            layout = self._made.get(key)
+        if layout is None:
+            new = self._of_lengths(*key)
+            if not isinstance(new, Layout):
+                raise TypeError(f"layout{key} must be a Layout, got {type(new).__name__}")
+            _check_layout_heads(new, self.num_heads)
+            layout = self._made[key] = new
             self._settle()
-            found = self._made[key]
-        if found.shape != key:
+            layout = self._made[key]
+        if layout.shape != key:
             raise ValueError(
-                f"query and key have lengths {shown(key)}, and the layout is of {found.shape}; pad "
-                "them, or make another layout"
+                f"query and key have lengths {shown(key)}, and the layout is of {layout.shape}; "
+                "pad them, or make another layout"
             )
-        return found.to(self.out_proj.weight.device)  # itself but for meta
+        return layout.to(self.out_proj.weight.device)  # itself but for meta
 
     def forward(
         self,
@@ -306,16 +308,16 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         q, k, v = (self._heads(t) for t in self._projected(query, key, value))
         key_mask = _as_softmax("key_padding_mask", key_padding_mask, self.key_padding_mask_mode)
         mask = _as_softmax("attn_mask", attn_mask, self.attn_mask_mode)
-        found = block_sparse_attention(
+        out = block_sparse_attention(
             q, k, v, layout, rpe=rpe, key_padding_mask=key_mask, attn_mask=mask,
             key_padding_mask_mode=self.key_padding_mask_mode, attn_mask_mode=self.attn_mask_mode,
             causal=is_causal, precision=self.precision,
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        found = found.transpose(-3, -2).flatten(-2)  # (B, L, E), or without B
+        out = out.transpose(-3, -2).flatten(-2)  # (B, L, E), or without B
         if query.dim() == 3 and not self.batch_first:
-            found = found.transpose(0, 1)
-        return F.linear(found, self.out_proj.weight, self.out_proj.bias), None
+            out = out.transpose(0, 1)
+        return F.linear(out, self.out_proj.weight, self.out_proj.bias), None
 
     def _projected(self, query, key, value) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of the heads, side by side in the last dimension."""
@@ -351,7 +353,7 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
             return
         if self._layout is not None:
             self._layout = self._layout.to(place)
-        self._made = {key: made.to(place) for key, made in self._made.items()}
+        self._made = {key: layout.to(place) for key, layout in self._made.items()}
 
 
 def _checked_length(name: str, length) -> int:
@@ -385,9 +387,9 @@ def _checked_rate(dropout) -> float:
 
 
 def _refuse(add_bias_kv, add_zero_attn) -> None:
-    for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
-        check_flag(name, given)
-        if given:
+    for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+        check_flag(name, value)
+        if value:
             raise NotImplementedError(
                 f"{name} is not supported: it would change the length of keys, which is the "
                 "layout's"
@@ -409,14 +411,14 @@ def _check_sizes_of(embed_dim, num_heads, kdim, vdim) -> None:
 
 def _as_layout(layout, block, heads: int) -> Layout | Callable:
     """A layout, or what makes one of lengths. Raises TypeError and ValueError."""
-    known = isinstance(layout, Layout)
-    if block is not None and (known or callable(layout)):
+    is_layout = isinstance(layout, Layout)
+    if block is not None and (is_layout or callable(layout)):
         raise ValueError(
             "block goes with a mask; a Layout, and what makes one, has its own: leave it out"
         )
-    if not known and callable(layout):
+    if not is_layout and callable(layout):
         return layout
-    if not known:
+    if not is_layout:
         if isinstance(layout, (int, float, str)) or layout is None:
             raise TypeError(
                 "layout must be a Layout, a mask of blocks, or what makes a Layout of two lengths, "

@@ -98,15 +98,15 @@ class BlockSparseConv2d(BlockSparseModule):
         check_flag("bias", bias)
         checked_dtype(dtype)
         if not isinstance(padding_mode, str) or padding_mode not in PADDINGS:
-            known = ", ".join(PADDINGS)
-            raise ValueError(f"padding_mode must be one of {known}, got {shown(padding_mode)}")
+            listed = ", ".join(PADDINGS)
+            raise ValueError(f"padding_mode must be one of {listed}, got {shown(padding_mode)}")
         kernel = _pair("kernel_size", kernel_size, 1)
         strides, dilations = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
         pads = _pads(padding, kernel, strides, dilations)
         shape = out_channels, kernel[0] * kernel[1] * in_channels
         names = "out_channels", "kernel rows * kernel columns * in_channels"
-        found = layout_for(layout, shape, density, capacity, device, names)
-        super().__init__(found, dtype, density)
+        blocks = layout_for(layout, shape, density, capacity, device, names)
+        super().__init__(blocks, dtype, density)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.dilation = kernel, strides, dilations
         self.padding = padding if isinstance(padding, str) else (pads[2], pads[0])
@@ -149,13 +149,13 @@ class BlockSparseConv2d(BlockSparseModule):
             weight, bias = self.weight, self.bias
         self._check_input(input, weight)
         columns, size = self._columns(input if input.dim() == 4 else input.unsqueeze(0))
-        given = {} if bias is None else {"bias": bias}
+        parameters = {} if bias is None else {"bias": bias}
         if self._candidates is not None and torch.is_grad_enabled():
-            y = run_kernel(self._affine, layout, weight, columns, **given)
+            y = run_kernel(self._affine, layout, weight, columns, **parameters)
             y = activate(self._steps, self._watch(y, columns))
         else:
-            descriptor = self._biased if given else self._plain
-            y = run_kernel(descriptor, layout, weight, columns, **given)
+            descriptor = self._biased if parameters else self._plain
+            y = run_kernel(descriptor, layout, weight, columns, **parameters)
         y = y.unflatten(-1, size)
         return y if input.dim() == 4 else y.squeeze(0)
 
@@ -182,9 +182,9 @@ class BlockSparseConv2d(BlockSparseModule):
                 f"padding, got {tuple(x.shape[-2:])}"
             )
         size = tuple((room - 1) // s + 1 for room, s in zip(rooms, self.stride, strict=True))
-        found = F.unfold(x, self.kernel_size, self.dilation, 0, self.stride)
-        found = found.unflatten(1, (self.in_channels, taps)).transpose(1, 2)
-        return found.flatten(1, 2), size
+        unfolded = F.unfold(x, self.kernel_size, self.dilation, 0, self.stride)
+        unfolded = unfolded.unflatten(1, (self.in_channels, taps)).transpose(1, 2)
+        return unfolded.flatten(1, 2), size
 
     def _candidate_gradient(self, grad, x, candidates: Layout) -> torch.Tensor:
         return sdd(grad, x, candidates, transpose_b=True, precision=self._precision).sum(0)

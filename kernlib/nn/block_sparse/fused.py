@@ -52,7 +52,7 @@ def fused(
         "attn_mask": (rows, cols),
     }
     captured, axes = {}, {}
-    score, kept = ["v"], []
+    score, conditions = ["v"], []
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         captured["gain"], axes["gain"], score[0] = scale.to(q.device), (), "v * gain"
         scale = 1.0
@@ -63,17 +63,17 @@ def fused(
         check_broadcast(shapes[name], name, t)
         captured[name], axes[name] = _captured(name, t, shapes[name], len(batch))
         if t.dtype == torch.bool:
-            kept.append(name)
+            conditions.append(name)
         elif modes.get(name, "add") == "mul":
-            kept.append(f"{name} != 0")
+            conditions.append(f"{name} != 0")
         else:
             score.append(name)
-    found = attention(
+    out = attention(
         *operands, layout, scale=scale, axes=axes,
         score=" + ".join(score) if score != ["v"] else None,
-        mask=" and ".join(kept) or None, **rest, **captured,
+        mask=" and ".join(conditions) or None, **rest, **captured,
     )  # fmt: skip
-    return found.reshape(*lead, rows, v.shape[-1])
+    return out.reshape(*lead, rows, v.shape[-1])
 
 
 def _flat(t: torch.Tensor, batch: int) -> torch.Tensor:

@@ -63,30 +63,30 @@ def with_largest(
     """The mask of the stored blocks and of up to ``count`` more, those of the candidates that have
     the largest ``norms`` (its capacity,) and for which there is room; NaN counts as 0."""
     size, stored = total(layout), layout.mask().flatten()
-    found = norms.nan_to_num(0.0).clamp(min=0.0)
-    scores = found.new_full((size + 1,), -1.0).index_copy(0, places(candidates), found)[:size]
+    values = norms.nan_to_num(0.0).clamp(min=0.0)
+    scores = values.new_full((size + 1,), -1.0).index_copy(0, places(candidates), values)[:size]
     scores = torch.where(stored, -1.0, scores)
     order = scores.argsort(descending=True, stable=True)[:count]
     room = layout.capacity - layout.tensors[5][0]
-    taken = (scores.index_select(0, order) >= 0.0) & (_count_up(order) < room)
-    grown = _with(layout, torch.where(taken, order, size)).flatten()
+    fits = (scores.index_select(0, order) >= 0.0) & (_count_up(order) < room)
+    grown = _with(layout, torch.where(fits, order, size)).flatten()
     return (stored | grown).view(layout.grid)
 
 
 def sources(before: torch.Tensor, layout: Layout) -> torch.Tensor:
     """For each slot that one which held its block when :func:`places` were ``before``, or -1: int64
     (capacity,)."""
-    held = before.new_full((total(layout) + 1,), -1).index_copy(0, before, _count_up(before))
-    held[total(layout) :].fill_(-1)  # an index would wait for the device
-    return held.index_select(0, places(layout))
+    slots = before.new_full((total(layout) + 1,), -1).index_copy(0, before, _count_up(before))
+    slots[total(layout) :].fill_(-1)  # an index would wait for the device
+    return slots.index_select(0, places(layout))
 
 
 def moved(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Blocks (capacity, rows, cols) in their new slots, 0 where there was none."""
     if not source.numel():
         return tensor.clone()
-    found = tensor.index_select(0, source.clamp(min=0))
-    return torch.where((source >= 0)[:, None, None], found, 0)
+    blocks = tensor.index_select(0, source.clamp(min=0))
+    return torch.where((source >= 0)[:, None, None], blocks, 0)
 
 
 def bounds(layout: Layout, axis: int = -1) -> torch.Tensor:

@@ -53,10 +53,10 @@ class LayoutModule(IndexedModule):
 
     def _hold_nothing(self, place: torch.device) -> None:
         """Take a layout without blocks, until somebody says which are stored."""
-        held = self._layout
-        heads = () if held.heads is None else (held.heads,)
-        mask = torch.zeros((*heads, *held.grid), dtype=torch.bool, device=place)
-        self._hold(Layout(mask, held.block, held.capacity, place))
+        current = self._layout
+        heads = () if current.heads is None else (current.heads,)
+        mask = torch.zeros((*heads, *current.grid), dtype=torch.bool, device=place)
+        self._hold(Layout(mask, current.block, current.capacity, place))
         with torch.no_grad():
             self._buffers[MARK].zero_()  # the mark of no layout
         self._blank = True
@@ -79,17 +79,17 @@ class LayoutModule(IndexedModule):
         """The layout of this call: that of the tensors that are there now, as functional_call puts
         others there. Raises ValueError and TypeError where these are none of its kind, RuntimeError
         where the values are not those of its blocks."""
-        held = self._layout
+        current = self._layout
         compiling = is_dynamo_compiling()
         # Dynamo guards the sizes of what it compares: of tensors of two dimensions, which come and
         # go with the others, one may be 1 and so a constant.
         first = 3 if compiling else 0
-        for name, tensor in zip(INDICES[first:], held.tensors[first:], strict=True):
+        for name, tensor in zip(INDICES[first:], current.tensors[first:], strict=True):
             if getattr(self, name) is not tensor:
                 return self._of_others()
         if compiling:
-            return self._compiled(held)
-        return held if self._is_unwritten() else self._of_mark()
+            return self._compiled(current)
+        return current if self._is_unwritten() else self._of_mark()
 
     def _compiled(self, held: Layout) -> Layout:
         """The layout of a compiled call, which does not look into the mark. Raises RuntimeError for
@@ -122,41 +122,41 @@ class LayoutModule(IndexedModule):
 
     def _of_others(self) -> Layout:
         """The layout of other tensors than those held, looked at unless they stand for others."""
-        held = self._layout
+        current = self._layout
         tensors = {name: getattr(self, name) for name in INDICES}
         if is_dynamo_compiling():
-            return Layout.from_layout(held.text, tuple(tensors.values()))
+            return Layout.from_layout(current.text, tuple(tensors.values()))
         check_dense(INDICES, **tensors)
-        for wanted, (name, other) in zip(held.tensors, tensors.items(), strict=True):
-            if other.shape != wanted.shape or other.dtype != wanted.dtype:
+        for stored, (name, other) in zip(current.tensors, tensors.items(), strict=True):
+            if other.shape != stored.shape or other.dtype != stored.dtype:
                 raise ValueError(
-                    f"{name} must be {wanted.dtype} of shape {tuple(wanted.shape)}, got "
+                    f"{name} must be {stored.dtype} of shape {tuple(stored.shape)}, got "
                     f"{other.dtype} of {tuple(other.shape)}"
                 )
-        others = tuple(tensors.values())
-        on_meta = [t.is_meta for t in others]
+        passed = tuple(tensors.values())
+        on_meta = [t.is_meta for t in passed]
         if any(on_meta) and not all(on_meta):
             raise ValueError("the tensors of a layout must all be on meta, or none of them")
-        wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, others))
-        if wrapped or not has_values(*others):
-            return Layout.from_layout(held.text, others)
-        layout = self._noted_other(others)
+        wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, passed))
+        if wrapped or not has_values(*passed):
+            return Layout.from_layout(current.text, passed)
+        layout = self._noted_other(passed)
         if layout is None:
-            writing.refuse_capture(others[0].device, "looking at other tensors", "call it before")
+            writing.refuse_capture(passed[0].device, "looking at other tensors", "call it before")
             with outside():
-                named = dict(zip(NAMES, (t.detach() for t in others), strict=True))
-                layout = Layout.from_state(header_of(held.text, named), named)
-            self._note_other(others, layout)
+                named = dict(zip(NAMES, (t.detach() for t in passed), strict=True))
+                layout = Layout.from_state(header_of(current.text, named), named)
+            self._note_other(passed, layout)
         return layout
 
     def _of_mark(self) -> Layout:
         """The layout that the mark says, where it was written, moved, or is another's. Where no
         blocks are known yet a loader has put it there, and the layout is the layer's own."""
-        held, buffer = self._layout, self._buffers[MARK]
+        current, buffer = self._layout, self._buffers[MARK]
         mark, level = plain(buffer)
         if not has_values(mark) or is_captured(mark):
-            return self._refuse_blank(held)
-        is_empty = self._blank or not has_values(*held.tensors)
+            return self._refuse_blank(current)
+        is_empty = self._blank or not has_values(*current.tensors)
         is_own = buffer is self._seen[0] or is_empty
         noted = None if is_own else self._noted_other((buffer,))
         if noted is not None and noted.device == mark.device:
@@ -219,19 +219,19 @@ class LayoutModule(IndexedModule):
     def _of_many(self, marks: torch.Tensor, level: int) -> Layout:
         """The layouts of marks (layers, ...) that torch.vmap maps over, as one whose tensors it
         maps over too."""
-        held = self._layout
+        current = self._layout
         tensors = []
         for mark in marks.cpu():
-            mask = mask_of(mark, held)
+            mask = mask_of(mark, current)
             if mask is None:
                 raise RuntimeError(
                     f"torch.vmap maps over buffers of a {type(self).__name__} that say no layout "
-                    f"of {held.text}"
+                    f"of {current.text}"
                 )
-            tensors.append(Layout(mask, held.block, held.capacity, "cpu").tensors)
-        stacks = (torch.stack(each).to(marks.device) for each in zip(*tensors, strict=True))
+            tensors.append(Layout(mask, current.block, current.capacity, "cpu").tensors)
+        stacks = (torch.stack(parts).to(marks.device) for parts in zip(*tensors, strict=True))
         add = torch._C._functorch._add_batch_dim
-        return Layout.from_layout(held.text, tuple(add(t, 0, level) for t in stacks))
+        return Layout.from_layout(current.text, tuple(add(t, 0, level) for t in stacks))
 
     def _refuse_blank(self, layout: Layout) -> Layout:
         if self._blank and has_values(*layout.tensors):
@@ -317,7 +317,7 @@ class LayoutModule(IndexedModule):
         """Take the layout in a state_dict, in place unless it is to be assigned or the layer is on
         meta. Raises TypeError and ValueError."""
         self._check_weight(state_dict.get(prefix + "weight"))
-        held = self._layout
+        current = self._layout
         if prefix + MARK in state_dict:
             layout = self._of_saved(state_dict[prefix + MARK])
         else:
@@ -325,9 +325,9 @@ class LayoutModule(IndexedModule):
         self._source = self._growth = None
         if assigned:
             self._hold(layout)
-        elif held.device.type != "meta":
+        elif current.device.type != "meta":
             with torch.inference_mode(False), torch.no_grad():
-                for mine, loaded in zip(held.tensors, layout.tensors, strict=True):
+                for mine, loaded in zip(current.tensors, layout.tensors, strict=True):
                     mine.copy_(loaded)
             self._keep()
         else:
@@ -350,31 +350,31 @@ class LayoutModule(IndexedModule):
 
     def _of_saved(self, mark: object) -> Layout:
         """The layout that the mark in a state_dict says. Raises ValueError."""
-        held = self._layout
+        current = self._layout
         if not isinstance(mark, torch.Tensor) or not has_values(plain(mark)[0]):
             raise ValueError(f"{MARK} must be a tensor with values, got {type(mark).__name__}")
         with outside(), torch.no_grad():
-            mask = mask_of(mark, held)
+            mask = mask_of(mark, current)
             if mask is not None:
-                return Layout(mask, held.block, held.capacity, mark.device)
+                return Layout(mask, current.block, current.capacity, mark.device)
             if not bool(mark.count_nonzero()):
                 raise ValueError("what is loaded was saved of a layer that stored no blocks yet")
         raise ValueError(
-            f"its {MARK} says no blocks of a layer of {held.text}: it was damaged or averaged, or "
-            "saved of a layer of other sizes"
+            f"its {MARK} says no blocks of a layer of {current.text}: it was damaged or averaged, "
+            "or saved of a layer of other sizes"
         )
 
     def _of_former(self, state_dict: dict, prefix: str) -> Layout:
         """The layout in a state_dict of version 0.1: a header, and tensors by their names. Raises
         TypeError and ValueError."""
-        header, held = former_header(state_dict[prefix + EXTRA], "layout"), self._layout
+        header, current = former_header(state_dict[prefix + EXTRA], "layout"), self._layout
         names = {prefix + index: name for name, index in zip(NAMES, INDICES, strict=True)}
         tensors = {name: state_dict[key] for key, name in names.items() if key in state_dict}
         layout = Layout.from_state(header, tensors)
-        if layout.text != held.text:
+        if layout.text != current.text:
             raise ValueError(
-                f"the layout loaded has {layout.text}, that of the layer {held.text}: make a layer "
-                "of the density and capacity that were saved"
+                f"the layout loaded has {layout.text}, that of the layer {current.text}: make a "
+                "layer of the density and capacity that were saved"
             )
         return layout
 

@@ -81,10 +81,10 @@ class BlockSparseModule(LayoutModule):
         before = growth.places(self._own())
         self._rewrite(mask)
         self._source = growth.sources(before, self._layout)
-        held = [self.weight, self.weight.grad]
+        tensors = [self.weight, self.weight.grad]
         if optimizer is not None:
-            held += optimizer.state.get(self.weight, {}).values()
-        for tensor in held:
+            tensors += optimizer.state.get(self.weight, {}).values()
+        for tensor in tensors:
             if self._is_by_slots(tensor):
                 tensor.copy_(growth.moved(tensor, self._source))
         return self
@@ -134,11 +134,11 @@ class BlockSparseModule(LayoutModule):
             )
         if count is None:
             check_density(density)
-            kept = round(density * growth.total(self._layout))
+            remaining = round(density * growth.total(self._layout))
         else:
-            kept = self._own().tensors[5][0] - checked_count("count", count, 0)
+            remaining = self._own().tensors[5][0] - checked_count("count", count, 0)
         norms = growth.squares(self.weight)
-        return self.update_(growth.without_smallest(self._own(), norms, kept), optimizer)
+        return self.update_(growth.without_smallest(self._own(), norms, remaining), optimizer)
 
     def watch_growth(self, watch: bool = True, candidates: Layout | None = None) -> Self:
         """From now on let each backward pass also compute the gradient by all blocks of
@@ -158,8 +158,8 @@ class BlockSparseModule(LayoutModule):
             return self
         mine = self._own()
         if candidates is None:
-            every = torch.ones(mine.grid, dtype=torch.bool, device=mine.device)
-            candidates = Layout(every, mine.block, growth.total(mine))
+            mask = torch.ones(mine.grid, dtype=torch.bool, device=mine.device)
+            candidates = Layout(mask, mine.block, growth.total(mine))
         check_layout("candidates", candidates, mine.shape)
         if candidates.block != mine.block:
             raise ValueError(f"candidates must have blocks {mine.block}, got {candidates.block}")
@@ -268,8 +268,8 @@ class BlockSparseModule(LayoutModule):
         if self._blank:
             self._adopt()
         if self._blank and self._density is not None:
-            held = self._layout
-            self._rewrite(drawn(held.shape, held.block, self._density))
+            current = self._layout
+            self._rewrite(drawn(current.shape, current.block, self._density))
         return self._layout if self._blank else self._here()
 
 
@@ -381,7 +381,7 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """Raises TypeError for another dtype than those of block-sparse products."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_TYPES:
-        dtypes = ", ".join(str(one).removeprefix("torch.") for one in FLOAT_TYPES)
+        dtypes = ", ".join(str(kind).removeprefix("torch.") for kind in FLOAT_TYPES)
         raise TypeError(f"dtype must be one of {dtypes}, got {shown(dtype)}")
     return dtype
 

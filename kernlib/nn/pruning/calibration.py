@@ -61,9 +61,9 @@ def prune_by_inputs(
         statistics = [statistic(target) for target in here]
         with _hooked(here, statistics):
             run()
-        for target, each in zip(here, statistics, strict=True):
-            if each.rows:
-                prune(target, each)
+        for target, figures in zip(here, statistics, strict=True):
+            if figures.rows:
+                prune(target, figures)
                 pruned.append(target)
 
     with _evaluation(model):
@@ -88,8 +88,8 @@ def as_list(batches: Iterable[Any]) -> list[Any]:
     if isinstance(batches, (torch.Tensor, Mapping, str, bytes)) or not isinstance(
         batches, Iterable
     ):
-        one = isinstance(batches, (torch.Tensor, Mapping))
-        advice = ", one batch: pass [batches]" if one else ""
+        is_single = isinstance(batches, (torch.Tensor, Mapping))
+        advice = ", one batch: pass [batches]" if is_single else ""
         raise TypeError(
             f"batches must be an iterable of inputs of the model, got {in_words(batches)}{advice}"
         )
@@ -140,10 +140,10 @@ def _blocks_of(model: nn.Module, targets: list[Target]) -> tuple[list[str], list
     for name, part in model.named_modules():
         if not isinstance(part, nn.ModuleList):
             continue
-        held = sum(sizes.get(layer, 0) for layer in part.modules())
-        if held > most:
+        count = sum(sizes.get(layer, 0) for layer in part.modules())
+        if count > most:
             prefix = f"{name}." if name else ""
-            most, best = held, ([f"{prefix}{i}" for i in range(len(part))], list(part))
+            most, best = count, ([f"{prefix}{i}" for i in range(len(part))], list(part))
     blocks = best[1]
     return best if len(set(blocks)) == len(blocks) else ([], [])
 
@@ -176,7 +176,9 @@ def _recorded(
 
 def _calls_of(model: nn.Module, blocks: list[nn.Module], index: int, batch: Any) -> list[Call]:
     calls: list[Call] = []
-    held: list[Any] = []  # what the block that runs is called with, and how often that was written
+    inputs: list[
+        Any
+    ] = []  # what the block that runs is called with, and how often that was written
     versions: list[int] = []
     results: list[Any] = []  # of the block in front
 
@@ -187,7 +189,7 @@ def _calls_of(model: nn.Module, blocks: list[nn.Module], index: int, batch: Any)
         versions[:] = _versions(leaves)
         links = {}
         for at, leaf in enumerate(leaves if place else ()):
-            same = [i for i, each in enumerate(results) if each is leaf]
+            same = [i for i, result in enumerate(results) if result is leaf]
             if isinstance(leaf, torch.Tensor) and same:
                 links[at] = same[0]
         if place and not links:
@@ -198,10 +200,10 @@ def _calls_of(model: nn.Module, blocks: list[nn.Module], index: int, batch: Any)
         # The whole pass of the first batch shows whether a block is called twice.
         if index and len(calls) == len(blocks):
             raise _Stop
-        held[:] = leaves
+        inputs[:] = leaves
 
     def after(result: Any) -> None:
-        if versions != _versions(held):  # a block that writes its inputs cannot run twice
+        if versions != _versions(inputs):  # a block that writes its inputs cannot run twice
             raise _NoChain
         results[:] = tree_leaves(result)
 
@@ -264,7 +266,7 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     and torch's encoders call their layers."""
     modes = [(part, part.training) for part in model.modules()]
     configs = {id(c): c for part in model.modules() if (c := getattr(part, "config", None))}
-    caching = [each for each in configs.values() if getattr(each, "use_cache", False) is True]
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         model.eval()
@@ -300,10 +302,10 @@ def _hooked(targets: list[Target], statistics: list[Statistic]) -> Iterator[None
 
 def _warn_of_uncalled(task: str, targets: list[Target], pruned: list[Target]) -> None:
     called = {target.name for target in pruned}
-    left = [target.name for target in targets if target.name not in called]
-    if left:
-        some = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
+    missed = [target.name for target in targets if target.name not in called]
+    if missed:
+        some = ", ".join(map(repr, missed[:3])) + (", ..." if len(missed) > 3 else "")
         warn(
-            f"{task} leaves {len(left)} of {len(targets)} layers as they are, which no batch "
+            f"{task} leaves {len(missed)} of {len(targets)} layers as they are, which no batch "
             f"reaches: {some}. Pass batches that do, or leave these layers out by match"
         )

@@ -149,7 +149,7 @@ def _of_expressions(targets: list[Target], density: Mapping[str, float]) -> dict
     expressions = {key: checked_expression(key) for key in density}
     densities, used = {}, set()
     for target in targets:
-        fitting = [key for key, each in expressions.items() if each.search(target.name)]
+        fitting = [key for key, expression in expressions.items() if expression.search(target.name)]
         if not fitting:
             raise ValueError(
                 f"density has no expression that is in the name of {_label(target.name)}: add one, "

@@ -353,17 +353,17 @@ def _check_lengths(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
 def check_lengths(options: Options, sizes: Sizes) -> None:
     """That they lie within the rows, of lengths in host memory, and of a call with ``debug=True``
     on a GPU as well, which waits for it. Raises ValueError."""
-    given = ("q_lengths", sizes.queries, "queries"), ("kv_lengths", sizes.keys, "keys")
+    bounds = ("q_lengths", sizes.queries, "queries"), ("kv_lengths", sizes.keys, "keys")
     for (name, most, what), value in zip(
-        given, (options.q_lengths, options.kv_lengths), strict=True
+        bounds, (options.q_lengths, options.kv_lengths), strict=True
     ):
         if value is None or is_wrapped(value) or not value.numel():
             continue
         if value.device.type == "cpu" or (events.is_debugging() and not _is_capturing()):
             low, high = (int(n) for n in value.detach().aminmax())
             if low < 0 or high > most:
-                found = low if low < 0 else high
-                raise ValueError(f"{name} must be from 0 to the {most} {what}, got {found}")
+                length = low if low < 0 else high
+                raise ValueError(f"{name} must be from 0 to the {most} {what}, got {length}")
 
 
 def _is_capturing() -> bool:
@@ -372,12 +372,12 @@ def _is_capturing() -> bool:
 
 def _check_captured(descriptor: BlockSparseAttention, captured: dict, q, sizes: Sizes) -> None:
     """Raises TypeError and ValueError."""
-    known = dict(descriptor.captured)
-    for name in known:
+    axes = dict(descriptor.captured)
+    for name in axes:
         if name not in captured:
-            raise ValueError(f"{descriptor.describe()} needs {name}, a tensor of {known[name]}")
+            raise ValueError(f"{descriptor.describe()} needs {name}, a tensor of {axes[name]}")
     for name, value in captured.items():
-        if name not in known:
+        if name not in axes:
             refuse_name(descriptor, name)
         check_dense((name,), **{name: value})
         if value.dtype not in CAPTURED_TYPES:
@@ -385,13 +385,13 @@ def _check_captured(descriptor: BlockSparseAttention, captured: dict, q, sizes: 
             raise TypeError(f"{name} must be one of {kinds}, got {value.dtype}")
         if value.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {value.device}")
-        wanted = tuple(sizes.of_axis(axis) for axis in known[name])
-        if value.dim() != len(wanted) or any(
-            own not in (1, size) for own, size in zip(value.shape, wanted, strict=True)
+        expected = tuple(sizes.of_axis(axis) for axis in axes[name])
+        if value.dim() != len(expected) or any(
+            extent not in (1, size) for extent, size in zip(value.shape, expected, strict=True)
         ):
             raise ValueError(
-                f"{name} must have shape {wanted} of its axes {known[name]}, or 1 there, got "
-                f"{tuple(value.shape)}{_by_default(name, known[name], value)}"
+                f"{name} must have shape {expected} of its axes {axes[name]}, or 1 there, got "
+                f"{tuple(value.shape)}{_by_default(name, axes[name], value)}"
             )
     descriptor.expression.trees(dtypes_of(descriptor, captured))  # which says what is of no use
 
@@ -409,9 +409,9 @@ def _by_default(name: str, axes: tuple[str, ...], value: torch.Tensor) -> str:
 
 def refuse_name(descriptor: BlockSparseAttention, name: str) -> None:
     """Raises TypeError for a keyword that a call does not take."""
-    known = ", ".join((*NUMBERS, "out", *descriptor.names))
+    names = ", ".join((*NUMBERS, "out", *descriptor.names))
     raise TypeError(
-        f"{name} is no argument of {descriptor.describe()}; it takes {known}. A tensor that score "
+        f"{name} is no argument of {descriptor.describe()}; it takes {names}. A tensor that score "
         "or mask names stands among captured, with its axes"
     )
 
@@ -442,9 +442,9 @@ def refuse_overlap(operands: tuple, out, options: Options, captured: dict) -> No
         return
     layout, *tensors = operands
     named = dict(zip(NAMES, tensors, strict=True))
-    others = dict(zip(TENSORS, options.tensors, strict=True))
+    optional = dict(zip(TENSORS, options.tensors, strict=True))
     listed = dict(zip(LAYOUT_NAMES, layout.tensors, strict=True))
-    refuse_any_overlap(out, **named, **others, **captured, **listed)
+    refuse_any_overlap(out, **named, **optional, **captured, **listed)
 
 
 def autocast(operands: tuple) -> tuple:

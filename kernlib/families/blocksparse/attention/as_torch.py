@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
     check_flag("enable_gqa", enable_gqa)
     _check_shapes(tensors, enable_gqa)
     *lead, heads, rows, _ = query.shape
-    given = {name: _one_batch(t) for name, t in tensors.items()}
+    batched = {name: _one_batch(t) for name, t in tensors.items()}
     rest = {"scale": scale, "causal": is_causal, "dropout_p": dropout_p, "debug": debug}
     if attn_mask is not None and is_of(attn_mask, "CausalBias"):
         rest |= _causal(attn_mask, rows, key.shape[-2], query.device)
@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
         shape = (*lead, heads, rows, key.shape[-2])
         rest |= _masked(attn_mask, shape, query)
     _check_kinds(tensors)
-    out = attention(given["query"], given["key"], given["value"], layout, **rest)
+    out = attention(batched["query"], batched["key"], batched["value"], layout, **rest)
     return out.reshape(*lead, heads, rows, value.shape[-1])
 
 
@@ -92,10 +92,10 @@ def _check_shapes(tensors: dict, enable_gqa: bool) -> None:
             f"value must have heads and length of key, {tuple(key.shape[-3:-1])}, got "
             f"{tuple(value.shape[-3:-1])}"
         )
-    heads, own = query.shape[-3], key.shape[-3]
-    if heads != own and not (enable_gqa and own and heads % own == 0):
+    heads, key_heads = query.shape[-3], key.shape[-3]
+    if heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0):
         advice = "a number that divides it" if enable_gqa else "with enable_gqa=True a part of them"
-        raise ValueError(f"key must have {heads} heads as query has, or {advice}, got {own}")
+        raise ValueError(f"key must have {heads} heads as query has, or {advice}, got {key_heads}")
 
 
 def _check_kinds(tensors: dict) -> None:

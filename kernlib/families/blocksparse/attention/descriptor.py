@@ -116,9 +116,9 @@ class BlockSparseAttention(Descriptor):
                     f"{name} must be a bool, got {shown(value)}: whether there is one, which each "
                     "call gives"
                 )
-        made = ScoreExpression(self.score, self.mask, self.captured)
-        object.__setattr__(self, "captured", made.captured)
-        object.__setattr__(self, "expression", made)
+        expression = ScoreExpression(self.score, self.mask, self.captured)
+        object.__setattr__(self, "captured", expression.captured)
+        object.__setattr__(self, "expression", expression)
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:

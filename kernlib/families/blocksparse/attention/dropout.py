@@ -28,8 +28,8 @@ def threshold(p: float) -> int:
 
 def share(p: float) -> float:
     """What is multiplied with what is kept: of the part that is dropped indeed."""
-    kept = LEVELS - threshold(p)
-    return LEVELS / kept if kept else 0.0
+    levels = LEVELS - threshold(p)
+    return LEVELS / levels if levels else 0.0
 
 
 def kept(seed: int | torch.Tensor, p: float, line, row, col) -> torch.Tensor:

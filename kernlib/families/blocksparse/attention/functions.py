@@ -177,8 +177,8 @@ def attention(
 def _traced(fields: tuple, operands: tuple, rest: dict):
     """By the text of a descriptor, as Dynamo does not follow what reads an expression."""
     check_kinds(None, operands)
-    given = [f"{name}={render(value)}" for name, value in zip(FIELDS, fields, strict=True)]
-    text = f"{BlockSparseAttention.__name__}({', '.join(given)})"
+    arguments = [f"{name}={render(value)}" for name, value in zip(FIELDS, fields, strict=True)]
+    text = f"{BlockSparseAttention.__name__}({', '.join(arguments)})"
     return run.blocksparse_operators.attention.attend(text, operands, **rest)
 
 
@@ -201,8 +201,8 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
             from kernlib.descriptors.score import words  # which right calls do without
 
             is_plain = value is None or isinstance(value, (int, float, str))
-            given = shown(value) if is_plain else f"a {type(value).__name__}"
-            raise TypeError(f"{words.unknown_argument(name, MEANT)}; it was {given}")
+            text = shown(value) if is_plain else f"a {type(value).__name__}"
+            raise TypeError(f"{words.unknown_argument(name, MEANT)}; it was {text}")
         raise TypeError(
             f"{name} must be a tensor that score or mask names, got {shown(value)}"
             f"{_as_tensor(value)}"

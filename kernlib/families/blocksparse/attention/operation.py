@@ -181,7 +181,7 @@ def _gradient_materialised(descriptor, operands, saved, options, captured, grads
     if request is not None:
         descriptor, operands, _, options, captured = request
     saved, grads = (
-        tuple(None if t is None else materialised(t) for t in each) for each in (saved, grads)
+        tuple(None if t is None else materialised(t) for t in tensors) for tensors in (saved, grads)
     )
     return descriptor, operands, saved, options, captured, grads, needs
 
@@ -218,8 +218,8 @@ def _gradients(
     kernels."""
     request = descriptor, operands, saved, options, captured, grads, needs
     # Operands are not wrapped where no transform is active: the call went to the reference then.
-    given = (*operands[1:], *grads) if _are_functorch_transforms_active() else grads
-    if torch.is_grad_enabled() or any(map(is_wrapped, given)):
+    tensors = (*operands[1:], *grads) if _are_functorch_transforms_active() else grads
+    if torch.is_grad_enabled() or any(map(is_wrapped, tensors)):
         from kernlib.families.blocksparse.attention import reference
 
         return reference.recorded_gradient(descriptor, operands, options, captured, grads, needs)
@@ -287,8 +287,8 @@ def _recorded(descriptor, operands: tuple, out, options: Options, captured: dict
     layout, *tensors = operands
     named: list = []
     if captured:
-        known = arguments.differentiable(descriptor, captured)
-        named = [captured[n] if n in known else captured[n].detach() for n in descriptor.names]
+        names = arguments.differentiable(descriptor, captured)
+        named = [captured[n] if n in names else captured[n].detach() for n in descriptor.names]
     request = descriptor, layout, with_lse, plan, *tensors, *named
     apply = _Attention.apply
     out, lse = early.first(apply, *request) if plan is None else apply(*request)

@@ -78,11 +78,11 @@ def _backward(saved, grad, grad_lse, *_) -> dict:
     grad = torch.zeros_like(out) if grad is None else grad
     descriptor, captured, needs = saved.descriptor, saved.captured, saved.needs
     differentiable = arguments.differentiable(descriptor, _named(descriptor, captured))
-    asked = zip(needs.captured or (), descriptor.names, strict=True)
-    asked = needs.q, needs.k, needs.v, *(need and name in differentiable for need, name in asked)
+    needed = zip(needs.captured or (), descriptor.names, strict=True)
+    needed = needs.q, needs.k, needs.v, *(need and name in differentiable for need, name in needed)
     request = saved.q, saved.k, saved.v, saved.layout, descriptor, saved.options, captured
     results = out, lse, rest[0] if rest else None
-    to_q, to_k, to_v, *rest = _gradients(request, results, (grad, grad_lse), asked, saved.debug)
+    to_q, to_k, to_v, *rest = _gradients(request, results, (grad, grad_lse), needed, saved.debug)
     return {"q": to_q, "k": to_k, "v": to_v, "captured": rest}
 
 

@@ -37,10 +37,10 @@ class Piece(NamedTuple):
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         """What of a tensor the piece has: a view, or a copy of columns."""
-        found = t[self._index(t)]
+        part = t[self._index(t)]
         if self.cols is None or t.shape[COLUMNS] == 1:
-            return found
-        return found.index_select(COLUMNS, self.cols)
+            return part
+        return part.index_select(COLUMNS, self.cols)
 
     def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
         """Add to what a tensor has of it."""
@@ -69,19 +69,19 @@ def arranged(t: torch.Tensor, axes: tuple[str, ...], sizes: Sizes) -> torch.Tens
 def restored(t: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
     """A tensor with the dimensions of pieces as a captured one of these axes."""
     batch, kv_heads, group, rows, cols = t.shape
-    whole = t.reshape(batch, kv_heads * group, rows, cols)
+    merged = t.reshape(batch, kv_heads * group, rows, cols)
     for place in reversed(range(len(AXES))):
         if AXES[place] not in axes:
-            whole = whole.squeeze(place)
-    left = [axis for axis in AXES if axis in axes]
-    return whole.permute([left.index(axis) for axis in axes])
+            merged = merged.squeeze(place)
+    present = [axis for axis in AXES if axis in axes]
+    return merged.permute([present.index(axis) for axis in axes])
 
 
 def summed(part: torch.Tensor, axes: tuple[str, ...], like: torch.Tensor) -> torch.Tensor:
     """The gradient by a captured tensor of what kernels left of each batch and head."""
     sizes = [like.shape[axes.index(axis)] if axis in axes else 1 for axis in AXES]
-    whole = part.sum_to_size(sizes)
-    return restored(whole[:, :, None], axes).reshape(like.shape).to(like.dtype)
+    total = part.sum_to_size(sizes)
+    return restored(total[:, :, None], axes).reshape(like.shape).to(like.dtype)
 
 
 def stored(layout: Layout, sizes: Sizes) -> torch.Tensor:
@@ -109,7 +109,7 @@ def pieces(layout: Layout, sizes: Sizes, left: int, right: int) -> list[list[Pie
             [Piece(ALL, ALL, ALL, slice(n, n + rows), None) for n in range(0, sizes.queries, rows)]
         ]
     masks = stored(layout, sizes)
-    found = []
+    groups = []
     for place in range(masks.shape[:3].numel()):
         head = [slice(n, n + 1) for n in _place(place, masks.shape[:3])]
         if layout.heads is None:
@@ -117,8 +117,8 @@ def pieces(layout: Layout, sizes: Sizes, left: int, right: int) -> list[list[Pie
         elif layout.heads == sizes.heads:
             head[0] = ALL
         mask = masks.reshape(-1, *layout.grid)[place]
-        found.append(_of_head(layout, sizes, mask, head, (left, right)))
-    return found
+        groups.append(_of_head(layout, sizes, mask, head, (left, right)))
+    return groups
 
 
 def _place(number: int, shape: torch.Size) -> tuple[int, int, int]:
@@ -132,7 +132,7 @@ def _of_head(layout: Layout, sizes: Sizes, mask, head: list, sides: tuple) -> li
     columns = torch.arange(width, dtype=torch.int64, device="cpu")
     heads = 1 if head[1] != ALL else sizes.heads
     batch = 1 if head[0] != ALL else sizes.batch
-    found = []
+    listed = []
     for line, stored_here in enumerate(mask):
         first, last = line * height, min((line + 1) * height, sizes.queries)
         blocks = stored_here.nonzero().flatten()
@@ -144,8 +144,8 @@ def _of_head(layout: Layout, sizes: Sizes, mask, head: list, sides: tuple) -> li
         cols = cols[cols < sizes.keys]
         rows = _rows(sizes, batch * heads * len(cols))
         starts = range(first, last, rows)
-        found += [Piece(*head, slice(n, min(n + rows, last)), cols) for n in starts]
-    return found
+        listed += [Piece(*head, slice(n, min(n + rows, last)), cols) for n in starts]
+    return listed
 
 
 def _rows(sizes: Sizes, logits: int) -> int:

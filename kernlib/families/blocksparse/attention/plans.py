@@ -136,9 +136,9 @@ def problem_of(
     written = _new(shape)
     apart = values != sizes.values
     if out is not None:
-        given, read = _seen(out, values)
+        target, read = _seen(out, values)
         apart = read.is_copied
-        written = written if apart else given
+        written = written if apart else target
     heads = _layout_strides(layout, sizes)
     views = tuple([_captured(descriptor, name, captured[name]) for name in descriptor.names])
     problem = Attention(
@@ -179,14 +179,14 @@ def score_of(
     derivatives ``by`` some. ``packed`` are those whose columns lie side by side."""
     expression, window = descriptor.expression, window_of(descriptor, dtypes)
     trees = expression.trees(dtypes)._replace(mask=window.rest)
-    found = Score()
+    score = Score()
     if trees != (None, None):
         from kernlib.families.blocksparse.lowering.attention import score_struct  # 2 ms
 
-        found = score_struct.score_of(expression, dtypes, by, packed, trees)
+        score = score_struct.score_of(expression, dtypes, by, packed, trees)
     is_causal = (window.left, window.right) == (None, 0)
     is_window = (window.left, window.right) != (None, None) and not is_causal
-    return found._replace(
+    return score._replace(
         causal=descriptor.causal or is_causal,
         window=descriptor.window or is_window,
         lengths=descriptor.lengths,
@@ -279,20 +279,20 @@ def gradient_plan(
         launch = _loaded(lowered, names, q)
     attention = problem.attention
     widths = attention.features, attention.features, attention.values
-    made = tuple(
+    makers = tuple(
         allocator((*t.shape[:3], width), t.dtype, t.device) if need else None
         for t, width, need in zip(operands[1:], widths, needs[:3], strict=True)
     )
     names = descriptor.names
     collected = tuple(
-        (each.index, _zeros(_collected_shape(descriptor, name, captured[name], sizes), q.device))
-        for each in problem.collected
-        for name in (names[each.index],)
+        (entry.index, _zeros(_collected_shape(descriptor, name, captured[name], sizes), q.device))
+        for entry in problem.collected
+        for name in (names[entry.index],)
     )
     window = window_of(descriptor, dtypes_of(descriptor, captured))
     copies = reads if any(read.is_copied for read in reads) else ()
     cut = widths != (sizes.features, sizes.features, sizes.values)
-    return GradientPlan(index, q.device, sizes, copies, made, cut, collected, window, launch)
+    return GradientPlan(index, q.device, sizes, copies, makers, cut, collected, window, launch)
 
 
 def _loaded(lowered: Lowered, operands: tuple[str, ...], q: torch.Tensor) -> Callable:
@@ -311,9 +311,9 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Allocator:
 def _seen(t: torch.Tensor, features: int) -> tuple[Operand, Read]:
     """A tensor, or its copy: kernels read and write 16 bytes at once."""
     strides = [n if size > 1 else 0 for n, size in zip(t.stride(), t.shape, strict=True)]
-    whole = t.shape[3] == features and (t.shape[3] == 1 or t.stride(3) == 1)
-    whole = whole and all(stride % CHUNK == 0 for stride in strides[:3])
-    if whole and not address_of(t) & 15:
+    fits = t.shape[3] == features and (t.shape[3] == 1 or t.stride(3) == 1)
+    fits = fits and all(stride % CHUNK == 0 for stride in strides[:3])
+    if fits and not address_of(t) & 15:
         return Operand(*strides[:3]), Read(features, False)
     return _new((*t.shape[:3], features)), Read(features, True)
 
@@ -330,8 +330,8 @@ def _packed(descriptor: BlockSparseAttention, views: tuple[View, ...]) -> list[s
 def _captured(descriptor: BlockSparseAttention, name: str, t: torch.Tensor) -> View:
     """Strides along the axes that it has."""
     axes = dict(descriptor.captured)[name]
-    known = dict(zip(axes, zip(t.shape, t.stride(), strict=True), strict=True))
-    steps = [known.get(axis, (1, 0)) for axis in AXES]
+    by_axis = dict(zip(axes, zip(t.shape, t.stride(), strict=True), strict=True))
+    steps = [by_axis.get(axis, (1, 0)) for axis in AXES]
     return View(*(stride if size > 1 else 0 for size, stride in steps))
 
 
@@ -374,8 +374,8 @@ def launch(plan: AttentionPlan, descriptor, operands: tuple, out, options: Optio
         plan.launch(addresses, numbers)
         del q, k, v, scale, behind  # the stream orders the reuse of their memory behind the launch
     if plan.apart:
-        whole = target[..., : plan.sizes.values]
-        target = whole.contiguous() if out is None else out.copy_(whole)
+        cut = target[..., : plan.sizes.values]
+        target = cut.contiguous() if out is None else out.copy_(cut)
     return target, lse, rest
 
 
@@ -444,11 +444,11 @@ def _behind(plan, descriptor, options: Options, captured: dict) -> list[torch.Te
     if descriptor.lengths:
         if events.watched:
             check_lengths(options, plan.sizes)
-        given = options.q_lengths, options.kv_lengths
+        pair = options.q_lengths, options.kv_lengths
         ends = plan.sizes.queries, plan.sizes.keys
-        for lengths, other, end in zip(given, given[::-1], ends, strict=True):
-            whole = other.new_full(other.shape, end) if lengths is None else lengths
-            if whole.dtype is torch.int64:
-                whole = whole.clamp(0, end)  # 2**31 would become a number below 0
-            tensors.append(whole.to(torch.int32).contiguous())
+        for lengths, other, end in zip(pair, pair[::-1], ends, strict=True):
+            filled = other.new_full(other.shape, end) if lengths is None else lengths
+            if filled.dtype is torch.int64:
+                filled = filled.clamp(0, end)  # 2**31 would become a number below 0
+            tensors.append(filled.to(torch.int32).contiguous())
     return [*tensors, *(captured[name] for name in descriptor.names)]

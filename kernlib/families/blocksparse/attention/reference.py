@@ -92,23 +92,23 @@ def attention(descriptor, operands: tuple, options: Options, captured: dict) -> 
         out = empty.expand(case.sizes.out).contiguous()
         return out, q.new_full(case.sizes.out[:3], LOWEST, dtype=lse)
     places, wide = _places(case), lse
-    found = []
+    groups = []
     for group in case.pieces():
         parts = []
         for piece in group:
-            own = {name: piece.of(t) for name, t in case.tensors.items()}
-            out, logs = _part(case, piece, places, own, wide)
+            views = {name: piece.of(t) for name, t in case.tensors.items()}
+            out, logs = _part(case, piece, places, views, wide)
             parts.append((out.to(q.dtype), logs))
-        found.append([torch.cat(each, 3) for each in zip(*parts, strict=True)])
-    out, logs = (_joined(case, list(each)) for each in zip(*found, strict=True))
+        groups.append([torch.cat(outputs, 3) for outputs in zip(*parts, strict=True)])
+    out, logs = (_joined(case, list(outputs)) for outputs in zip(*groups, strict=True))
     return out.contiguous(), logs.squeeze(-1).contiguous()
 
 
 def _joined(case: Case, parts: list[torch.Tensor]) -> torch.Tensor:
     """(batch, heads, rows, features) of what each head of the layout has."""
     parts = [t.reshape(t.shape[0], t.shape[1] * t.shape[2], *t.shape[3:]) for t in parts]
-    whole = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-    return whole.reshape(case.sizes.batch, case.sizes.heads, *whole.shape[2:])
+    joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    return joined.reshape(case.sizes.batch, case.sizes.heads, *joined.shape[2:])
 
 
 def gradient(
@@ -127,19 +127,19 @@ def gradient(
     shape = sizes.batch, sizes.kv_heads, sizes.group, sizes.queries, 1
     arrived = [None if t is None else t.reshape(*shape, *t.shape[3:]) for t in (grads[0], grads[1])]
     for piece in [] if case.is_empty else [p for group in case.pieces() for p in group]:
-        own = {name: piece.of(t) for name, t in case.tensors.items()}
-        leaves = {n: own[n].to(totals[n].dtype).detach().requires_grad_() for n in names}
+        views = {name: piece.of(t) for name, t in case.tensors.items()}
+        leaves = {n: views[n].to(totals[n].dtype).detach().requires_grad_() for n in names}
         with torch.enable_grad():
-            found = _part(case, piece, places, own | leaves, wide)
+            outputs = _part(case, piece, places, views | leaves, wide)
         pairs = []
-        for y, grad in zip(found, arrived, strict=True):
+        for y, grad in zip(outputs, arrived, strict=True):
             if grad is not None and y.requires_grad:
                 pairs.append((y, piece.of(grad).reshape(y.shape).to(y.dtype)))
         if not pairs:
             continue
         results, own_grads = zip(*pairs, strict=True)
-        made = torch.autograd.grad(results, [*leaves.values()], own_grads, allow_unused=True)
-        for name, part in zip(leaves, made, strict=True):
+        part_grads = torch.autograd.grad(results, [*leaves.values()], own_grads, allow_unused=True)
+        for name, part in zip(leaves, part_grads, strict=True):
             if part is not None:
                 piece.add(totals[name], part)
     return [_returned(case, name, totals.get(name), operands, captured) for name in case.tensors]
@@ -159,8 +159,8 @@ def recorded_gradient(
             for (name, t), need in zip(inputs.items(), needs, strict=True)
             if need
         }
-        q, k, v, *others = (leaves.get(name, t) for name, t in inputs.items())
-        named = dict(zip(captured, others, strict=True))
+        q, k, v, *rest = (leaves.get(name, t) for name, t in inputs.items())
+        named = dict(zip(captured, rest, strict=True))
         results = attention(descriptor, (layout, q, k, v), options, named)
     pairs = [
         (y, grad)
@@ -170,10 +170,10 @@ def recorded_gradient(
     by_name = {}
     if pairs:
         recorded, arrived = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
+        input_grads = torch.autograd.grad(
             recorded, [*leaves.values()], arrived, create_graph=again, allow_unused=True
         )
-        by_name = dict(zip(leaves, found, strict=True))
+        by_name = dict(zip(leaves, input_grads, strict=True))
     answers = []
     for (name, t), need in zip(inputs.items(), needs, strict=True):
         grad = by_name.get(name)
@@ -186,11 +186,11 @@ def _returned(case: Case, name: str, total, operands: tuple, captured: dict):
     if total is None:
         return None
     if name in NAMES:
-        own = operands[1 + NAMES.index(name)]
-        return total.reshape(own.shape).to(own.dtype)
+        tensor = operands[1 + NAMES.index(name)]
+        return total.reshape(tensor.shape).to(tensor.dtype)
     axes = dict(case.descriptor.captured)[name]
-    own = captured[name]
-    return restored(total, axes).reshape(own.shape).to(own.dtype).contiguous()
+    tensor = captured[name]
+    return restored(total, axes).reshape(tensor.shape).to(tensor.dtype).contiguous()
 
 
 def _places(case: Case) -> dict[str, torch.Tensor]:
@@ -214,16 +214,16 @@ def _part(case: Case, piece: Piece, places: dict, own: dict, wide: torch.dtype) 
     indices = {name: piece.of(places[name]) for name in ("batch", "head", "row", "col")}
     q, k, v = (own[name].to(wide) for name in ("q", "k", "v"))
     captured = {name: own[name] for name in case.descriptor.names}
-    kept = _kept(case, piece, places, indices, captured)
+    mask = _kept(case, piece, places, indices, captured)
     # What nobody here takes part in is 0, as 0 times the NaN of a padded row is none.
-    q = torch.where(kept.any(4, keepdim=True)[..., None], q, 0.0)
-    taken = kept.any(3, keepdim=True).any(2, keepdim=True)[..., None]
-    k, v = torch.where(taken, k, 0.0), torch.where(taken, v, 0.0)
+    q = torch.where(mask.any(4, keepdim=True)[..., None], q, 0.0)
+    is_read = mask.any(3, keepdim=True).any(2, keepdim=True)[..., None]
+    k, v = torch.where(is_read, k, 0.0), torch.where(is_read, v, 0.0)
     logits = scaled(_times(q.squeeze(4), k.squeeze(3).squeeze(2).mT), case.options.scale)
     if case.trees.score is not None:
-        logits = torch.where(kept, logits, 0.0)  # for its derivative where a key is left out
+        logits = torch.where(mask, logits, 0.0)  # for its derivative where a key is left out
         logits = expressions.score(case.trees.score, logits, indices | captured)
-    logits = torch.where(kept, logits, LOWEST)
+    logits = torch.where(mask, logits, LOWEST)
     most = logits.detach().amax(-1, keepdim=True)
     most = torch.where(most == LOWEST, 0.0, most)
     powers = torch.exp(logits - most)
@@ -238,8 +238,8 @@ def _part(case: Case, piece: Piece, places: dict, own: dict, wide: torch.dtype) 
 def _times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Matrices of (b, key heads, query heads, rows, n) times those of (b, key heads, n, m)."""
     batch, heads, group, rows, depth = x.shape
-    found = x.reshape(batch, heads, group * rows, depth) @ y
-    return found.reshape(batch, heads, group, rows, y.shape[-1])
+    product = x.reshape(batch, heads, group * rows, depth) @ y
+    return product.reshape(batch, heads, group, rows, y.shape[-1])
 
 
 def _kept(case: Case, piece: Piece, places: dict, indices: dict, captured: dict):
@@ -250,19 +250,19 @@ def _kept(case: Case, piece: Piece, places: dict, indices: dict, captured: dict)
     # Slices of rows and columns are the pieces' own: blocks have fewer.
     stored = piece._replace(rows=slice(None), cols=None).of(places["stored"])
     stored = stored.index_select(3, torch.div(row.flatten(), height, rounding_mode="floor"))
-    kept = stored.index_select(4, torch.div(col.flatten(), width, rounding_mode="floor"))
+    mask = stored.index_select(4, torch.div(col.flatten(), width, rounding_mode="floor"))
     if descriptor.causal:
-        kept = kept & (col <= row)
+        mask = mask & (col <= row)
     if descriptor.window:
         left, right = options.window
-        kept = kept & (col >= row - left) & (col <= row + right)
+        mask = mask & (col >= row - left) & (col <= row + right)
     for lengths, place in ((options.q_lengths, row), (options.kv_lengths, col)):
         if lengths is not None:
-            kept = kept & (place < piece.of(lengths[:, None, None, None, None]))
+            mask = mask & (place < piece.of(lengths[:, None, None, None, None]))
     if case.trees.mask is not None:
-        known = indices | {name: t.detach() for name, t in captured.items()}
-        kept = kept & expressions.mask(case.trees.mask, known, case.lse_type())
-    return kept
+        values = indices | {name: t.detach() for name, t in captured.items()}
+        mask = mask & expressions.mask(case.trees.mask, values, case.lse_type())
+    return mask
 
 
 def _dropped(case: Case, indices: dict, weights: torch.Tensor) -> torch.Tensor:
@@ -272,5 +272,5 @@ def _dropped(case: Case, indices: dict, weights: torch.Tensor) -> torch.Tensor:
         return weights
     line = indices["batch"] * case.sizes.heads + indices["head"]
     p = options.dropout_p
-    kept = dropout.kept(options.seed, p, line, indices["row"], indices["col"])
-    return torch.where(kept, weights * dropout.share(p), 0.0)
+    mask = dropout.kept(options.seed, p, line, indices["row"], indices["col"])
+    return torch.where(mask, weights * dropout.share(p), 0.0)

@@ -43,16 +43,16 @@ def encode(
     dropped and counted; ``dropped`` are duplicates and indices out of range that were so before."""
     places = mask.nonzero().to(torch.int32)
     live, capacity = places.shape[0], blocks.capacity
-    kept = places[:capacity]
+    stored = places[:capacity]
     if live > capacity:
         mask = torch.zeros_like(mask)
-        mask[tuple(kept.long().unbind(1))] = True
+        mask[tuple(stored.long().unbind(1))] = True
     heads, height, width = mask.shape
     row_bits = pack(mask.reshape(heads * height, width))
     col_bits = pack(mask.mT.reshape(heads * width, height))
-    rows = _slots(kept[:, 0] * height + kept[:, 1], capacity)
-    cols = _slots(kept[:, 2], capacity)
-    counted = (kept.shape[0], live - kept.shape[0], *dropped)
+    rows = _slots(stored[:, 0] * height + stored[:, 1], capacity)
+    cols = _slots(stored[:, 2], capacity)
+    counted = (stored.shape[0], live - stored.shape[0], *dropped)
     counts = torch.tensor(counted, dtype=torch.int32, device=mask.device)
     return row_bits, _ranks(row_bits), col_bits, rows, cols, counts
 

@@ -42,25 +42,25 @@ def checked_indices(rows: Indices, cols: Indices, heads: Indices | None) -> dict
     """Lists of indices, of one length and on one device, as int32 or int64 of one dtype; no heads
     where there are none. Raises TypeError for what holds no ints, ValueError for other shapes and
     devices."""
-    given = {"rows": rows, "cols": cols} | ({} if heads is None else {"heads": heads})
-    found = {name: as_tensor(name, value, "(blocks,)") for name, value in given.items()}
-    first = next(iter(found))
-    for name, tensor in found.items():
+    lists = {"rows": rows, "cols": cols} | ({} if heads is None else {"heads": heads})
+    tensors = {name: as_tensor(name, value, "(blocks,)") for name, value in lists.items()}
+    first = next(iter(tensors))
+    for name, tensor in tensors.items():
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
             raise TypeError(f"{name} must hold ints, got {tensor.dtype}")
-        if tensor.dim() != 1 or tensor.shape != found[first].shape:
+        if tensor.dim() != 1 or tensor.shape != tensors[first].shape:
             raise ValueError(
                 f"{name} must have one index for each block, as {first} has "
-                f"{tuple(found[first].shape)}, got shape {tuple(tensor.shape)}"
+                f"{tuple(tensors[first].shape)}, got shape {tuple(tensor.shape)}"
             )
-        if tensor.device != found[first].device:
+        if tensor.device != tensors[first].device:
             raise ValueError(
-                f"{name} is on {tensor.device} and {first} on {found[first].device}; "
+                f"{name} is on {tensor.device} and {first} on {tensors[first].device}; "
                 "pass both on one device"
             )
-    wide = any(tensor.dtype not in NARROW for tensor in found.values())
+    wide = any(tensor.dtype not in NARROW for tensor in tensors.values())
     dtype = torch.int64 if wide else torch.int32
-    return {name: tensor.detach().to(dtype).contiguous() for name, tensor in found.items()}
+    return {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
 
 
 def as_tensor(name: str, value: object, shape: str) -> torch.Tensor:
@@ -84,10 +84,10 @@ def as_tensor(name: str, value: object, shape: str) -> torch.Tensor:
 def checked_device(device: object) -> torch.device:
     """Raises TypeError for what is no device, such as a dtype, ValueError for a text that names
     none. A CUDA device without a number is the current one."""
-    found = as_backend_device(device)
-    if found.type == "cuda" and found.index is None:
+    place = as_backend_device(device)
+    if place.type == "cuda" and place.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return place
 
 
 def place_of(device: object, contents: object) -> torch.device:

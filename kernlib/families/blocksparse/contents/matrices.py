@@ -20,11 +20,11 @@ def places(blocks: Blocks, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor
 
 def check_values(values: torch.Tensor, blocks: Blocks) -> None:
     """Raises ValueError for values of another shape than the layout's."""
-    wanted = blocks.capacity, blocks.rows, blocks.cols
-    if tuple(values.shape[-3:]) != wanted:
-        said = ", ".join(map(str, wanted))
+    expected = blocks.capacity, blocks.rows, blocks.cols
+    if tuple(values.shape[-3:]) != expected:
+        shape = ", ".join(map(str, expected))
         raise ValueError(
-            f"values must have shape (..., {said}), a block for each slot of the layout, got "
+            f"values must have shape (..., {shape}), a block for each slot of the layout, got "
             f"{tuple(values.shape)}"
         )
 
@@ -33,16 +33,16 @@ def with_heads(dense: torch.Tensor, blocks: Blocks, heads: int | None) -> torch.
     """Matrices (..., heads, R, C), of which one may stand for all heads. Raises ValueError for
     other shapes than the layout's."""
     size = blocks.grid_rows * blocks.rows, blocks.grid_cols * blocks.cols
-    wanted = size if heads is None else (heads, *size)
-    found = tuple(dense.shape[-len(wanted) :])
-    if found != wanted and (heads is None or found != (1, *size)):
+    expected = size if heads is None else (heads, *size)
+    shape = tuple(dense.shape[-len(expected) :])
+    if shape != expected and (heads is None or shape != (1, *size)):
         raise ValueError(
-            f"dense must have shape (..., {', '.join(map(str, wanted))}) for this layout, got "
+            f"dense must have shape (..., {', '.join(map(str, expected))}) for this layout, got "
             f"{tuple(dense.shape)}"
         )
     if heads is None:
         return dense.unsqueeze(-3)
-    return dense.expand(*dense.shape[:-3], *wanted)
+    return dense.expand(*dense.shape[:-3], *expected)
 
 
 def to_dense(values: torch.Tensor, blocks: Blocks, tensors: Tensors) -> torch.Tensor:
@@ -74,8 +74,8 @@ def to_blocks(dense: torch.Tensor, blocks: Blocks, tensors: Tensors) -> torch.Te
     at, live = places(blocks, tensors)
     grid = blocks.grid_rows, blocks.rows, blocks.grid_cols, blocks.cols
     apart = dense.reshape(*lead, blocks.heads, *grid).transpose(-3, -2)
-    found = apart.reshape(*lead, total, *size).index_select(-3, torch.where(live, at, 0))
-    return torch.where(live[:, None, None], found, 0)
+    gathered = apart.reshape(*lead, total, *size).index_select(-3, torch.where(live, at, 0))
+    return torch.where(live[:, None, None], gathered, 0)
 
 
 def _is_float8(t: torch.Tensor) -> bool:
@@ -93,8 +93,8 @@ def row_starts(blocks: Blocks, tensors: Tensors) -> torch.Tensor:
 
 def col_starts(blocks: Blocks, tensors: Tensors) -> torch.Tensor:
     """The first entry of each column of blocks in :func:`col_order`, and the number of all."""
-    own = popcount(tensors[2]).sum(-1, dtype=torch.int32)
-    return torch.nn.functional.pad(own.cumsum(0, dtype=torch.int32), (1, 0))
+    counts = popcount(tensors[2]).sum(-1, dtype=torch.int32)
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def col_order(blocks: Blocks, tensors: Tensors) -> torch.Tensor:

@@ -19,8 +19,10 @@ DROPPED = ("for want of capacity", "as duplicates", "as out of range")
 
 def layout_text(block: tuple, grid: tuple, heads: int | None, capacity: int) -> str:
     """What :attr:`Layout.text` says: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
-    said = "no heads" if heads is None else f"{heads} heads"
-    return f"{block[0]}x{block[1]} blocks, {grid[0]}x{grid[1]} grid, {said}, capacity {capacity}"
+    head_text = "no heads" if heads is None else f"{heads} heads"
+    return (
+        f"{block[0]}x{block[1]} blocks, {grid[0]}x{grid[1]} grid, {head_text}, capacity {capacity}"
+    )
 
 
 def parse_layout(
@@ -34,9 +36,9 @@ def _parse(text: str) -> tuple[tuple[int, int], tuple[int, int], int | None, int
     block, grid, heads, capacity = [part.split(" ") for part in text.split(", ")]
     block_rows, block_cols = block[0].split("x")
     grid_rows, grid_cols = grid[0].split("x")
-    known = None if heads[0] == "no" else int(heads[0])
+    head_count = None if heads[0] == "no" else int(heads[0])
     sizes = (int(block_rows), int(block_cols)), (int(grid_rows), int(grid_cols))
-    return *sizes, known, int(capacity[1])
+    return *sizes, head_count, int(capacity[1])
 
 
 _parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
@@ -90,8 +92,8 @@ def checked_block(block: object) -> tuple[int, int]:
     if len(pair) != 2 or not all(is_int(size) for size in pair):
         raise TypeError(f"block must be an int or two (rows, columns), got {shown(block)}")
     if not all(size in BLOCKS for size in pair):
-        known = ", ".join(map(str, BLOCKS))
-        raise ValueError(f"block must have rows and columns in {known}, got {shown(block)}")
+        choices = ", ".join(map(str, BLOCKS))
+        raise ValueError(f"block must have rows and columns in {choices}, got {shown(block)}")
     return int(pair[0]), int(pair[1])
 
 

@@ -28,9 +28,9 @@ def of_mask(mask: torch.Tensor, blocks: Blocks, device: torch.device) -> Tensors
     if not has_values(mask) or device.type == "meta":
         return _empty_like(mask, blocks, device)
     if device.type == "cuda" and on_gpu(mask):
-        made = empty(blocks, device)
-        write_mask(made, _moved(mask, device), blocks)
-        return made
+        tensors = empty(blocks, device)
+        write_mask(tensors, _moved(mask, device), blocks)
+        return tensors
     return tuple(t.to(device) for t in of_host(mask.cpu(), blocks))
 
 
@@ -53,9 +53,9 @@ def of_indices(given: dict[str, torch.Tensor], blocks: Blocks, device: torch.dev
     if not has_values(*lists) or device.type == "meta":
         return _empty_like(lists[0], blocks, device)
     if device.type == "cuda" and on_gpu(lists[0]):
-        made = empty(blocks, device)
-        write_indices(made, {name: _moved(t, device) for name, t in given.items()}, blocks)
-        return made
+        tensors = empty(blocks, device)
+        write_indices(tensors, {name: _moved(t, device) for name, t in given.items()}, blocks)
+        return tensors
     mask = marked({name: t.cpu() for name, t in given.items()}, blocks)
     return tuple(t.to(device) for t in of_host(mask, blocks, "rows and cols name"))
 
@@ -141,8 +141,8 @@ def _refuse_capture_of_host(tensors: Tensors) -> None:
 
 
 def _copy(tensors: Tensors, new: Tensors) -> None:
-    for old, given in zip(tensors, new, strict=True):
-        old.copy_(given)
+    for old, source in zip(tensors, new, strict=True):
+        old.copy_(source)
 
 
 def counted(tensors: Tensors) -> list[int]:

@@ -71,12 +71,12 @@ def _dims(dim, rank: int) -> tuple[int, ...]:
     dims = tuple(map(whole, dims))
     if None in dims:
         raise TypeError(f"dim must be an int or a tuple of ints, got {shown(dim)}")
-    if any(not -rank <= each < rank for each in dims):
+    if any(not -rank <= n < rank for n in dims):
         raise DimensionError(f"dim must be of x's {rank} dimensions, got {shown(dim)}")
-    found = tuple(each % rank for each in dims)
-    if len(set(found)) < len(found):
+    places = tuple(n % rank for n in dims)
+    if len(set(places)) < len(places):
         raise ValueError(f"dim must name each dimension once, got {shown(dim)}")
-    return found
+    return places
 
 
 def scaled_dsd(
@@ -159,8 +159,8 @@ def scaled_dds(
 
 def _descriptor(mode: str, of_a, of_b, out_dtype) -> BlockSparseScaledMatmul:
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in _NAMES:
-        known = " or ".join(map(str, _NAMES))
-        raise TypeError(f"out_dtype must be {known}, got {shown(out_dtype)}")
+        names = " or ".join(map(str, _NAMES))
+        raise TypeError(f"out_dtype must be {names}, got {shown(out_dtype)}")
     make = _new if is_dynamo_compiling() else _cached
     try:
         return make(mode, of_a, of_b, _NAMES[out_dtype])

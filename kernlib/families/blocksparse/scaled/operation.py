@@ -231,8 +231,8 @@ def _depth(parts: Parts) -> int:
 
 def _is_pairs(t: torch.Tensor, dim: int) -> bool:
     """Whether neighbours along a dimension lie side by side, and all else at whole 16 bytes."""
-    others = [n for i, n in enumerate(t.stride()) if i != t.dim() + dim and t.shape[i] > 1]
-    return t.stride(dim) == 1 and address_of(t) % 16 == 0 and not any(n % 16 for n in others)
+    strides = [n for i, n in enumerate(t.stride()) if i != t.dim() + dim and t.shape[i] > 1]
+    return t.stride(dim) == 1 and address_of(t) % 16 == 0 and not any(n % 16 for n in strides)
 
 
 def _copy_of(t: torch.Tensor, dim: int) -> torch.Tensor:

@@ -253,12 +253,12 @@ def _of_dense(kept: Kept, to_logits, needs: tuple) -> list:
     """The gradients by rpe, key_padding_mask and attn_mask."""
     if not any(needs):
         return [None] * len(needs)
-    whole, heads = kept.layout.to_dense(to_logits), kept.layout.heads
+    dense, heads = kept.layout.to_dense(to_logits), kept.layout.heads
     grads = []
     for name, need, shape in zip(NAMES, needs, kept.shapes, strict=True):
-        summed = whole
+        summed = dense
         if need and name == "key_padding_mask":
-            summed = whole.sum(-2 if heads is None else (-3, -2))
+            summed = dense.sum(-2 if heads is None else (-3, -2))
         grads.append(summed.sum_to_size(shape) if need else None)
     return grads
 
@@ -296,9 +296,9 @@ class _Softmax(torch.autograd.Function):
         y, x, scale, *_ = ctx.saved_tensors
         if 0 in grad.stride():  # of sum()
             grad = grad.contiguous()
-        kept = Kept(ctx.layout, y, x, ctx.number if scale is None else scale, ctx.shapes)
+        record = Kept(ctx.layout, y, x, ctx.number if scale is None else scale, ctx.shapes)
         needs = Needs(*ctx.needs_input_grad[2:])
-        return None, None, *gradients(kept, grad, needs, eager_pair)
+        return None, None, *gradients(record, grad, needs, eager_pair)
 
 
 def _recorded(descriptor, operands: tuple, out, scale, parameters: dict) -> torch.Tensor:

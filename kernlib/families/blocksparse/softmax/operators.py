@@ -47,15 +47,15 @@ def _by_torch(x, layout, scale, descriptor, rpe, key_padding_mask, attn_mask, de
 def _backward(saved, grad) -> dict:
     needs = saved.needs
     dense = zip(arguments.NAMES, operation.differentiable(saved.descriptor), strict=True)
-    asked = Needs(needs.x, needs.scale, *(getattr(needs, name) and may for name, may in dense))
+    needed = Needs(needs.x, needs.scale, *(getattr(needs, name) and may for name, may in dense))
     shapes = tuple(getattr(saved.shapes, name) for name in arguments.NAMES)
     (y,) = saved.outputs
-    kept = Kept(saved.layout, y, saved.x, saved.scale, shapes)
+    record = Kept(saved.layout, y, saved.x, saved.scale, shapes)
 
     def pair(*request) -> list:
         return gradient_pair(*request, saved.debug)
 
-    grads = operation.gradients(kept, grad, asked, pair)
+    grads = operation.gradients(record, grad, needed, pair)
     return dict(zip(("x", "scale", *arguments.NAMES), grads, strict=True))
 
 

@@ -153,7 +153,7 @@ def _batch(lead: tuple, views: list[View]) -> tuple[tuple[int, int], list[Operan
     sizes, strides = _merged(lead, [view.batch for view in views])
     if len(sizes) <= 2:
         empty = (1,) * (2 - len(sizes))
-        pairs = [(*(0,) * len(empty), *each) for each in strides]
+        pairs = [(*(0,) * len(empty), *stride) for stride in strides]
         operands = [_operand(pair, view) for pair, view in zip(pairs, views, strict=True)]
         return (*empty, *sizes), operands, (None,) * len(views)
     as_read = []

@@ -28,12 +28,12 @@ def softmax(
     if _is_empty(layout):
         return torch.where(live, x, 0.0)
     masks = {name: _blocks_of(layout, name, value) for name, value in parameters.items()}
-    kept = live & _kept(descriptor, layout, masks)
+    mask = live & _kept(descriptor, layout, masks)
     # 0 for what is taken out: a gradient by the scale would meet what x holds there.
-    logits = scaled(torch.where(kept, x, 0.0).to(wide), scale)
+    logits = scaled(torch.where(mask, x, 0.0).to(wide), scale)
     for blocks in _added(descriptor, masks):
         logits = logits + blocks.to(wide)
-    logits = torch.where(kept, logits, LOWEST)
+    logits = torch.where(mask, logits, LOWEST)
     most = _over_rows(layout, logits.detach().amax(-1), LOWEST)
     most = torch.where(most == LOWEST, 0.0, most)
     powers = torch.exp(logits - most.unsqueeze(-1))
@@ -72,10 +72,10 @@ def _over_rows(layout: Layout, parts: torch.Tensor, empty: float) -> torch.Tenso
     at = torch.where(_live(layout), rows * across + cols, lines * across)  # or a place behind all
     shape = (*parts.shape[:-2], lines * across + 1, parts.shape[-1])
     spread = parts.new_full(shape, empty).index_copy(parts.dim() - 2, at, parts)
-    whole = spread.narrow(spread.dim() - 2, 0, lines * across)
-    apart = whole.reshape(*parts.shape[:-2], lines, across, parts.shape[-1])
-    found = apart.amax(-2) if empty == LOWEST else apart.sum(-2)
-    return taken(found, found.dim() - 2, rows)
+    dense = spread.narrow(spread.dim() - 2, 0, lines * across)
+    apart = dense.reshape(*parts.shape[:-2], lines, across, parts.shape[-1])
+    reduced = apart.amax(-2) if empty == LOWEST else apart.sum(-2)
+    return taken(reduced, reduced.dim() - 2, rows)
 
 
 def _is_added(descriptor: BlockSparseSoftmax, name: str, blocks: torch.Tensor) -> bool:
@@ -89,11 +89,11 @@ def _added(descriptor: BlockSparseSoftmax, masks: dict) -> list[torch.Tensor]:
 
 def _kept(descriptor: BlockSparseSoftmax, layout: Layout, masks: dict) -> torch.Tensor | bool:
     """Which elements masks and the diagonal leave."""
-    kept = _is_at_most_diagonal(layout) if descriptor.causal else True
+    mask = _is_at_most_diagonal(layout) if descriptor.causal else True
     for name, blocks in masks.items():
         if not _is_added(descriptor, name, blocks):
-            kept = kept & (blocks if blocks.dtype == torch.bool else blocks != 0.0)
-    return kept
+            mask = mask & (blocks if blocks.dtype == torch.bool else blocks != 0.0)
+    return mask
 
 
 def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
@@ -103,22 +103,22 @@ def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
     if name == "key_padding_mask":
         given = given.reshape(given.shape or (1,))
         # reshape, as is_grads_batched knows no unflatten.
-        whole = given.expand(*given.shape[:-1], layout.shape[1])
-        apart = whole.reshape(*given.shape[:-1], grid_cols, cols)
-        found = taken(apart, given.dim() - 1, across)
-        return found.unsqueeze(-2)
+        expanded = given.expand(*given.shape[:-1], layout.shape[1])
+        apart = expanded.reshape(*given.shape[:-1], grid_cols, cols)
+        picked = taken(apart, given.dim() - 1, across)
+        return picked.unsqueeze(-2)
     least = 2 if layout.heads is None or name == "attn_mask" else 3
     given = given.reshape(*(1,) * (least - given.dim()), *given.shape)
-    whole = given.expand(*given.shape[:-2], *layout.shape)
-    whole = whole.reshape(*given.shape[:-2], grid_rows, rows, grid_cols, cols)
+    expanded = given.expand(*given.shape[:-2], *layout.shape)
+    expanded = expanded.reshape(*given.shape[:-2], grid_rows, rows, grid_cols, cols)
     down = line % grid_rows
     if least == 2:
-        found = whole[..., down, :, across, :]
+        picked = expanded[..., down, :, across, :]
     else:
         head = torch.div(line, grid_rows, rounding_mode="floor")
         head = head if given.shape[-3] > 1 else torch.zeros_like(head)
-        found = whole[..., head, down, :, across, :]
-    return found.movedim(0, -3)  # where indices stand apart theirs is the first dimension
+        picked = expanded[..., head, down, :, across, :]
+    return picked.movedim(0, -3)  # where indices stand apart theirs is the first dimension
 
 
 def _is_at_most_diagonal(layout: Layout) -> torch.Tensor:

@@ -57,8 +57,8 @@ def gradients(
     if dtype is not grad.dtype:
         weights = [weight.to(grad.dtype) for weight in weights]
         request = grad, hidden, weights, needs, options, product, weight_gradient, inner
-        to_x, *others = gradients(*request)
-        return [to_x, *(None if t is None else t.to(dtype) for t in others)]
+        to_x, *rest = gradients(*request)
+        return [to_x, *(None if t is None else t.to(dtype) for t in rest)]
     *needs, by_bias = needs
     if len(hidden) < len(weights):
         (x,), (first, _) = hidden, weights
@@ -131,7 +131,7 @@ def _plan(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> 
     arch = arch_of(device)
     (_, *halves), _ = master_weights.stand_ins((x, *weights), {})
     problems, copies = _problems(call, grad, x, *halves)
-    *asked, by_bias = needs
+    *by_operands, by_bias = needs
     biased = []
 
     def lower_one(problem: Problem) -> Lowered:
@@ -145,7 +145,7 @@ def _plan(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> 
 
     lowered = lower_on(lower, device)
     shapes = x.shape, *(weight.shape for weight in weights), grad.shape[-1:]
-    some = *asked, by_bias and biased[0]
+    some = *by_operands, by_bias and biased[0]
     dtypes = x.dtype, *[weights[0].dtype] * 3
     if master_weights.are_there((x, *weights)):
         lowered = _with_masters(lowered, x.dtype, weights, shapes, some)

@@ -33,8 +33,8 @@ def autocast(
     if not _are_taken(chain, operands, parameters):
         return *arguments.autocast(operands, parameters), False
     (x, *weights), bias = operands, bias_name(chain)
-    others = {name: value for name, value in parameters.items() if name != bias}
-    (x,), values = arguments.autocast((x,), others)
+    rest = {name: value for name, value in parameters.items() if name != bias}
+    (x,), values = arguments.autocast((x,), rest)
     if bias is not None:
         values = {name: values.get(name, parameters[name]) for name in parameters}
     return (x, *weights), values, True

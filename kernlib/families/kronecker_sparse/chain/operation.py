@@ -210,7 +210,7 @@ def _key(
 def _keep(key: tuple, chain, hidden: list, weights: list, parameters: dict) -> None:
     """Keep the route of a call that had no error, if kernels computed it and nothing of the next
     call is left to check."""
-    factors, parts, given, options = chain.factors, None, parameters, options_of(chain)
+    factors, parts, arguments, options = chain.factors, None, parameters, options_of(chain)
     if key[0]:
         if options is None:
             return
@@ -220,10 +220,10 @@ def _keep(key: tuple, chain, hidden: list, weights: list, parameters: dict) -> N
         if any(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in rest):
             return
         factors = (*before, parts.product)
-        given = parts.operands(parameters)
+        arguments = parts.operands(parameters)
     plans = []
     for factor, x, weight in zip(factors, hidden[:-1], weights, strict=True):
-        values = {name: given[name] for name in factor.parameters}
+        values = {name: arguments[name] for name in factor.parameters}
         plans.append(calls.find(factor, (x, weight), None, values))
     if None not in plans:
         _routes.keep(key, Route(factors, tuple(plans), parts, options, rounds=key[1]))
@@ -282,8 +282,8 @@ def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[Kern
     """Every kernel that lowering can choose for a chain, its gradient included, and inputs of
     ``dtypes``. Raises KeyError for dtypes that kernels do not have."""
     specs = dict.fromkeys(operation.variants(chain, arch, dtypes))
-    for each in (chain, parts(chain).product):
-        specs |= dict.fromkeys(fused.variants(each, arch, dtypes))
+    for form in (chain, parts(chain).product):
+        specs |= dict.fromkeys(fused.variants(form, arch, dtypes))
     return list(specs | dict.fromkeys(gradient.variants(chain, arch, dtypes)))
 
 

@@ -72,18 +72,18 @@ def placed(
         raise ValueError("b is missing; for K(a, a) pass a and its codes twice")
     a_codes, b_codes, tables = codes
     count = descriptor.categories
-    for name, found, points, x in (("a_codes", a_codes, a, "a"), ("b_codes", b_codes, b, "b")):
-        _check_codes(name, found, points, x, count)
+    for name, coded, points, x in (("a_codes", a_codes, a, "a"), ("b_codes", b_codes, b, "b")):
+        _check_codes(name, coded, points, x, count)
     sizes = _check_tables(tables, a, count)
     if a_codes.dtype != b_codes.dtype or a_codes.dtype not in CODE_TYPES[:2]:
         narrow = torch.int64 not in (a_codes.dtype, b_codes.dtype)
-        wanted = torch.int32 if narrow else torch.int64
-        a_codes, b_codes = a_codes.to(wanted), b_codes.to(wanted)
-    made = Tables(a_codes, b_codes, _packed(tables, accumulator(a.dtype)), sizes)
-    batch = _batch(a, b, made)
+        dtype = torch.int32 if narrow else torch.int64
+        a_codes, b_codes = a_codes.to(dtype), b_codes.to(dtype)
+    record = Tables(a_codes, b_codes, _packed(tables, accumulator(a.dtype)), sizes)
+    batch = _batch(a, b, record)
     if batch is not None and (a.dim() == 2 or a.shape[0] == 1):
         a = a.expand(batch, *a.shape[-2:])
-    return a, made
+    return a, record
 
 
 def check_exponents(descriptor: Pairwise, values: dict) -> None:
@@ -102,8 +102,8 @@ def check_exponents(descriptor: Pairwise, values: dict) -> None:
 def _check_codes(name: str, codes, points: torch.Tensor, of: str, count: int) -> None:
     check_dense((name,), **{name: codes})
     if codes.dtype not in CODE_TYPES:
-        known = ", ".join(str(t).removeprefix("torch.") for t in CODE_TYPES)
-        raise TypeError(f"{name} must be one of {known}, got {codes.dtype}")
+        names = ", ".join(str(t).removeprefix("torch.") for t in CODE_TYPES)
+        raise TypeError(f"{name} must be one of {names}, got {codes.dtype}")
     if points.dim() not in (2, 3):
         raise ValueError(f"{of} must be (N, K) or (L, N, K), got shape {tuple(points.shape)}")
     if codes.dim() not in (2, 3) or codes.shape[-1] != count:
@@ -129,7 +129,7 @@ def _check_tables(tables, a: torch.Tensor, count: int) -> tuple[int, ...]:
                 f"tables must be ({count}, S, S) or (L, {count}, S, S), a table for each of the "
                 f"descriptor's {count} categories, or a list of {count} tables, got shape {shape}"
             )
-        sizes, each = (shape[-1],) * count, {"tables": tables}
+        sizes, by_name = (shape[-1],) * count, {"tables": tables}
     else:
         if not isinstance(tables, (list, tuple)):
             raise TypeError(f"tables must be a tensor or a list of them, got {shown(tables)}")
@@ -138,9 +138,9 @@ def _check_tables(tables, a: torch.Tensor, count: int) -> tuple[int, ...]:
                 f"tables must be {count} tables, one for each of the descriptor's categories, got "
                 f"{len(tables)}"
             )
-        each = {f"tables[{place}]": table for place, table in enumerate(tables)}
-        check_dense(tuple(each), **each)
-        for name, table in each.items():
+        by_name = {f"tables[{place}]": table for place, table in enumerate(tables)}
+        check_dense(tuple(by_name), **by_name)
+        for name, table in by_name.items():
             if table.dim() != 2 or table.shape[0] != table.shape[1]:
                 raise ValueError(f"{name} must be (S, S), got shape {tuple(table.shape)}")
         sizes = tuple(table.shape[0] for table in tables)
@@ -148,7 +148,7 @@ def _check_tables(tables, a: torch.Tensor, count: int) -> tuple[int, ...]:
         raise ValueError("tables must have a category each at least, got one of none")
     if sum(size * size for size in sizes) > MOST_ELEMENTS:
         raise ValueError(f"tables must have 2**30 - 1 entries at most, got sizes {sizes}")
-    for name, table in each.items():
+    for name, table in by_name.items():
         _check_kind(name, table, a)
     return sizes
 
@@ -156,8 +156,8 @@ def _check_tables(tables, a: torch.Tensor, count: int) -> tuple[int, ...]:
 def _check_kind(name: str, table: torch.Tensor, a: torch.Tensor) -> None:
     allowed = tuple(dict.fromkeys((a.dtype, accumulator(a.dtype))))
     if table.dtype not in allowed:
-        wanted = " or ".join(map(str, allowed))
-        raise TypeError(f"{name} must be {wanted} for {a.dtype} inputs, got {table.dtype}")
+        names = " or ".join(map(str, allowed))
+        raise TypeError(f"{name} must be {names} for {a.dtype} inputs, got {table.dtype}")
     _check_device(name, table, a)
 
 

@@ -79,14 +79,14 @@ def run(
     a, tables = arguments.placed(descriptor, a, b, codes)
     values = {name: plain(name, value) for name, value in values.items()}
     request = Request(descriptor, a, b, out, accumulate, row_offset, col_offset, values)
-    given = (a, b, *tables[:3], *(v for v in values.values() if isinstance(v, torch.Tensor)))
-    if stand_ins(out, *given) or a.is_meta:
+    tensors = (a, b, *tables[:3], *(v for v in values.values() if isinstance(v, torch.Tensor)))
+    if stand_ins(out, *tensors) or a.is_meta:
         return _by_operator(request, codes)
-    if out is None and is_mapped(*given):
+    if out is None and is_mapped(*tensors):
         return matrix(request, tables).to(a.dtype)
     refuse_transforms(checks.MAPPED_ALONE, out=out, a=a, b=b, **tables.tensors())
     arguments.check_exponents(descriptor, values)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *_some(out))):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *_some(out))):
         checks.refuse_out(out, a=a, b=b, out=out, tables=tables.flat, **values)
         check(request)
         if _are_functorch_transforms_active():  # of which a Function knows none
@@ -154,8 +154,8 @@ def execute(request: Request, tables: Tables) -> torch.Tensor:
 def _refuse_overlap(request: Request, tables: Tables) -> None:
     """Raises ValueError where ``out`` shares memory with an argument."""
     if request.out is not None:
-        given = {"a": request.a, "b": request.b, **tables.tensors(), **request.hyperparameters}
-        tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+        arguments = {"a": request.a, "b": request.b, **tables.tensors(), **request.hyperparameters}
+        tensors = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor)}
         refuse_overlap(request.out, **tensors)
 
 
@@ -166,19 +166,19 @@ def _plan(request: Request, call: checks.Call, tables: Tables) -> PairwisePlan:
     if not is_empty(call):
         rehearsal.note_lowering(lambda: lower(request, call, tables, device), device)
         lowered = lower(request, call, tables, device)
-    made = loaded_plan(request, call, None)
+    plan = loaded_plan(request, call, None)
     if lowered is None:
-        return made
-    return made._replace(launch=load_lowered(lowered, OPERANDS, call.device))
+        return plan
+    return plan._replace(launch=load_lowered(lowered, OPERANDS, call.device))
 
 
 def lower(request: Request, call: checks.Call, tables: Tables, device: int) -> Lowered:
     """The kernel of a checked call on a device."""
     problem, strides = problem_of(request, call)
     count = model(device).multiprocessors
-    given = categories_of(tables, call.batch)
+    categories = categories_of(tables, call.batch)
     return direct.lower(
-        request.descriptor, problem, arch_of(device), count, strides, categories=given
+        request.descriptor, problem, arch_of(device), count, strides, categories=categories
     )
 
 
@@ -194,7 +194,7 @@ def categories_of(tables: Tables, batch: int) -> Categories:
 
 
 def _launch(plan: PairwisePlan, request: Request, tables: Tables) -> torch.Tensor:
-    numbers, kept = numbers_of(plan.scalars, request.a, request.hyperparameters)
+    numbers, converted = numbers_of(plan.scalars, request.a, request.hyperparameters)
     out = request.out
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
@@ -203,7 +203,9 @@ def _launch(plan: PairwisePlan, request: Request, tables: Tables) -> torch.Tenso
     if plan.launch is not None:
         operands = (*tables[:3], request.a, request.b, out)
         plan.launch.launch(tuple(t.data_ptr() for t in operands), numbers)
-    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del (
+        converted
+    )  # converted tensors: the stream orders the reuse of their memory behind the launch
     return out
 
 
@@ -225,8 +227,8 @@ def _on_cpu(request: Request, call: checks.Call, tables: Tables) -> torch.Tensor
         for start in range(0, call.m, step):
             rows = slice(start, start + step)
             block = out[..., rows, :]  # (M, N) perhaps of a batch of 1
-            made = matrix(of_rows(request, rows), tables.of_rows(rows)).view(block.shape)
-            block.copy_(made + block if request.accumulate else made)
+            values = matrix(of_rows(request, rows), tables.of_rows(rows)).view(block.shape)
+            block.copy_(values + block if request.accumulate else values)
     return out
 
 
@@ -250,13 +252,13 @@ def matrix(request: Request, tables: Tables) -> torch.Tensor:
     something has a batch. ``out`` and ``accumulate`` are not looked at."""
     descriptor, a, b, _, _, row_offset, col_offset, values = request
     wide, diagonal = accumulator(a.dtype), row_offset - col_offset
-    given = {name: values[name] for name in _OF_SUMS if name in values}
-    sums = kernel_matrix(of_sums(descriptor), a.to(wide), b.to(wide), **given)
+    arguments = {name: values[name] for name in _OF_SUMS if name in values}
+    sums = kernel_matrix(of_sums(descriptor), a.to(wide), b.to(wide), **arguments)
     s = sums + gathered(tables)
     flat = s.dim() == 2
     root = checks.follows_inner(descriptor, values)
-    made = finish(descriptor, s[None] if flat else s, values, root=root, diagonal=diagonal)
-    return made[0] if flat and made.shape[0] == 1 else made
+    entries = finish(descriptor, s[None] if flat else s, values, root=root, diagonal=diagonal)
+    return entries[0] if flat and entries.shape[0] == 1 else entries
 
 
 def gathered(tables: Tables) -> torch.Tensor:
@@ -268,8 +270,8 @@ def gathered(tables: Tables) -> torch.Tensor:
         # Whose last row and column are where other codes lead.
         padded = torch.nn.functional.pad(table, (0, 1, 0, 1), value=float("nan"))
         places = (_inside(t[..., feature], size) for t in (tables.a_codes, tables.b_codes))
-        found = _entries(padded, *places)
-        total = found if total is None else total + found
+        entries = _entries(padded, *places)
+        total = entries if total is None else total + entries
     return total
 
 
@@ -285,9 +287,9 @@ def _entries(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> 
                 *(t.shape[0] if t.dim() == 2 else 1 for t in (rows, columns)))  # fmt: skip
     several = torch.arange(batch, dtype=torch.int64, device=table.device)[:, None]
     table = table.expand(batch, *table.shape[-2:])
-    found = table[several, rows.expand(batch, rows.shape[-1])]
+    picked = table[several, rows.expand(batch, rows.shape[-1])]
     columns = columns.expand(batch, columns.shape[-1])
-    return found.mT[several, columns].mT
+    return picked.mT[several, columns].mT
 
 
 # Gradients.
@@ -333,8 +335,8 @@ class _Recorded(torch.autograd.Function):
 def gradients(call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
     """Those of ``saved``, None for what needs none: of a call, or of something else that has its
     ``of_rows`` and ``computed``, whose result has as many rows as a."""
-    made = _made_again if torch.is_grad_enabled() else _by_blocks
-    return made(call, needs, saved, grad)
+    compute = _made_again if torch.is_grad_enabled() else _by_blocks
+    return compute(call, needs, saved, grad)
 
 
 def _made_again(call, needs: tuple, saved: tuple, grad) -> list:
@@ -347,7 +349,7 @@ def _made_again(call, needs: tuple, saved: tuple, grad) -> list:
 def _by_blocks(call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
     """The gradients, a block of rows of the matrix at a time, in the arithmetic's dtype."""
     rows = saved[0].shape[-2]
-    found = [
+    totals = [
         torch.zeros(t.shape, dtype=_wide(t), device=t.device) if need else None
         for t, need in zip(saved, needs, strict=True)
     ]
@@ -355,17 +357,17 @@ def _by_blocks(call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
     step = max(1, BLOCK_ENTRIES // max(1, saved[1].shape[-2] * batch))
     for start in range(0, rows if grad.numel() else 0, step):
         part = slice(start, start + step)
-        a, *others = (t.detach() for t in saved)
-        sides = [t.to(_wide(t)) for t in (a[..., part, :], *others)]
+        a, *rest = (t.detach() for t in saved)
+        sides = [t.to(_wide(t)) for t in (a[..., part, :], *rest)]
         with torch.enable_grad():
             sides = [t.detach().requires_grad_(need) for t, need in zip(sides, needs, strict=True)]
-            made = _gradients(call.of_rows(part), needs, sides, grad[..., part, :])
-        for place, each in enumerate(made):
-            if each is not None:
-                whole = found[place]
-                (whole[..., part, :] if place == 0 else whole).add_(each)
+            grads = _gradients(call.of_rows(part), needs, sides, grad[..., part, :])
+        for place, part_grad in enumerate(grads):
+            if part_grad is not None:
+                target = totals[place]
+                (target[..., part, :] if place == 0 else target).add_(part_grad)
     return [
-        None if total is None else total.to(t.dtype) for total, t in zip(found, saved, strict=True)
+        None if total is None else total.to(t.dtype) for total, t in zip(totals, saved, strict=True)
     ]
 
 
@@ -376,7 +378,7 @@ def _wide(t: torch.Tensor) -> torch.dtype:
 def _gradients(call, needs, sides, grad, create_graph: bool = False) -> list:
     """Those of ``sides`` which are needed; None for others."""
     out = call.computed(*sides)
-    wanted = [side for side, need in zip(sides, needs, strict=True) if need]
+    leaves = [side for side, need in zip(sides, needs, strict=True) if need]
     options = {"create_graph": create_graph, "allow_unused": True}
-    found = iter(torch.autograd.grad(out, wanted, grad.to(out.dtype), **options))
-    return [next(found) if need else None for need in needs]
+    grads = iter(torch.autograd.grad(out, leaves, grad.to(out.dtype), **options))
+    return [next(grads) if need else None for need in needs]

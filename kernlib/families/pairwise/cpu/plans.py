@@ -118,7 +118,7 @@ def _by_formula(plan: CpuPlan, descriptor, a, b, out, accumulate, diagonal: int,
         first, second, values, _ = units.in_unit(unit, first, second, values)
     inner = values.pop("p", values.pop("inner_p", None))
     names = ("epsilon", "regularization", "inner_scale", "outer_p")
-    given = {name: values.pop(name) for name in names if name in values}
+    arguments = {name: values.pop(name) for name in names if name in values}
     result = reference.pairwise(
         descriptor,
         first,
@@ -127,7 +127,7 @@ def _by_formula(plan: CpuPlan, descriptor, a, b, out, accumulate, diagonal: int,
         root=plan.root,
         diagonal=diagonal,
         parameters=values,
-        **given,
+        **arguments,
     )
     if descriptor.symmetric:
         below = torch.ones(call.m, call.n, dtype=torch.bool, device=a.device).tril(-1)
@@ -202,9 +202,9 @@ class _Entry:
         m, n = target.shape
         mirrored = self.descriptor.symmetric
         if mirrored and not self.plan.straight:  # whose values below are those of the arithmetic
-            whole = target.new_empty(m, n, dtype=self.plan.wide)
-            self._fill(whole, True, False)
-            self._write(target, whole, accumulate)
+            matrix = target.new_empty(m, n, dtype=self.plan.wide)
+            self._fill(matrix, True, False)
+            self._write(target, matrix, accumulate)
             return
         self._fill(target, self.plan.straight, accumulate)
 
@@ -221,9 +221,9 @@ class _Entry:
             into = block if straight and block.is_contiguous() else None
             if into is None:
                 into = block.new_empty(block.shape, dtype=self.plan.wide)
-            made = self._block(into, rows, columns)
-            if made is not block:
-                self._write(block, made, accumulate)
+            values = self._block(into, rows, columns)
+            if values is not block:
+                self._write(block, values, accumulate)
             if mirrored:
                 _mirror(target, rows)
 
@@ -273,18 +273,20 @@ def _mirror(target: torch.Tensor, rows: slice) -> None:
 
 def _finished(descriptor, v: torch.Tensor, numbers: dict) -> torch.Tensor:
     """The epilogues over a block, in its memory where that is one of its own."""
-    first, *others = descriptor.epilogue
+    first, *rest = descriptor.epilogue
     factor = _factor(first, numbers)
     if factor is None:
         return _evaluated(descriptor.epilogue, v, numbers)
     v = v.mul_(factor).exp_()
-    return _evaluated(tuple(others), v, numbers) if others else v
+    return _evaluated(tuple(rest), v, numbers) if rest else v
 
 
 def _evaluated(epilogues: tuple, v: torch.Tensor, numbers: dict) -> torch.Tensor:
     names = [name for epilogue in epilogues for name in epilogue.parameters]
-    made = expressions.apply(epilogues, v, {name: numbers[name] for name in names})
-    return made if made.is_contiguous() else made.clone()  # of one number alone it is expanded
+    result = expressions.apply(epilogues, v, {name: numbers[name] for name in names})
+    return (
+        result if result.is_contiguous() else result.clone()
+    )  # of one number alone it is expanded
 
 
 def _factor(epilogue: object, numbers: dict) -> float | None:

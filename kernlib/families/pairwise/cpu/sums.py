@@ -54,13 +54,13 @@ class _Distances:
     def fill(self, out: torch.Tensor, rows: slice, columns: slice) -> None:
         a, b = self.a[rows], self.b[columns]
         for part in self.parts:
-            found = torch.cdist(a[:, part], b[:, part], self.p, _DIRECT)
+            distances = torch.cdist(a[:, part], b[:, part], self.p, _DIRECT)
             if self.p == 2 and not self.rooted:
-                found.mul_(found)
+                distances.mul_(distances)
             if part.start:
-                out.add_(found)
+                out.add_(distances)
             else:
-                out.copy_(found)
+                out.copy_(distances)
 
 
 class _Dots:
@@ -115,18 +115,20 @@ class Squares:
 
     def fill(self, out: torch.Tensor, rows: slice, columns: slice) -> None:
         """The entries of some rows and columns, into a matrix of their size."""
-        made = self._product(out, rows, columns)
-        own = None
+        squares = self._product(out, rows, columns)
+        diagonal = None
         if self.same and rows.start < columns.stop and columns.start < rows.stop:
-            own = rows.start - columns.start
-            made.diagonal(own).fill_(math.inf)  # not close, so that no row is mended for it alone
-        low = self._low(made, rows)
-        if made is not out:
-            out.copy_(made)
+            diagonal = rows.start - columns.start
+            squares.diagonal(diagonal).fill_(
+                math.inf
+            )  # not close, so that no row is mended for it alone
+        low = self._low(squares, rows)
+        if squares is not out:
+            out.copy_(squares)
         if low is not None:
             self._mend(out, rows, columns, low)
-        if own is not None:
-            out.diagonal(own).zero_()
+        if diagonal is not None:
+            out.diagonal(diagonal).zero_()
 
     def _moved(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The points from the center, in a type."""
@@ -161,19 +163,19 @@ class Squares:
     def _mend(self, out: torch.Tensor, rows: slice, columns: slice, low: torch.Tensor) -> None:
         """What is close in the rows ``low`` of a block."""
         some = low.shape[0] < out.shape[0]
-        found = out[low] if some else out
+        squares = out[low] if some else out
         places = low + rows.start
-        close = found < self._limits(places, columns, self.part)
+        close = squares < self._limits(places, columns, self.part)
         if self.product is torch.float32 and _part(close) > SEVERAL:
-            close = self._by_float64(found, places, columns)
+            close = self._by_float64(squares, places, columns)
         if _part(close) > MOST:
             direct = "donot_use_mm_for_euclid_dist"
             distances = torch.cdist(self.a[places], self.b[columns], compute_mode=direct)
-            torch.mul(distances, distances, out=found)
+            torch.mul(distances, distances, out=squares)
         else:
-            self._by_differences(found, places, columns, close)
+            self._by_differences(squares, places, columns, close)
         if some:
-            out[low] = found
+            out[low] = squares
 
     def _limits(self, places: torch.Tensor, columns: slice, part: float) -> torch.Tensor:
         sizes = torch.add(self.of_a[places, None], self.of_b[columns])
@@ -244,8 +246,8 @@ def order_of(descriptor: Pairwise, p: float | None) -> float | None:
         return 2.0
     if isinstance(descriptor.inner, stages.Abs):
         return 1.0
-    own = isinstance(descriptor.inner, stages.Power) and p in (0, 1, 2, math.inf)
-    return p if own else None
+    has_order = isinstance(descriptor.inner, stages.Power) and p in (0, 1, 2, math.inf)
+    return p if has_order else None
 
 
 def is_of_squares(descriptor: Pairwise, p: float | None) -> bool:

@@ -39,13 +39,13 @@ def _sum_products(call: Call, total, x, z, coefficients, tensors: dict, centred:
     diagonal, largest = total.dim() == 2, max(z.shape[1], outputs * features)
     for block in backward.blocks(total.shape[0], queries, largest, backward.BLOCK_ENTRIES):
         part = total[block.part]
-        found = _gradients(call, block, len(part), x, z, coefficients, tensors)
+        grads = _gradients(call, block, len(part), x, z, coefficients, tensors)
         if centred:
             if block.rows.start == 0:  # a shift near the mean: what follows does not cancel
-                shift, moved = found.mean(2, keepdim=True), 0
-            found = found - shift
-            moved = moved + found.sum(2)
-        flat = found.flatten(1, 2)
+                shift, moved = grads.mean(2, keepdim=True), 0
+            grads = grads - shift
+            moved = moved + grads.sum(2)
+        flat = grads.flatten(1, 2)
         part += flat.square().sum(1) if diagonal else times(precision, flat.mT, flat)
         if centred and block.rows.stop >= queries:
             squares = moved.square().sum(1) if diagonal else times(precision, moved.mT, moved)
@@ -58,7 +58,7 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
     """``d/dx_q sum_t c[o,t] K(x_q, z_t)`` of a block of queries: (L, O, Q, K) or (1, O, Q, K)."""
     rows, points, c = block.of(x), block.entries(z), block.entries(coefficients)
     values = call.numbers | {name: block.entries(t) for name, t in tensors.items()}
-    made = formula.sums_of(call.descriptor, values)
+    sums = formula.sums_of(call.descriptor, values)
     shape = max(t.shape[0] for t in (rows, points, c)), c.shape[1], *rows.shape[1:]
     scales = None
     if is_plain(call.descriptor, values):
@@ -66,22 +66,22 @@ def _gradients(call: Call, block: Block, batch: int, x, z, coefficients, tensors
         weights = x.new_ones(()).expand(sides, rows.shape[1], points.shape[1])
     elif x.device.type == "cpu" and norms.are_values(call.descriptor, values):
         # On a GPU no kernel of tensor cores takes scales.
-        n = norms.of(made, rows, points)
-        weights = by_norms(call.descriptor, made, values, n)
+        n = norms.of(sums, rows, points)
+        weights = by_norms(call.descriptor, sums, values, n)
         if weights is not None:
-            weights, scales = norms.shared(made.p, weights, n)
+            weights, scales = norms.shared(sums.p, weights, n)
     else:
-        weights = by_sums(call.descriptor, made, values, rows, points)
+        weights = by_sums(call.descriptor, sums, values, rows, points)
     if weights is None or 0 in (*weights.shape, *shape):
         return x.new_zeros(shape)
-    if scales is None and backward.by_formula(made):
-        each = [backward.points_gradient(made, rows, points, weights * one[:, None], True)
-                for one in c.unbind(1)]  # fmt: skip
-        return torch.stack(each, 1)
-    operator, inner = made.descriptor.operator, made.descriptor.inner
+    if scales is None and backward.by_formula(sums):
+        by_output = [backward.points_gradient(sums, rows, points, weights * column[:, None], True)
+                for column in c.unbind(1)]  # fmt: skip
+        return torch.stack(by_output, 1)
+    operator, inner = sums.descriptor.operator, sums.descriptor.inner
     kind = Kind(operator, inner, True, False, scales is not None)
     return primitive.execute(
-        kind, Operands(rows, points, weights, c, scales), None, False, made.given
+        kind, Operands(rows, points, weights, c, scales), None, False, sums.given
     )
 
 
@@ -137,9 +137,9 @@ def agop(
     refuse_distributed(x=x, z=z, coefficients=coefficients)
     refuse_gradients("agop", x=x, z=z, coefficients=coefficients, out=out, **hyperparameters)
     _check_points(x, z, coefficients)
-    made = per_point.respelled(x, z, hyperparameters, coefficients)
-    if made is not None:  # of a constant the gradient is 0
-        x, z, hyperparameters, _ = made
+    again = per_point.respelled(x, z, hyperparameters, coefficients)
+    if again is not None:  # of a constant the gradient is 0
+        x, z, hyperparameters, _ = again
     values = {k: v for k, v in hyperparameters.items() if isinstance(v, torch.Tensor)}
     batch = _check_batch(x, z, coefficients, values)
     _check_call(descriptor, x, z, hyperparameters)
@@ -157,8 +157,8 @@ def agop(
     call = Call(descriptor, 0, 0, numbers, tuple(tensors))
     total = x.new_zeros(1 if batch is None else batch, *shape[-1 if diagonal else -2 :], dtype=wide)
     with without_autocast(x.device):
-        found = _sum_products(call, total, *points, tensors, centred).view(shape)
-    return found.to(x.dtype) if out is None else out.copy_(found)
+        average = _sum_products(call, total, *points, tensors, centred).view(shape)
+    return average.to(x.dtype) if out is None else out.copy_(average)
 
 
 def _ready(t: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
@@ -175,8 +175,8 @@ def _check_points(x, z, coefficients) -> None:
         if t.dim() not in (2, 3):
             raise ValueError(f"{name} must be (N, K) or (L, N, K), got shape {tuple(t.shape)}")
         if t.dtype not in DTYPE_NAMES:
-            known = ", ".join(map(str, DTYPE_NAMES))
-            raise TypeError(f"{name} must be one of {known}, got {t.dtype}")
+            dtypes = ", ".join(map(str, DTYPE_NAMES))
+            raise TypeError(f"{name} must be one of {dtypes}, got {t.dtype}")
     if coefficients.dim() not in (1, 2, 3):
         raise ValueError(
             f"coefficients must be (T,), (O, T) or (L, O, T), got shape {tuple(coefficients.shape)}"

@@ -77,17 +77,17 @@ def cdist_expadd(
         >>> kl.cdist_expadd(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]), lengthscale=1.0)
         tensor([[1.3679]])
     """
-    given = {"p": p, "lengthscale": lengthscale, "scale": scale}
-    for value in given.values():
+    numbers = {"p": p, "lengthscale": lengthscale, "scale": scale}
+    for value in numbers.values():
         if isinstance(value, torch.Tensor) and value.dim():
-            again = per_point.respelled(a, b, given, out)
+            again = per_point.respelled(a, b, numbers, out)
             if again is not None:
                 return cdist_expadd(again.a, again.b, out=out, debug=debug, **again.values)
-    made = scale_of(p, lengthscale, scale, a)
+    inner_scale = scale_of(p, lengthscale, scale, a)
     refuse_any_overlap(out, lengthscale=lengthscale, scale=scale)
     try:
-        x, y, made = _in_units(p, lengthscale, made, a, b, out)
-        return run_kernel(_SUMS, x, y, out=out, p=p, inner_scale=made, debug=debug)
+        x, y, inner_scale = _in_units(p, lengthscale, inner_scale, a, b, out)
+        return run_kernel(_SUMS, x, y, out=out, p=p, inner_scale=inner_scale, debug=debug)
     except (KernlibError, RuntimeError, TypeError, ValueError):
         _check_scale(lengthscale, scale, a, b, p, out)  # by the names that it has here
         raise
@@ -95,12 +95,12 @@ def cdist_expadd(
 
 def _check_scale(lengthscale, scale, a, b, p, out) -> None:
     """Device and batch of the scale. Raises ValueError."""
-    given = {"lengthscale": lengthscale, "scale": scale}
-    for name, value in given.items():
+    scales = {"lengthscale": lengthscale, "scale": scale}
+    for name, value in scales.items():
         _check_device(name, value, a)
     check_dense(("a", "b"), a=a, b=b, out=out)
-    _batch({"a": a, "b": b}, None, given | {"p": p})
-    checks.refuse_out(out, a=a, b=b, p=p, **given)
+    _batch({"a": a, "b": b}, None, scales | {"p": p})
+    checks.refuse_out(out, a=a, b=b, p=p, **scales)
 
 
 @eager_only
@@ -201,21 +201,21 @@ def _check_gradient(
 ) -> tuple[int, ...]:
     """The result's shape. Raises TypeError, ValueError and RuntimeError that name the argument."""
     check_dense(("a", "b", "c", "d"), **tensors, out=out)
-    given = {name: t for name, t in tensors.items() if t is not None}
-    refuse_transforms(checks.NO_TRANSFORMS, **given)
+    present = {name: t for name, t in tensors.items() if t is not None}
+    refuse_transforms(checks.NO_TRANSFORMS, **present)
     refuse_distributed(**tensors)
-    sizes = _check_tensors(given)
+    sizes = _check_tensors(present)
     for name, value in numbers.items():
         _check_number(name, value)
         _check_device(name, value, tensors["d"])
-    batch = _batch(given, out, numbers)
+    batch = _batch(present, out, numbers)
     shape = tuple(sizes[letter] for letter in "ONM")
-    flat = batch == 1 and all(t.dim() == 2 for t in given.values())
+    flat = batch == 1 and all(t.dim() == 2 for t in present.values())
     shape = shape if (flat if out is None else out.dim() == 3) else (batch, *shape)
-    refuse_gradients("cdist_grad_expadd", **given, **numbers, out=out)
+    refuse_gradients("cdist_grad_expadd", **present, **numbers, out=out)
     if out is not None:
         vectors = {name: x for name, x in numbers.items() if isinstance(x, torch.Tensor)}
-        _check_out(out, shape, batch, given | vectors)
+        _check_out(out, shape, batch, present | vectors)
     return shape
 
 
@@ -224,8 +224,8 @@ def _check_tensors(given: dict[str, torch.Tensor]) -> dict[str, int]:
     like, sizes, places = given["d"], {}, {}
     for name, t in given.items():
         if t.dim() not in (2, 3):
-            wanted = ", ".join(_SHAPES[name])
-            raise ValueError(f"{name} must be ({wanted}) or (L, {wanted}), got {tuple(t.shape)}")
+            letters = ", ".join(_SHAPES[name])
+            raise ValueError(f"{name} must be ({letters}) or (L, {letters}), got {tuple(t.shape)}")
         if t.dtype not in DTYPE_NAMES:
             raise TypeError(
                 f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {t.dtype}"
@@ -310,8 +310,8 @@ def scale_of(
     """``scale``, or ``-1 / lengthscale^p`` for inputs ``like`` one tensor. Raises ValueError unless
     exactly one is given, and for host values that would not do."""
     if (lengthscale is None) == (scale is None):
-        given = "neither" if scale is None else "both"
-        raise ValueError(f"give exactly one of lengthscale and scale, got {given}")
+        which = "neither" if scale is None else "both"
+        raise ValueError(f"give exactly one of lengthscale and scale, got {which}")
     for name, value in (("p", p), ("lengthscale", lengthscale), ("scale", scale)):
         _check_number(name, value)
     _check_like(name_of_like, like)
@@ -322,8 +322,8 @@ def scale_of(
     exponent, length = host_value("p", p), host_value("lengthscale", lengthscale)
     if exponent is None or length is None:
         _batch({}, None, {"p": p, "lengthscale": lengthscale})
-        found = _placed("lengthscale", lengthscale, like) ** -_placed("p", p, like)
-        return (-found).clamp(min=lowest)
+        power = _placed("lengthscale", lengthscale, like) ** -_placed("p", p, like)
+        return (-power).clamp(min=lowest)
     try:
         return max(-(length**-exponent), lowest)
     except OverflowError:
@@ -352,10 +352,10 @@ def _unit(p, lengthscale, like: torch.Tensor, points: tuple) -> float | torch.Te
     most = _ENDS[accumulator(like.dtype)]
     length, exponent = host_value("lengthscale", lengthscale), host_value("p", p)
     if length is None:
-        found = _length(lengthscale, like).detach()
-        inside = (found >= 2.0**-most) & found.isfinite()
-        shifts = torch.where(inside, -torch.frexp(found).exponent, 0).clamp(-most, most)
-        unit = torch.ldexp(torch.ones_like(found), shifts)
+        values = _length(lengthscale, like).detach()
+        inside = (values >= 2.0**-most) & values.isfinite()
+        shifts = torch.where(inside, -torch.frexp(values).exponent, 0).clamp(-most, most)
+        unit = torch.ldexp(torch.ones_like(values), shifts)
         # On a device that would be several kernels more, of all calls.
         return _within(unit, points) if like.device.type == "cpu" else unit
     if not math.isfinite(length):
@@ -374,8 +374,8 @@ def _within(unit: float | torch.Tensor, points: tuple) -> torch.Tensor:
         if x.numel():
             wide = accumulator(x.dtype)
             size = torch.where(x.isfinite(), x.detach().abs(), 0.0).amax().to(wide)
-            one = torch.ones_like(size)
-            unit = torch.where(size * unit < torch.finfo(x.dtype).max, unit * one, one)
+            ones = torch.ones_like(size)
+            unit = torch.where(size * unit < torch.finfo(x.dtype).max, unit * ones, ones)
     return unit
 
 
@@ -405,8 +405,8 @@ def _check_like(name: str, like: torch.Tensor) -> None:
     """Raises TypeError for what has no arithmetic here."""
     check_dense((name,), **{name: like})
     if like.dtype not in DTYPE_NAMES:
-        known = ", ".join(DTYPE_NAMES.values())
-        raise TypeError(f"{name} must be one of {known}, got {like.dtype}")
+        names = ", ".join(DTYPE_NAMES.values())
+        raise TypeError(f"{name} must be one of {names}, got {like.dtype}")
 
 
 def _placed(name: str, value, like: torch.Tensor):

@@ -165,9 +165,9 @@ def kernel_min(
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
         return heard(debug, kernel_min, descriptor, a, b, **maps, **hyperparameters)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
-    made = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
-    if made is not None:
-        a, b, hyperparameters, diagonal = made
+    again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
+    if again is not None:
+        a, b, hyperparameters, diagonal = again
         if diagonal is not None:
             _refuse_diagonal("kernel_min")
     offsets = row_offset, col_offset
@@ -246,9 +246,9 @@ def kernel_topk(
     check_flag("largest", largest)
     k = k if type(k) is int else as_int("k", k)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
-    made = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
-    if made is not None:
-        a, b, hyperparameters, diagonal = made
+    again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
+    if again is not None:
+        a, b, hyperparameters, diagonal = again
         if diagonal is not None:
             _refuse_diagonal("kernel_topk")
     offsets = row_offset, col_offset
@@ -268,9 +268,9 @@ def _run(
         call.__name__ = f"kernel_{reduction}"  # in the line that is written
         return heard(debug, call)
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
-    made = _respelled(a, b, v, (row_offset, col_offset), values)
-    if made is not None:
-        return _again(made, reduction, descriptor, v, out, row_offset, col_offset)
+    again = _respelled(a, b, v, (row_offset, col_offset), values)
+    if again is not None:
+        return _again(again, reduction, descriptor, v, out, row_offset, col_offset)
     request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
     if isinstance(descriptor, Pairwise) and descriptor.categories:
         return _with_categories(*request)
@@ -312,15 +312,15 @@ def _again(made, reduction: str, descriptor, v, out, row_offset: int, col_offset
         return _run(reduction, descriptor, a, b, v, out, row_offset, col_offset, None, values)
     if reduction == "logsumexp":
         _refuse_diagonal("kernel_logsumexp")
-    found = per_point.products(call, made, v)
+    result = per_point.products(call, made, v)
     if out is None:
-        return found
-    if found.requires_grad:
+        return result
+    if result.requires_grad:
         raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
-    arguments.check_result(out, tuple(found.shape), a)
+    arguments.check_result(out, tuple(result.shape), a)
     check_memory(out)
     refuse_any_overlap(out, a=a, b=b, v=v)
-    return out.copy_(found)
+    return out.copy_(result)
 
 
 def _refuse_diagonal(name: str) -> NoReturn:
@@ -359,8 +359,8 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
 
     values = values | {"bandwidth": bandwidth}
     points = (a,) if b is None else (a, b)
-    known = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
-    if not known or not isinstance(descriptor, Pairwise):  # which checks will say
+    are_wide = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
+    if not are_wide or not isinstance(descriptor, Pairwise):  # which checks will say
         return a, b, values
     if not units.is_of_squares(descriptor, values):
         return a, b, values

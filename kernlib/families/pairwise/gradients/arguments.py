@@ -121,15 +121,15 @@ def _check_kind_of_call(kind: Kind) -> None:
     if kind.operator not in OPERATORS:
         raise ValueError(f"operator must be one of {OPERATORS}, got {shown(kind.operator)}")
     if not isinstance(kind.inner, STAGES):
-        known = ", ".join(f"{stage.__name__}()" for stage in STAGES)
-        raise TypeError(f"inner must be one of {known}, got {shown(kind.inner)}")
+        names = ", ".join(f"{stage.__name__}()" for stage in STAGES)
+        raise TypeError(f"inner must be one of {names}, got {shown(kind.inner)}")
 
 
 def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
     """Queries, points, features and sets."""
     first = operands.x
-    given = [(n, t) for n, t in zip(kind.names, operands, strict=True) if t is not None]
-    for name, t in given:
+    named = [(n, t) for n, t in zip(kind.names, operands, strict=True) if t is not None]
+    for name, t in named:
         if t.dim() not in (2, 3):
             raise ValueError(f"{name} must be {_shape(kind, name)}, got shape {tuple(t.shape)}")
         if t.dtype not in DTYPE_NAMES:
@@ -137,15 +137,19 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
                 f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {t.dtype}"
             )
         if t.dtype != first.dtype:
-            own = kind.names[0]
-            raise TypeError(f"{name} must have the dtype of {own}, {first.dtype}, got {t.dtype}")
+            first_name = kind.names[0]
+            raise TypeError(
+                f"{name} must have the dtype of {first_name}, {first.dtype}, got {t.dtype}"
+            )
         if t.device != first.device:
-            own = kind.names[0]
-            raise ValueError(f"{name} must be on the device of {own}, {first.device}: {t.device}")
+            first_name = kind.names[0]
+            raise ValueError(
+                f"{name} must be on the device of {first_name}, {first.device}: {t.device}"
+            )
     x, z, weights, coefficients, scales = operands.transposed(kind)
     queries, features, points = x.shape[-2], x.shape[-1], z.shape[-2]
     sets = 0 if coefficients is None else coefficients.shape[-2]
-    wanted = {
+    shapes = {
         0: (queries, features),
         1: (points, features),
         2: (queries, points),
@@ -153,9 +157,9 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
         4: (queries, points),
     }
     for place, t in enumerate((x, z, weights, coefficients, scales)):
-        if t is not None and tuple(t.shape[-2:]) != wanted[place]:
+        if t is not None and tuple(t.shape[-2:]) != shapes[place]:
             name, seen = kind.names[place], operands[place]
-            shape = wanted[place][::-1] if kind.plain and place < 3 else wanted[place]
+            shape = shapes[place][::-1] if kind.plain and place < 3 else shapes[place]
             raise ValueError(
                 f"{name} must be {_shape(kind, name)}, {shape} by the shapes of "
                 f"{' and '.join(kind.names[: min(place, 2)])}, got {tuple(seen.shape)}"

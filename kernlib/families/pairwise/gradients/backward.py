@@ -226,8 +226,8 @@ class Block(NamedTuple):
 
     def entries(self, x):
         """The batch entries of something (L, ...); what holds for all of them as it is."""
-        whole = not isinstance(x, torch.Tensor) or x.dim() == 0 or x.shape[0] == 1
-        return x if whole else x[self.part]
+        is_shared = not isinstance(x, torch.Tensor) or x.dim() == 0 or x.shape[0] == 1
+        return x if is_shared else x[self.part]
 
 
 def blocks(batch: int, rows: int, columns: int, most: int) -> Iterator[Block]:
@@ -434,11 +434,11 @@ def _through_inner(route: Route, sums: Sums, x, z, by_sums) -> dict[str, torch.T
         terms = matrix(logarithmic.descriptor, x, second, **logarithmic.given)
         return {names[0]: weights.contracted(terms, by_sums)}
     x, z, by_sums = (batched(t) for t in (x, z, by_sums))
-    each = {
+    expanded = {
         name: value.expand(by_sums.shape[0]) if isinstance(value, torch.Tensor) else value
         for name, value in sums.given.items()
     }
     needs = (False, False, names != ("inner_scale",), "inner_scale" in names)
-    sums = Sums(sums.descriptor, each)
+    sums = Sums(sums.descriptor, expanded)
     to_p, to_scale = formula.gradients(sums, x, z, by_sums, True, needs)[2:]
     return {name: to_scale if name == "inner_scale" else to_p for name in names}

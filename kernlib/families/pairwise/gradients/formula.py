@@ -41,13 +41,13 @@ class Sums(NamedTuple):
 
     def having(self, p, scale) -> Sums:
         """The same of other numbers, None of what there is none of."""
-        given = {"p": p, "inner_scale": scale}
-        return self._replace(given={k: v for k, v in given.items() if v is not None})
+        numbers = {"p": p, "inner_scale": scale}
+        return self._replace(given={k: v for k, v in numbers.items() if v is not None})
 
     def of(self, x, z, first: bool) -> torch.Tensor:
         """They, by the formula."""
-        made = self.descriptor
-        return stages.sums(made.operator, made.inner, x, z, **self.given, first=first)
+        descriptor = self.descriptor
+        return stages.sums(descriptor.operator, descriptor.inner, x, z, **self.given, first=first)
 
     @property
     def linear(self) -> bool:
@@ -86,10 +86,10 @@ def gradients(made: Sums, x, z, weights, first: bool, needs: tuple) -> list:
     def value(x, z, weights, p, scale):
         return (made.having(p, scale).of(x, z, first) * weights).sum((1, 2))
 
-    asked = (*needs[:2], False, *needs[2:])
+    needed = (*needs[:2], False, *needs[2:])
     tensors = x, z, weights, made.p, made.scale
-    found = by_rows(value, tensors, asked, None, create, whole=made.linear)
-    return [*found[:2], *found[3:]]
+    grads = by_rows(value, tensors, needed, None, create, whole=made.linear)
+    return [*grads[:2], *grads[3:]]
 
 
 def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
@@ -105,8 +105,8 @@ def second(made: Sums, x, z, weights, first: bool, along, needs: tuple) -> list:
             return times(made.descriptor.precision, weights, z)
         x = x.expand(weights.shape[0], -1, -1)
         s = made.having(p, scale).of(x, z, first)
-        (found,) = torch.autograd.grad(s, x, weights, create_graph=True)
-        return found
+        (slope,) = torch.autograd.grad(s, x, weights, create_graph=True)
+        return slope
 
     tensors = x, z, weights, made.p, made.scale
     with without_autocast(x.device):
@@ -126,8 +126,8 @@ def _second_of_squares(precision: str | None, x, z, weights, along, needs: tuple
     if needs[2]:
         rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
         parts = zip(x.split(rows, 1), along.split(rows, 1), strict=True)
-        made = [_along_differences(own, z, given) for own, given in parts]
-        to_weights = 2 * torch.cat(made, 1) if made else torch.zeros_like(weights)
+        blocks = [_along_differences(part, z, direction) for part, direction in parts]
+        to_weights = 2 * torch.cat(blocks, 1) if blocks else torch.zeros_like(weights)
     return [to_x, to_z, to_weights, None, None]
 
 
@@ -153,33 +153,33 @@ def by_rows(
     alone = rehearsal.current() is None  # a meta tensor takes no memory
     if not create and not whole and alone:
         rows = max(1, BLOCK_ELEMENTS // max(1, weights.shape[0] * z.shape[1] * z.shape[2]))
-    found = [[] for _ in needs]
+    lists = [[] for _ in needs]
     for begin in range(0, count, rows):
         part = slice(begin, begin + rows)
-        given = None if along is None else along[:, part]
+        direction = None if along is None else along[:, part]
         sides = [t[:, part] if i in of_rows else t for i, t in enumerate(tensors)]
-        block = _block(value, sides, needs, given, create)
-        for kept, one in zip(found, block, strict=True):
-            kept.append(one)
-    return [_joined(kept, i in of_rows) if needs[i] else None for i, kept in enumerate(found)]
+        block = _block(value, sides, needs, direction, create)
+        for grads, grad in zip(lists, block, strict=True):
+            grads.append(grad)
+    return [_joined(grads, i in of_rows) if needs[i] else None for i, grads in enumerate(lists)]
 
 
 def _block(value, sides: list, needs: tuple, along, create: bool) -> list:
     with torch.inference_mode(False), torch.enable_grad():
         sides, along = [normal(t) for t in sides], normal(along)
         # x always: its own gradient is what second() differentiates.
-        asked = (True, *needs[1:])
-        leaves = [_leaf(t, create) if ask else t for t, ask in zip(sides, asked, strict=True)]
+        needed = (True, *needs[1:])
+        leaves = [_leaf(t, create) if ask else t for t, ask in zip(sides, needed, strict=True)]
         y = value(*leaves)
-        wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         if not y.requires_grad:  # such as W z, when x alone is asked for
-            grads = [torch.zeros_like(leaf) for leaf in wanted]
+            grads = [torch.zeros_like(leaf) for leaf in inputs]
         else:
             along = torch.ones_like(y) if along is None else along.expand_as(y)
             options = {"create_graph": create, "materialize_grads": True}
-            grads = torch.autograd.grad(y, wanted, along, **options) if wanted else []
-    left = iter(grads)
-    return [next(left) if need else None for need in needs]
+            grads = torch.autograd.grad(y, inputs, along, **options) if inputs else []
+    remaining = iter(grads)
+    return [next(remaining) if need else None for need in needs]
 
 
 def _leaf(t: torch.Tensor, create: bool) -> torch.Tensor:

@@ -38,8 +38,8 @@ def recorded(descriptor: Pairwise, a, b, values: dict, diagonal: int) -> torch.T
     unit = unit_of(descriptor, values, wide)
     if unit is not None:
         x, z, placed, _ = in_unit(unit, x, z, placed)
-    of_norms, made = norms.are_values(descriptor, placed), formula.sums_of(descriptor, placed)
-    s = (_norms if of_norms else _sums)(x, z, made)
+    of_norms, sums = norms.are_values(descriptor, placed), formula.sums_of(descriptor, placed)
+    s = (_norms if of_norms else _sums)(x, z, sums)
     root = checks.follows_inner(descriptor, placed)
     v = stages.finish(descriptor, s, placed, root=root, diagonal=diagonal, of_norms=of_norms)
     flat = a.dim() == 2 and (b is None or b.dim() == 2) and v.shape[0] == 1

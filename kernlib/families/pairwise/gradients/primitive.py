@@ -186,12 +186,12 @@ def _tensor(
     shape = (lowered.parts, call.batch, max(1, call.sets), call.queries, call.features)
 
     def compute(operands: Operands, out: torch.Tensor, numbers: list) -> None:
-        given = arranged(kind, operands)
-        extremes = torch.stack(torch.aminmax(given.z, dim=-2), -2) if sign else None
-        whole = lowered.parts == 1
-        sums = out if whole else torch.empty(shape, dtype=torch.float32, device=call.device)
-        plan.launch(_pointers(given, sums, extremes), numbers)
-        if not whole:
+        placed = arranged(kind, operands)
+        extremes = torch.stack(torch.aminmax(placed.z, dim=-2), -2) if sign else None
+        is_one = lowered.parts == 1
+        sums = out if is_one else torch.empty(shape, dtype=torch.float32, device=call.device)
+        plan.launch(_pointers(placed, sums, extremes), numbers)
+        if not is_one:
             put(arguments.transposed_out(kind, out, call.sets), sums.sum(0), problem.accumulate)
 
     return compute
@@ -206,11 +206,11 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
     lines = z.mT
     steps = [s for s, n in zip(lines.stride()[:-1], lines.shape[:-1], strict=True) if n > 1]
     aligned = lines.data_ptr() % 16 == 0
-    whole = all(n % gradient_tensor.RUN == 0 for n in (lines.shape[-1], *steps))
-    if lines.stride(-1) != 1 or not (aligned and whole):
+    in_runs = all(n % gradient_tensor.RUN == 0 for n in (lines.shape[-1], *steps))
+    if lines.stride(-1) != 1 or not (aligned and in_runs):
         length = ceil_div(lines.shape[-1], gradient_tensor.RUN) * gradient_tensor.RUN
-        made = torch.empty((*lines.shape[:-1], length), dtype=z.dtype, device=z.device)
-        z = made[..., : lines.shape[-1]].copy_(lines).mT
+        padded = torch.empty((*lines.shape[:-1], length), dtype=z.dtype, device=z.device)
+        z = padded[..., : lines.shape[-1]].copy_(lines).mT
     return Operands(x, z, weights, coefficients)
 
 
@@ -318,7 +318,7 @@ def out_layout(out: torch.Tensor) -> lowering.OutLayout:
 
 def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, list]:
     """A number and a pointer for each of SCALARS, and tensors to keep until the launch."""
-    wide, numbers, kept = plan.wide, [], []
+    wide, numbers, tensors = plan.wide, [], []
     for name in lowering.SCALARS:
         value = values.get(name)
         if name == "eps":
@@ -336,21 +336,25 @@ def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, lis
             arguments.check_number(kind, name, value, x.device)
         tensor = on_device(name, value, x.device, wide)
         address = tensor.data_ptr()
-        known = address >= LOWEST_ADDRESS or not tensor._is_zerotensor()  # else its number is 0
-        numbers += [0.0, address if known else 0]
-        kept.append(tensor)
-    return numbers, kept
+        has_memory = (
+            address >= LOWEST_ADDRESS or not tensor._is_zerotensor()
+        )  # else its number is 0
+        numbers += [0.0, address if has_memory else 0]
+        tensors.append(tensor)
+    return numbers, tensors
 
 
 def _launch(plan: GradientPlan, kind: Kind, operands: Operands, out, accumulate, values: dict):
-    numbers, kept = _numbers(plan, kind, operands.x, values)
+    numbers, converted = _numbers(plan, kind, operands.x, values)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.device)
     else:
         _refuse_overlap(kind, operands, out, plan.spans, plan.out_span, values)
     if plan.compute is not None:
         plan.compute(operands, out, numbers)
-    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del (
+        converted
+    )  # converted tensors: the stream orders the reuse of their memory behind the launch
     return out
 
 
@@ -382,7 +386,7 @@ def _reference(call: Call, kind: Kind, operands: Operands, out, accumulate, valu
     if call.device.type == "meta":
         return operands.x.new_empty(call.out_shape) if out is None else out
     wide = accumulator(call.dtype)
-    given = [
+    wide_operands = [
         None if t is None else (t if t.dim() == 3 else t[None]).expand(call.batch, -1, -1).to(wide)
         for t in operands.transposed(kind)
     ]
@@ -397,7 +401,7 @@ def _reference(call: Call, kind: Kind, operands: Operands, out, accumulate, valu
     without_p = kind.plain or kind.scaled
     options |= {"first": kind.first, "plain": without_p, "eps": values.get("eps", 0.0)}
     with without_autocast(call.device):
-        result = reference.pair_gradient(kind.operator, kind.inner, *given, **options)
+        result = reference.pair_gradient(kind.operator, kind.inner, *wide_operands, **options)
     target = arguments.transposed_out(kind, out, call.sets)
     target.copy_(target.to(wide) + result if accumulate else result)
     return out

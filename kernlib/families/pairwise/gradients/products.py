@@ -134,8 +134,8 @@ def is_torchs(precision: str | None, left: torch.Tensor, narrowest: int) -> bool
     if left.dtype != torch.float32 or left.device.type == "cpu":
         return True
     setting = float32_precision()
-    wanted = precision or setting
-    if wanted == "fp32":
+    needed = precision or setting
+    if needed == "fp32":
         return setting == "fp32" and narrowest < KERNEL_COLUMNS
     return setting != "fp32" or narrowest < KERNEL_COLUMNS
 
@@ -154,9 +154,9 @@ def parts_on(left: torch.Tensor, right: torch.Tensor, at_once: int) -> int:
     rows, terms = left.shape[-2:]
     tiles = -(-rows // KERNEL_TILE[0]) * -(-right.shape[-1] // KERNEL_TILE[1])
     most = min(MOST_PARTS, terms // SHORTEST_PART)
-    known = [n for n in range(1, most + 1) if terms % (4 * n) == 0] or [1]
-    busy = {n: tiles * n / (-(-tiles * n // at_once) * at_once) for n in known}
-    return next(n for n in known if busy[n] >= BUSY_ENOUGH * max(busy.values()))
+    counts = [n for n in range(1, most + 1) if terms % (4 * n) == 0] or [1]
+    busy = {n: tiles * n / (-(-tiles * n // at_once) * at_once) for n in counts}
+    return next(n for n in counts if busy[n] >= BUSY_ENOUGH * max(busy.values()))
 
 
 # With coefficients for several sums of each query, as pair gradients have them.

@@ -43,14 +43,14 @@ def pair_gradient(
         slope = Slope(operator, inner, _entry(p, l), _entry(inner_scale, l), first, plain, eps)
         for q in range(0, queries, rows):
             for t in range(0, z.shape[1], points):
-                own = None if coefficients is None else coefficients[l, :, t : t + points]
+                factors = None if coefficients is None else coefficients[l, :, t : t + points]
                 scale = None if scales is None else scales[l, q : q + rows, t : t + points]
                 out[l, :, q : q + rows] += _block(
                     slope,
                     x[l, q : q + rows],
                     z[l, t : t + points],
                     weights[l, q : q + rows, t : t + points],
-                    own,
+                    factors,
                     scale,
                 )
     return out

@@ -82,16 +82,16 @@ def _outer(descriptor: Pairwise, values: dict) -> tuple[str, str | None]:
         source, power = "outer_p", values["outer_p"]
     else:
         return type(descriptor.outer).__name__, None
-    known = None if isinstance(power, torch.Tensor) else _STAGES.get(power)
-    return (known, None) if known else ("Power", source)
+    stage = None if isinstance(power, torch.Tensor) else _STAGES.get(power)
+    return (stage, None) if stage else ("Power", source)
 
 
 def root_of(p: float | torch.Tensor) -> float | torch.Tensor:
     """The exponent of the root that follows the inner exponent p: ``1 / p``, 1 for 0 and inf."""
     if not isinstance(p, torch.Tensor):
         return 1.0 if p in (0, _INFINITE) else 1 / p
-    whole = (p == 0) | p.isinf()
-    return torch.where(whole, 1.0, 1 / torch.where(whole, 1.0, p))
+    is_limit = (p == 0) | p.isinf()
+    return torch.where(is_limit, 1.0, 1 / torch.where(is_limit, 1.0, p))
 
 
 def is_plain(descriptor: Pairwise, values: dict) -> bool:
@@ -108,17 +108,17 @@ def derivative(
 ) -> torch.Tensor:
     """``d finish(S) / d S``, or by a parameter, of points in the arithmetic's dtype and of
     hyperparameters as :class:`Finish` takes them, without a record."""
-    known = slope.finish.values(values)
-    given = {**made.given}
+    finish_values = slope.finish.values(values)
+    numbers = {**made.given}
     for name in slope.names:  # a comprehension would be a call
-        given[name] = known[name]
-    return calls.execute(slope.kernel, a, b, None, False, 0, 0, given)
+        numbers[name] = finish_values[name]
+    return calls.execute(slope.kernel, a, b, None, False, 0, 0, numbers)
 
 
 def of_norms(slope: Slope, values: dict, n: torch.Tensor) -> torch.Tensor:
     """:func:`derivative` of what follows norms, from those, (L, M, N) or (M, N)."""
-    known = slope.finish.values(values)
-    placed = {name: stages.entries(known[name], n.dim()) for name in slope.names}
+    finish_values = slope.finish.values(values)
+    placed = {name: stages.entries(finish_values[name], n.dim()) for name in slope.names}
     shapes = [t.shape for t in placed.values() if isinstance(t, torch.Tensor)]
     n = n.expand(broadcast_shapes(n.shape, *shapes))
     return expressions.apply(slope.kernel.epilogue, n, placed)
@@ -129,11 +129,11 @@ def slope_of(sums: Pairwise, finish: Finish, by: str, dtype: torch.dtype) -> Slo
     """How :func:`derivative` computes that by ``by`` of points of a dtype; None if it is 0
     everywhere."""
     outer, epilogue, snaps = finish[:3]
-    made = Derivative(outer, epilogue, by, snaps, _SMALLEST[dtype])
-    if made.tree() == ZERO:
+    derived = Derivative(outer, epilogue, by, snaps, _SMALLEST[dtype])
+    if derived.tree() == ZERO:
         return None
     root = norms.Sqrt() if outer == "Sqrt" else norms.Identity()
-    kernel = sums.replace(outer=root, epilogue=(made,))
+    kernel = sums.replace(outer=root, epilogue=(derived,))
     return Slope(finish, by, kernel, kernel.parameters)
 
 

@@ -28,11 +28,11 @@ def blocks(shape: Shape, entries: int, fewest_rows: int) -> Iterator[Block]:
     """Parts of at most ``entries`` of a matrix, row after row. A part has all columns, unless that
     leaves it with less than ``fewest_rows`` of several. In a rehearsal the first of those alone
     that take the same kernels: of one size, whose points begin at addresses of one alignment."""
-    found = _blocks(shape, entries, fewest_rows)
+    parts = _blocks(shape, entries, fewest_rows)
     if rehearsal.current() is None:
-        return found
+        return parts
     kinds: dict[tuple, Block] = {}
-    for block in found:
+    for block in parts:
         kinds.setdefault(tuple((s.stop - s.start, s.start % _ALIGNED) for s in block), block)
     return iter(kinds.values())
 
@@ -45,8 +45,8 @@ def _blocks(shape: Shape, entries: int, fewest_rows: int) -> Iterator[Block]:
     if rows < min(shape.m, fewest_rows):
         rows = min(shape.m, fewest_rows, entries)
         columns = min(shape.n, entries // rows)
-    whole = (rows, columns) == (shape.m, shape.n)
-    for l in _slices(shape.batch, max(1, entries // (rows * columns)) if whole else 1):
+    is_all = (rows, columns) == (shape.m, shape.n)
+    for l in _slices(shape.batch, max(1, entries // (rows * columns)) if is_all else 1):
         for m in _slices(shape.m, rows):
             for n in _slices(shape.n, columns):
                 yield l, m, n
@@ -155,10 +155,10 @@ def minimum(request: Request, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]
     indices = torch.zeros(out.shape, dtype=torch.int64, device=out.device)
     for block, values in each(request, shape):
         place = values.argmin(-1)
-        found = values.gather(-1, place[..., None])[..., 0]
+        least = values.gather(-1, place[..., None])[..., 0]
         best, where = out[block[:2]], indices[block[:2]]
-        better = (found < best) | (found.isnan() & ~best.isnan())
-        out[block[:2]] = torch.where(better, found, best)
+        better = (least < best) | (least.isnan() & ~best.isnan())
+        out[block[:2]] = torch.where(better, least, best)
         indices[block[:2]] = torch.where(better, place + block[2].start, where)
     return out, indices
 
@@ -177,23 +177,23 @@ def topk(
     indices = torch.empty(size, dtype=torch.int64, device=device)
     for block, values in each(request, shape, k, whole_rows=True):
         l, m, n = block
-        found, places = _first(values, min(k, values.shape[-1]), largest)
+        chosen, places = _first(values, min(k, values.shape[-1]), largest)
         places = places + n.start
         if n.start > 0:  # the first block has k columns or more
-            found = torch.cat((out[l, m], found), -1)
+            chosen = torch.cat((out[l, m], chosen), -1)
             places = torch.cat((indices[l, m], places), -1)
-            found, places = (t[..., :k] for t in _in_order(found, places, largest))
-        out[l, m], indices[l, m] = found, places
+            chosen, places = (t[..., :k] for t in _in_order(chosen, places, largest))
+        out[l, m], indices[l, m] = chosen, places
     return out, indices
 
 
 def _first(values: torch.Tensor, k: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`torch.topk` with the first of equal values, which that leaves open."""
     count = values.shape[-1]
-    found, places = values.topk(min(k + 1, count), largest=largest)
+    chosen, places = values.topk(min(k + 1, count), largest=largest)
     if k < count:
-        last, next_one = found[..., k - 1 : k], found[..., k:]
-        found, places = found[..., :k], places[..., :k]
+        last, next_one = chosen[..., k - 1 : k], chosen[..., k:]
+        chosen, places = chosen[..., :k], places[..., :k]
         # On a GPU asking would wait for it.
         if values.device.type != "cpu" or _equal(last, next_one).any():
             places = _places_to(values, last, k, largest)

@@ -45,13 +45,13 @@ def run(
     gradients are recorded, and TypeError for tensors without memory.
     """
     codes, values = arguments.separate(descriptor, values)
-    given = {"a": a, "b": b, "v": v, "out": out} | dict(zip(CODES, codes, strict=True))
-    _refuse_without_memory(descriptor, given)
-    refuse_any_overlap(out, **{name: t for name, t in given.items() if name != "out"})
-    whole, tables = arguments.placed(descriptor, a, b, codes)
+    tensors = {"a": a, "b": b, "v": v, "out": out} | dict(zip(CODES, codes, strict=True))
+    _refuse_without_memory(descriptor, tensors)
+    refuse_any_overlap(out, **{name: t for name, t in tensors.items() if name != "out"})
+    points, tables = arguments.placed(descriptor, a, b, codes)
     arguments.check_exponents(descriptor, values)
     plain, offsets = operation.numerical(descriptor), (row_offset, col_offset)
-    request = reduced.request_of(plain, whole, b, v, *offsets, values)
+    request = reduced.request_of(plain, points, b, v, *offsets, values)
     shape = reduced.shape_of(request)
     size = _size(reduction, shape, v)
     if out is not None:
@@ -62,14 +62,14 @@ def run(
         hyperparameters=request.hyperparameters | dict(zip(CODES, codes, strict=True)),
     )
     with torch.no_grad(), without_autocast(a.device):
-        found = _computed(reduction, placed, shape)
-    found, places = found if isinstance(found, tuple) else (found, None)
-    found = _recorded(reduction, descriptor, request, tables, found, places)
-    found = found.reshape(size)
+        result = _computed(reduction, placed, shape)
+    result, places = result if isinstance(result, tuple) else (result, None)
+    result = _recorded(reduction, descriptor, request, tables, result, places)
+    result = result.reshape(size)
     if out is not None:
-        return out.copy_(found)
-    found = found.to(a.dtype).contiguous()
-    return found if places is None else (found, places.reshape(size))
+        return out.copy_(result)
+    result = result.to(a.dtype).contiguous()
+    return result if places is None else (result, places.reshape(size))
 
 
 def _refuse_without_memory(descriptor: Pairwise, given: dict) -> None:
@@ -101,8 +101,8 @@ def _computed(reduction: Reduction, request: reduced.Request, shape: Shape):
         # The matrix is computed once, for the columns of all entries of the batch.
         folded = v.movedim(0, 1).reshape(shape.n, shape.batch * shape.columns)
         once = shape._replace(batch=1, columns=shape.batch * shape.columns)
-        found = blocks.matmul(request._replace(v=folded), once)
-        return found.view(shape.m, shape.batch, shape.columns).movedim(1, 0)
+        product = blocks.matmul(request._replace(v=folded), once)
+        return product.view(shape.m, shape.batch, shape.columns).movedim(1, 0)
     if reduction.nearest is not None:
         return blocks.topk(request, shape, *reduction.nearest)
     return blocks.REDUCTIONS[reduction.name](request, shape)
@@ -147,8 +147,8 @@ def _recorded(
     _, a, b, v, *offsets, values = request
     rest = {} if v is None else {_V: v}
     rest |= {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    made = Request(descriptor, None, None, None, False, *offsets, values)
-    call = Call(made, tables._replace(flat=None), tuple(rest))
+    template = Request(descriptor, None, None, None, False, *offsets, values)
+    call = Call(template, tables._replace(flat=None), tuple(rest))
     flat = a.dim() == b.dim() == tables.a_codes.dim() == tables.b_codes.dim() == 2
     flat = flat and tables.flat.dim() == 1 and (v is None or v.dim() == 2)
     flat = flat and all(t.numel() == 1 for name, t in rest.items() if name != _V)

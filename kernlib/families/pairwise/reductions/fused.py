@@ -165,20 +165,20 @@ def _new_plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) 
     roles = _roles(descriptor, points, values, bool(hyper), shared and shape.m == shape.n)
     columns = max(1, shape.columns)
     arch = arch_of(request.a.get_device())
-    each = _columns(descriptor, problem, roles, len(hyper), columns, arch)
-    if not each:
+    at_once = _columns(descriptor, problem, roles, len(hyper), columns, arch)
+    if not at_once:
         return None
-    lowered = _lowered(request, problem, derivatives, roles, columns, each)
-    build([spec for one, *_ in lowered for spec in one.specs], request.a.get_device())
+    lowered = _lowered(request, problem, derivatives, roles, columns, at_once)
+    build([spec for part, *_ in lowered for spec in part.specs], request.a.get_device())
     return Gradients(
         scalars=Scalars.of(descriptor, request.hyperparameters),
         hyper=hyper,
         launches=tuple(
             _launch(
-                load_lowered(one, lowering.OPERANDS, request.a.device), columns, role,
-                _sizes(shape, role, columns, len(hyper)), one.parts, blocks, request.a,
+                load_lowered(part, lowering.OPERANDS, request.a.device), columns, role,
+                _sizes(shape, role, columns, len(hyper)), part.parts, blocks, request.a,
             )
-            for one, columns, role, blocks in lowered
+            for part, columns, role, blocks in lowered
         ),
     )  # fmt: skip
 
@@ -213,16 +213,16 @@ def _columns(
     """Columns of g and v that a launch takes, 0 where kernels do not take them or are slower than
     blocks of the matrix."""
     launches = [_of_role(problem, role, slice(0, 1), descriptor.operator) for role in roles]
-    each = min([lowering.COLUMNS, *(_columns_of(launch, hyper) for launch in launches)])
-    launches = [launch._replace(columns=min(columns, each)) for launch in launches]
+    at_once = min([lowering.COLUMNS, *(_columns_of(launch, hyper) for launch in launches)])
+    launches = [launch._replace(columns=min(columns, at_once)) for launch in launches]
     if problem.k <= SMALL_K:
         counts = (hyper * role.totals for role in roles)
         fits = all(map(lowering.fits, launches, counts))
     else:
         fits = all(many.takes(descriptor, launch, arch) for launch in launches)
-        count = len(launches) * ceil_div(columns, each)
+        count = len(launches) * ceil_div(columns, at_once)
         fits = fits and all(many.pays(descriptor, first, arch, count) for first in launches[:1])
-    return each if fits else 0
+    return at_once if fits else 0
 
 
 def _columns_of(problem: lowering.Problem, hyper: int) -> int:
@@ -270,9 +270,9 @@ def route_of(request: Request, names: tuple) -> Route | None:
     needs = tuple(name in names for name in ("a", "b", *tensors))
     route = backward.route_of(call, needs, (request.a, request.b, *tensors.values()), scaled=False)
     arguments = {name: request.hyperparameters[source] for name, source in route.arguments}
-    known = route.plain or route.finish is not None
-    known = known and not backward.by_formula(Sums(route.sums, arguments))
-    return route if known and not route.inner else None
+    can_derive = route.plain or route.finish is not None
+    can_derive = can_derive and not backward.by_formula(Sums(route.sums, arguments))
+    return route if can_derive and not route.inner else None
 
 
 def derivatives_of(
@@ -286,16 +286,16 @@ def derivatives_of(
     if points and weight is None and not route.plain:
         return None
     by_sum = None if weight is None else weight.kernel.epilogue[0]
-    others = {name: slope.kernel.epilogue[0] for name, slope in route.slopes}
-    if "bandwidth" in others and by_sum and units.is_of_quotients(request.descriptor, values):
-        others["bandwidth"] = _degree(route.sums)
-    return tuple(others), Derivatives(by_sum, tuple(others.values()))
+    by_name = {name: slope.kernel.epilogue[0] for name, slope in route.slopes}
+    if "bandwidth" in by_name and by_sum and units.is_of_quotients(request.descriptor, values):
+        by_name["bandwidth"] = _degree(route.sums)
+    return tuple(by_name), Derivatives(by_sum, tuple(by_name.values()))
 
 
 def _degree(sums) -> str:
     """Text of the power of a distance that the sums are."""
-    known = {stages.Abs: "AccT(1)", stages.Square: "AccT(2)"}
-    return known.get(type(sums.inner), "read(0)")
+    powers = {stages.Abs: "AccT(1)", stages.Square: "AccT(2)"}
+    return powers.get(type(sums.inner), "read(0)")
 
 
 def problem_of(request: Request, shape: Shape, points: tuple, gradient) -> lowering.Problem:

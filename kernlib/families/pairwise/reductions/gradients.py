@@ -100,11 +100,11 @@ def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, v
 def _rehearsed(reduction: str, request: Request, shape: Shape) -> None:
     """The backward pass of a call of meta tensors, of gradients as :func:`early.first` has them."""
     columns = () if request.v is None else (shape.columns,)
-    one = torch.empty((), dtype=accumulator(request.a.dtype), device=request.a.device)
+    scalar = torch.empty((), dtype=accumulator(request.a.dtype), device=request.a.device)
     size = shape.batch, shape.m, *columns
     names = [name for name, t in request.tensors().items() if t.requires_grad]
     with torch.no_grad():
-        for gradient in (one.new_empty(size), one.expand(size)):
+        for gradient in (scalar.new_empty(size), scalar.expand(size)):
             out = gradient if reduction == "logsumexp" else None
             shared = request.a is request.b
             gradients(reduction, request, shape, names, gradient, out, shared)
@@ -355,9 +355,9 @@ def _recorded(
             if grad is not None:
                 _part_of(totals[name], name, block).add_(grad)
         if "v" in totals:
-            whole = multiplied(request.descriptor.precision, values.mT.to(g.dtype), g)
+            product = multiplied(request.descriptor.precision, values.mT.to(g.dtype), g)
             part = _part_of(totals["v"], "v", block)
-            part.add_(_to_shape(whole, part))
+            part.add_(_to_shape(product, part))
     return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
 
 

@@ -63,8 +63,8 @@ def takes(reduction: str | Nearest, request: Request, shape: Shape) -> bool:
         return False
     descriptor, nearest = request.descriptor, isinstance(reduction, Nearest)
     if DTYPE_NAMES[request.a.dtype] not in FLOAT_SUMS:
-        whole = problem_of(reduction, request, shape, shape.columns)
-        return not nearest and _double().takes(descriptor, whole)
+        full = problem_of(reduction, request, shape, shape.columns)
+        return not nearest and _double().takes(descriptor, full)
     arch = arch_of(request.a.get_device())
     if nearest:
         problem = problem_of(reduction, request, shape)
@@ -91,10 +91,10 @@ def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> boo
     """Whether tensor cores multiply values of the matrix by many columns of v."""
     if reduction != "matmul":
         return False
-    whole = problem_of(reduction, request, shape, shape.columns)
-    problem = whole._replace(columns=min(shape.columns, product.WIDTHS[-1]))
+    full = problem_of(reduction, request, shape, shape.columns)
+    problem = full._replace(columns=min(shape.columns, product.WIDTHS[-1]))
     permitted = precision(request.descriptor)
-    pays = product.pays(request.descriptor, whole)
+    pays = product.pays(request.descriptor, full)
     return pays and product.takes(request.descriptor, problem, arch, permitted)
 
 

@@ -147,8 +147,8 @@ def _plan(
     """The plan of a checked call, its kernels loaded."""
     request, shape, size = call
     folded = v is not None and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1
-    taken = not folded and kernels.takes(reduction, request, shape)
-    launch = kernels.plan(reduction, request, shape) if taken else None
+    by_kernels = not folded and kernels.takes(reduction, request, shape)
+    launch = kernels.plan(reduction, request, shape) if by_kernels else None
     arithmetic = accumulator(a.dtype)
     dtype = arithmetic if wide else a.dtype
     return CallPlan(
@@ -182,10 +182,12 @@ def _materialised(reduction, descriptor, a, b, v, out, *rest) -> tuple | None:
 
 def _refuse_overlap(plan: CallPlan, out: torch.Tensor, values: dict, **inputs) -> None:
     """Raises ValueError when ``out`` shares memory with an input."""
-    given = {name: t for name, t in inputs.items() if t is not None}
-    ranges = [(t.data_ptr(), length) for t, length in zip(given.values(), plan.spans, strict=False)]
+    present = {name: t for name, t in inputs.items() if t is not None}
+    ranges = [
+        (t.data_ptr(), length) for t, length in zip(present.values(), plan.spans, strict=False)
+    ]
     if ranges_meet(out.data_ptr(), plan.spans[3], ranges):
-        refuse_overlap(out, **given)
+        refuse_overlap(out, **present)
     if any(isinstance(value, torch.Tensor) for value in values.values()):
         refuse_overlap(out, **{k: t for k, t in values.items() if isinstance(t, torch.Tensor)})
 
@@ -197,8 +199,8 @@ def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset,
         shape = plan.shape
         flat = v.movedim(0, 1).reshape(shape.n, shape.batch * shape.columns)
         offsets = row_offset, col_offset
-        found = run(reduction, plan.descriptor, a, b, flat, None, *offsets, values, True)
-        return found.view(shape.m, shape.batch, shape.columns).movedim(1, 0)
+        product = run(reduction, plan.descriptor, a, b, flat, None, *offsets, values, True)
+        return product.view(shape.m, shape.batch, shape.columns).movedim(1, 0)
     v = v[:, None] if v is not None and v.dim() == 1 else v
     request = Request(plan.descriptor, a, b, v, row_offset, col_offset, values)
     with torch.no_grad(), without_autocast(plan.device):
@@ -214,18 +216,18 @@ def launch(
     if out is not None:
         _refuse_overlap(plan, out, values, a=a, b=second, v=v)
     if plan.launch is None:
-        found = _without_kernels(reduction, plan, a, second, v, row_offset, col_offset, values)
-        return _finished(found, plan, out)
+        result = _without_kernels(reduction, plan, a, second, v, row_offset, col_offset, values)
+        return _finished(result, plan, out)
     return _by_kernels(reduction, plan, a, second, v, out, values)
 
 
 def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: dict):
     """The result of the kernels."""
-    launch, numbers, kept = plan.launch, None, None
+    launch, numbers, converted = plan.launch, None, None
     if values:
-        numbers, kept = numbers_of(launch.scalars, a, values)
+        numbers, converted = numbers_of(launch.scalars, a, values)
     places, direct = None, plan.writes_out and launch.splits == 1
-    made = out if direct else torch.empty(plan.partial, dtype=plan.wide, device=plan.device)
+    result = out if direct else torch.empty(plan.partial, dtype=plan.wide, device=plan.device)
     if reduction == "min" or isinstance(reduction, Nearest):
         places = torch.empty(plan.partial, dtype=torch.int64, device=plan.device)
     of_v = 0 if v is None else v.data_ptr()
@@ -233,20 +235,22 @@ def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: 
     if direct and not out.is_inference():  # those have no version to count
         torch.autograd.graph.increment_version(out)
     for part, in_v, in_values in launch.launches:
-        pointers = a.data_ptr(), b.data_ptr(), of_v + in_v, made.data_ptr() + in_values, of_places
+        pointers = a.data_ptr(), b.data_ptr(), of_v + in_v, result.data_ptr() + in_values, of_places
         part.launch(pointers, numbers)
-    del kept  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del (
+        converted
+    )  # converted tensors: the stream orders the reuse of their memory behind the launch
     if direct:
         return out
     if launch.splits > 1:
         if reduction == "min":
-            made, split = made.min(0)
+            result, split = result.min(0)
             places = places.gather(0, split[None])[0]
         else:
-            made = made.logsumexp(0) if reduction == "logsumexp" else made.sum(0)
+            result = result.logsumexp(0) if reduction == "logsumexp" else result.sum(0)
     if places is None and out is None and plan.dtype == plan.wide:
-        return made
-    return _finished(made if places is None else (made, places), plan, out)
+        return result
+    return _finished(result if places is None else (result, places), plan, out)
 
 
 def _finished(found, plan: CallPlan, out):
@@ -270,10 +274,10 @@ def rehearsed(*request) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     plan = _plan(call, *request)
     if plan.launch is None:
         _without_kernels(reduction, plan, a, a if b is None else b, v, *offsets, values)
-    made = torch.empty(plan.size, dtype=plan.dtype, device=plan.device) if out is None else out
+    result = torch.empty(plan.size, dtype=plan.dtype, device=plan.device) if out is None else out
     if reduction == "min" or isinstance(reduction, Nearest):
-        return made, torch.empty(plan.size, dtype=torch.int64, device=plan.device)
-    return made
+        return result, torch.empty(plan.size, dtype=torch.int64, device=plan.device)
+    return result
 
 
 REDUCTION = Operation(
@@ -368,8 +372,8 @@ def _chosen_points(b: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def _places(indices: torch.Tensor, dim: int) -> torch.Tensor:
     """0, 1, ... along a dimension, of size 1 along the others."""
-    others = [slice(None) if d == dim else slice(1) for d in range(3)]
-    return torch.ones_like(indices[tuple(others)]).cumsum(dim) - 1
+    index = [slice(None) if d == dim else slice(1) for d in range(3)]
+    return torch.ones_like(indices[tuple(index)]).cumsum(dim) - 1
 
 
 def _for_rows(value, rows: int):

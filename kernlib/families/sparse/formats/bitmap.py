@@ -66,15 +66,15 @@ def chunk_units(counts: torch.Tensor, itemsize: int) -> torch.Tensor:
 def measure(dense: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Bytes that :func:`encode` would take, given :func:`chunk_counts`: one number, int64, where
     these lie; below 0 if the format cannot hold it."""
-    taken = chunk_units(counts, dense.element_size()).sum(dtype=torch.int64) * UNIT
-    return torch.where(taken < MOST_BYTES, taken + 4 * (counts.numel() + 1), -1)
+    size = chunk_units(counts, dense.element_size()).sum(dtype=torch.int64) * UNIT
+    return torch.where(size < MOST_BYTES, size + 4 * (counts.numel() + 1), -1)
 
 
 def nbytes(dense: torch.Tensor) -> int | None:
     """Bytes that :func:`encode` would take; None if that is 32 GiB or more."""
     dense = encoding.matrix(dense)
-    found = int(measure(dense, encoding.counted(chunk_counts(dense))))
-    return None if found < 0 else found
+    size = int(measure(dense, encoding.counted(chunk_counts(dense))))
+    return None if size < 0 else size
 
 
 def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
@@ -290,14 +290,14 @@ def _beyond(words: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 def marked(data: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Bits that are set in the bitmap of each chunk at ``starts``, int32, on any device."""
-    lines, found = data.view(-1, UNIT), []
+    lines, counts = data.view(-1, UNIT), []
     for some in starts.long().split(CHECKED):
         x = lines[cpu.headers(some)].view(torch.int32).flatten(1)
         x = x - (x >> 1 & 0x55555555)  # sums of 2 bits, of 4, of 8
         x = (x & 0x33333333) + (x >> 2 & 0x33333333)
         x = x + (x >> 4) & 0x0F0F0F0F
-        found.append(x.view(torch.uint8).sum(1, dtype=torch.int32))
-    return torch.cat(found) if found else starts
+        counts.append(x.view(torch.uint8).sum(1, dtype=torch.int32))
+    return torch.cat(counts) if counts else starts
 
 
 def _gpu():

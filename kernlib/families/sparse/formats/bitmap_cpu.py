@@ -40,17 +40,17 @@ def chunks_of_panels(entries: torch.Tensor) -> torch.Tensor:
 
 def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None:
     """Write the chunks of a matrix, at ``offsets``, into ``data``, which holds zeros."""
-    held, out = bits(dense).numpy(), data.numpy()
-    (rows, cols), itemsize = held.shape, held.itemsize
+    cells, out = bits(dense).numpy(), data.numpy()
+    (rows, cols), itemsize = cells.shape, cells.itemsize
     across = ceil_div(cols, COLUMNS)
     starts = (offsets.long() * UNIT).tolist()
 
     def fill_rows(first: int, last: int) -> None:
         slabs = ceil_div(last - first, ROWS)
-        some = held[first:last]
+        some = cells[first:last]
         if some.shape != (slabs * ROWS, across * COLUMNS):
-            some = np.zeros((slabs * ROWS, across * COLUMNS), held.dtype)
-            some[: last - first, :cols] = held[first:last]
+            some = np.zeros((slabs * ROWS, across * COLUMNS), cells.dtype)
+            some[: last - first, :cols] = cells[first:last]
         values = _in_order(some)
         present = host.nonzero(values)
         words = _packed(present).reshape(-1, HEADER)
@@ -63,7 +63,7 @@ def fill(dense: torch.Tensor, offsets: torch.Tensor, data: torch.Tensor) -> None
             out[to + HEADER : to + HEADER + size] = stored[begin * itemsize : end * itemsize]
             begin = end
 
-    host.in_threads(fill_rows, host.some_rows(rows, cols, ROWS), held.size)
+    host.in_threads(fill_rows, host.some_rows(rows, cols, ROWS), cells.size)
 
 
 def _in_order(cells: np.ndarray) -> np.ndarray:
@@ -141,9 +141,9 @@ def decode(
         values = stored.new_zeros(slabs * across, POSITIONS)
         places = _places(starts, present.sum(-1), stored.element_size())
         values.masked_scatter_(present, stored[places])
-        whole = values.view(slabs, across, 8, 2, 2, 8, 4, 4).permute(0, 3, 5, 1, 2, 6, 4, 7)
-        whole = whole.reshape(slabs * ROWS, across * COLUMNS)
-        part.copy_(whole[: part.shape[0], : part.shape[1]])
+        tiled = values.view(slabs, across, 8, 2, 2, 8, 4, 4).permute(0, 3, 5, 1, 2, 6, 4, 7)
+        tiled = tiled.reshape(slabs * ROWS, across * COLUMNS)
+        part.copy_(tiled[: part.shape[0], : part.shape[1]])
     return out
 
 
@@ -174,9 +174,9 @@ def positions(words: torch.Tensor) -> torch.Tensor:
 
 def inside(rows: int, cols: int, device: torch.device) -> torch.Tensor:
     """Which positions of a chunk, in the order of values, are of its first rows and columns."""
-    kept = torch.zeros(ROWS, COLUMNS, dtype=torch.bool, device=device)
-    kept[:rows, :cols] = True
-    return kept.view(2, 8, 8, 4, 2, 4).permute(2, 0, 4, 1, 3, 5).reshape(-1)
+    mask = torch.zeros(ROWS, COLUMNS, dtype=torch.bool, device=device)
+    mask[:rows, :cols] = True
+    return mask.view(2, 8, 8, 4, 2, 4).permute(2, 0, 4, 1, 3, 5).reshape(-1)
 
 
 def _places(starts: torch.Tensor, counts: torch.Tensor, itemsize: int) -> torch.Tensor:

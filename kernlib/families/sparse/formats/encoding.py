@@ -106,9 +106,9 @@ def check_facts(format: str, facts: Mapping[str, int], names: tuple[str, ...]) -
     """Raises ValueError for a fact that a format does not know."""
     more = [repr(name) for name in facts if name not in names]
     if more:
-        known = ", ".join(names) or "none"
+        listed = ", ".join(names) or "none"
         raise ValueError(
-            f"a matrix of format {format!r} has the facts {known}, got {', '.join(more)} too"
+            f"a matrix of format {format!r} has the facts {listed}, got {', '.join(more)} too"
         )
 
 

@@ -159,8 +159,8 @@ class Entries:
         most = int(self._crow[line]) + SLAB // (height * width)
         most = min(most, int(self._crow[-1]))
         behind = int(torch.searchsorted(self._crow, most, right=True)) - 1
-        whole = (behind * height - first) // ROWS * ROWS
-        return self.shape[0] if behind * height >= self.shape[0] else first + max(ROWS, whole)
+        rows = (behind * height - first) // ROWS * ROWS
+        return self.shape[0] if behind * height >= self.shape[0] else first + max(ROWS, rows)
 
     def _slab(self, first: int, last: int) -> Slab:
         height, width = self._block

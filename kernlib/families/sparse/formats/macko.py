@@ -82,10 +82,10 @@ def encode_entries(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str,
     for slab in _slabs(entries):
         counts[slab.first : slab.last].index_add_(0, slab.rows, _taken(slab)[1])
     row_ptr, facts = _rows(counts, entries.nnz)
-    held, last = facts["entries"], int(row_ptr[-1])
-    values = torch.zeros(held, dtype=entries.dtype, device=entries.device)
-    deltas = torch.full((held // 2,), 255, dtype=torch.uint8, device=entries.device)  # of pads
-    behind = torch.arange(last, held, dtype=torch.int64, device=entries.device)
+    count, last = facts["entries"], int(row_ptr[-1])
+    values = torch.zeros(count, dtype=entries.dtype, device=entries.device)
+    deltas = torch.full((count // 2,), 255, dtype=torch.uint8, device=entries.device)  # of pads
+    behind = torch.arange(last, count, dtype=torch.int64, device=entries.device)
     _set_codes(deltas, behind, torch.zeros_like(behind))
     for slab in entries.slabs():
         _fill_entries(slab, int(row_ptr[slab.first]), values, deltas)
@@ -196,8 +196,8 @@ def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Te
 
 def nbytes(dense: torch.Tensor) -> int | None:
     """Bytes that :func:`encode` would take; None for a matrix that it refuses."""
-    found = int(measure(dense))
-    return None if found < 0 else found
+    size = int(measure(dense))
+    return None if size < 0 else size
 
 
 def _is_too_wide(matrix: torch.Tensor | Entries) -> bool:
@@ -236,9 +236,9 @@ def check(
     encoding.check_size("row_ptr", row_ptr, (shape[0] + 1,))
     last = check_stream(tensors, shape, PADDED - 1)
     nnz = encoding.nonzero(encoding.bits(values[:last])).sum()
-    for name, wanted in _rows(row_ptr.to(torch.int64).diff(), nnz)[1].items():
-        if facts.get(name) != wanted:
-            raise ValueError(f"the fact {name} must be {wanted}, got {facts.get(name)}")
+    for name, expected in _rows(row_ptr.to(torch.int64).diff(), nnz)[1].items():
+        if facts.get(name) != expected:
+            raise ValueError(f"the fact {name} must be {expected}, got {facts.get(name)}")
 
 
 def check_stream(
@@ -272,10 +272,10 @@ def passed(deltas: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     of eight codes, as one for each entry would take 24 bytes."""
     groups = deltas.view(-1, PADDED // 2)
     sums = ((groups & LAST_CODE) + (groups >> 4)).sum(1, dtype=torch.int64)
-    whole, inside = places // PADDED, places % PADDED
-    before = torch.nn.functional.pad(sums.cumsum(0), (1, 0))[whole]
-    held = groups[whole.clamp_max(len(groups) - 1)]
-    codes = torch.stack((held & LAST_CODE, held >> 4), 2).flatten(1)
+    group, inside = places // PADDED, places % PADDED
+    before = torch.nn.functional.pad(sums.cumsum(0), (1, 0))[group]
+    pairs = groups[group.clamp_max(len(groups) - 1)]
+    codes = torch.stack((pairs & LAST_CODE, pairs >> 4), 2).flatten(1)
     number = torch.arange(PADDED, dtype=torch.int64, device=deltas.device)
     return before + places + (codes * (number < inside[:, None])).sum(1, dtype=torch.int64)
 
@@ -291,9 +291,9 @@ def _rows(counts: torch.Tensor, nnz: torch.Tensor | int) -> tuple[torch.Tensor, 
     torch.cumsum(counts, 0, dtype=torch.int64, out=ends[1:])
     blocks = torch.nn.functional.pad(counts, (0, -counts.numel() % BLOCK))
     busy = blocks.view(-1, BLOCK).sum(1, dtype=torch.int64)
-    found = torch.as_tensor(nnz, dtype=torch.int64, device=counts.device).reshape(1)
+    total = torch.as_tensor(nnz, dtype=torch.int64, device=counts.device).reshape(1)
     most = [t.max().reshape(1) if t.numel() else ends[:1] for t in (counts, busy)]
-    numbers = torch.cat((ends[-1:], most[0].to(torch.int64), most[1], found)).tolist()
+    numbers = torch.cat((ends[-1:], most[0].to(torch.int64), most[1], total)).tolist()
     entries = round_up(numbers[0], PADDED)
     row_ptr = ends if entries >= WIDE_FROM else ends.to(torch.int32)
     return row_ptr, dict(zip(FACTS, (entries, *numbers[1:]), strict=True))
@@ -309,11 +309,11 @@ def _runs(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _encode_cpu(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     dense = dense.contiguous()
     bits, step = encoding.bits(dense), LAST_CODE + 1
-    rows, columns, before, taken = _runs(dense)
-    counts = rows.new_zeros(dense.shape[0]).index_add_(0, rows, taken)
+    rows, columns, before, code_counts = _runs(dense)
+    counts = rows.new_zeros(dense.shape[0]).index_add_(0, rows, code_counts)
     row_ptr, facts = _rows(counts, rows.numel())
-    ends = taken.cumsum(0)
-    pads = taken - 1
+    ends = code_counts.cumsum(0)
+    pads = code_counts - 1
     owner = torch.repeat_interleave(pads)
     nth = torch.arange(owner.numel(), dtype=torch.int64, device=dense.device)
     nth -= (pads.cumsum(0) - pads)[owner]
@@ -322,7 +322,7 @@ def _encode_cpu(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str,
     stored = encoding.bits(values)
     stored[ends - 1] = _canonical(bits[rows, columns], dense.dtype)
     codes[ends - 1] = ((columns - before - 1) % step).to(torch.uint8)
-    places = (ends - taken)[owner] + nth
+    places = (ends - code_counts)[owner] + nth
     stored[places] = bits[rows[owner], before[owner] + step * (nth + 1)]
     codes[places] = LAST_CODE
     deltas = codes[0::2] | codes[1::2] << 4

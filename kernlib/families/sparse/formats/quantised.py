@@ -72,11 +72,11 @@ class QuantisedFormat:
         UnsupportedError for chunks of 32 GiB or more in all.
         """
         dense = readable(encoding.matrix(dense))
-        others = [
+        refused = [
             quantiser.count_of_others(encoding.bits(some), dense.dtype)
             for some in dense.split(cpu.step(ceil_div(dense.shape[1], COLUMNS)))
         ]
-        quantiser.refuse(sum(others), self.code)
+        quantiser.refuse(sum(refused), self.code)
         offsets, data, facts = self._places([self._units(dense)], dense.shape, dense.device)
         fill = _gpu().fill if on_gpu(dense.device) else cpu.fill
         fill(dense, offsets, data, self.code)
@@ -113,8 +113,8 @@ class QuantisedFormat:
         """:meth:`encode` of a matrix by its entries."""
         bitmap.refuse_more(chunks_of(entries.shape) * self.code.offset, entries.shape)
         slabs = [slab for slab, _, _ in _slabs_of(entries)]
-        others = sum(quantiser.count_of_others(slab.bits, entries.dtype) for slab in slabs)
-        quantiser.refuse(others, self.code)
+        refused = sum(quantiser.count_of_others(slab.bits, entries.dtype) for slab in slabs)
+        quantiser.refuse(refused, self.code)
         units = [*self._units_of(entries)]
         offsets, data, facts = self._places(units, entries.shape, entries.device)
         for slab, first, chunks in _slabs_of(entries):

@@ -35,8 +35,8 @@ ALL = (*FORMATS, *QUANTISED)
 def format_of(name: str) -> ModuleType | SlicesFormat | QuantisedFormat:
     """The format of a name. Raises ValueError, listing the formats, for one that is not known."""
     if not isinstance(name, str) or name not in ALL:
-        known = ", ".join(map(repr, ALL))
-        raise ValueError(f"format must be one of {known}, got {shown(name)}")
+        names = ", ".join(map(repr, ALL))
+        raise ValueError(f"format must be one of {names}, got {shown(name)}")
     if name in SLICES:
         return import_module("kernlib.families.sparse.formats.slices").FORMATS[name]
     if name in QUANTISED:
@@ -57,8 +57,8 @@ def encode(
 def check_format(format: str) -> None:
     """Raises ValueError, listing the formats, for what is neither one nor "auto"."""
     if not isinstance(format, str) or format not in ("auto", *ALL):
-        known = ", ".join(map(repr, ALL))
-        raise ValueError(f"format must be 'auto' or one of {known}, got {shown(format)}")
+        names = ", ".join(map(repr, ALL))
+        raise ValueError(f"format must be 'auto' or one of {names}, got {shown(format)}")
 
 
 def with_values(format: str, values: str | None) -> str:
@@ -69,8 +69,8 @@ def with_values(format: str, values: str | None) -> str:
         return format
     check_format(format)
     if not isinstance(values, str) or values not in VALUES:
-        known = ", ".join(map(repr, VALUES))
-        raise ValueError(f"values must be None or one of {known}, got {shown(values)}")
+        names = ", ".join(map(repr, VALUES))
+        raise ValueError(f"values must be None or one of {names}, got {shown(values)}")
     name = VALUES[values].format
     if format not in ("auto", "bitmap", name):
         raise ValueError(
@@ -132,8 +132,8 @@ def fastest(
     width = ceil_div(width, parts)
 
     def cost(name: str) -> tuple[float, int]:
-        given = name, arch, density, sizes[name], columns
-        return rates.microseconds(*given, row, itemsize, width), sizes[name]
+        request = name, arch, density, sizes[name], columns
+        return rates.microseconds(*request, row, itemsize, width), sizes[name]
 
     return min(sizes, key=cost)
 
@@ -149,8 +149,8 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     quick |= {name: formats[name].measure(dense) for name in SLICES}
     entries = counts.sum(dtype=torch.int64)
     sizes = {name: int(size) for name, size in quick.items()}
-    known = {name: sizes[name] for name in FORMATS if sizes[name] >= 0}
-    return known, int(entries) / max(1, dense.numel())
+    possible = {name: sizes[name] for name in FORMATS if sizes[name] >= 0}
+    return possible, int(entries) / max(1, dense.numel())
 
 
 def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
@@ -168,8 +168,8 @@ def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     sizes = {
         "bitmap": int(format_of("bitmap").measure(dense, entries)),
         **{
-            name: format_of(name).measure(dense, {w: codes[one, w] for w in widths})
-            for name, one in steps.items()
+            name: format_of(name).measure(dense, {w: codes[step, w] for w in widths})
+            for name, step in steps.items()
         },
         "macko": macko.bytes_of(int(codes[pads].sum()), shape, itemsize),
         "dense": dense.numel() * itemsize,

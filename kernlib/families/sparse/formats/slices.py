@@ -107,12 +107,12 @@ class SlicesFormat(NamedTuple):
         total = int(starts[-1])
         self._refuse_more(total)
         size = total * self.code.size(dense.element_size())
-        data, offsets, held = self._room(size, tiling.facts, dense.shape, dense.device)
+        data, offsets, stored_rows = self._room(size, tiling.facts, dense.shape, dense.device)
         offsets.copy_(starts.to(torch.int32), non_blocking=True)
-        held.copy_(rows, non_blocking=True)
+        stored_rows.copy_(rows, non_blocking=True)
         if size:
-            _codec(dense).write(self.code, dense, tiling, offsets, held, data)
-        return {"data": data, "offsets": offsets, "rows": held}, tiling.facts
+            _codec(dense).write(self.code, dense, tiling, offsets, stored_rows, data)
+        return {"data": data, "offsets": offsets, "rows": stored_rows}, tiling.facts
 
     def _tiled(
         self,
@@ -223,8 +223,8 @@ class SlicesFormat(NamedTuple):
         if total > MOST_CODES:
             return None
         kind, number = _row_type(entries.shape[0], tiling.parts)
-        held = panels * slices * number * kind.itemsize + 4 * (panels * slices + 1)
-        return total * self.code.size(entries.dtype.itemsize) + held
+        overhead = panels * slices * number * kind.itemsize + 4 * (panels * slices + 1)
+        return total * self.code.size(entries.dtype.itemsize) + overhead
 
     def encode_entries(
         self, entries: Entries, columns: int = 1
@@ -240,13 +240,13 @@ class SlicesFormat(NamedTuple):
         tensors = self._encoded(some, tiling)
         rows, slices = tensors["rows"], tensors["rows"].shape[1]
         empty = torch.zeros(1, entries.shape[0], dtype=torch.int32, device=entries.device)
-        every = arrange(empty, parts=tiling.parts)[1].expand(panels, *rows.shape[1:]).clone()
-        every[numbers] = rows
+        all_rows = arrange(empty, parts=tiling.parts)[1].expand(panels, *rows.shape[1:]).clone()
+        all_rows[numbers] = rows
         lengths = torch.zeros(panels, slices, dtype=torch.int32, device=entries.device)
         lengths[numbers] = tensors["offsets"].diff().view(len(numbers), slices)
         offsets = lengths.view(-1).cumsum(0, dtype=torch.int32)
         offsets = torch.nn.functional.pad(offsets, (1, 0))
-        return {"data": tensors["data"], "offsets": offsets, "rows": every}, tiling.facts
+        return {"data": tensors["data"], "offsets": offsets, "rows": all_rows}, tiling.facts
 
     def _encoded(self, entries: Entries, tiling: Tiling) -> dict[str, torch.Tensor]:
         """The tensors of a matrix whose panels are all looked at."""
@@ -330,9 +330,9 @@ class SlicesFormat(NamedTuple):
         if max(dense.shape) > MOST_SIZE:
             return -1
         _, starts, rows = self._tiled(dense, counts=counts)
-        held = rows.numel() * rows.element_size() + 4 * starts.numel()
+        overhead = rows.numel() * rows.element_size() + 4 * starts.numel()
         total = int(starts[-1])
-        return -1 if total > MOST_CODES else total * self.code.size(dense.element_size()) + held
+        return -1 if total > MOST_CODES else total * self.code.size(dense.element_size()) + overhead
 
     def check(
         self,
@@ -381,17 +381,17 @@ def _check_sizes(
     offsets, rows, data = tensors["offsets"].long(), tensors["rows"], tensors["data"]
     unit = code.unit * parts
     wrong = ((offsets.diff() < 0) | (offsets[1:] % unit != 0)).sum()
-    found = torch.stack([offsets[0], offsets[-1], wrong]).tolist()
-    size = found[1] * code.size(dtype.itemsize)
-    if found[0] != 0 or found[2] or tuple(data.shape) != (size,):
+    ends = torch.stack([offsets[0], offsets[-1], wrong]).tolist()
+    size = ends[1] * code.size(dtype.itemsize)
+    if ends[0] != 0 or ends[2] or tuple(data.shape) != (size,):
         raise ValueError(
             f"offsets must rise from 0, by multiples of {unit}, to the codes of a lane in "
             f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
         )
     numbers = cpu.numbers(rows).flatten(1)
     ordered = torch.where(numbers == -1, shape[0], numbers).sort().values  # none behind the others
-    every = torch.arange(ordered.shape[1], dtype=torch.int64, device=rows.device)
-    if bool((ordered != every.clamp_max(shape[0])).any() | (numbers >= shape[0]).any()):
+    indices = torch.arange(ordered.shape[1], dtype=torch.int64, device=rows.device)
+    if bool((ordered != indices.clamp_max(shape[0])).any() | (numbers >= shape[0]).any()):
         raise ValueError(
             f"rows must be those of the matrix, 0 to {shape[0] - 1}, once in each panel, and else "
             "-1, of two bytes 65535"
@@ -417,8 +417,8 @@ def _check_columns(
     columns = steps.sum(1) - code.least  # of each lane's last code
     last = shape[1] - (panels - 1) * width
     most = round_up(last, code.unit) + (parts - 1) * code.unit if code.least else last
-    whole = slices * (panels - 1)
-    if bool((columns[:whole] >= width).any() | (columns[whole:] >= most).any()):
+    full = slices * (panels - 1)
+    if bool((columns[:full] >= width).any() | (columns[full:] >= most).any()):
         raise ValueError(
             f"data must have steps to {width} columns of a panel, {last} of the last one, not "
             "beyond them"
@@ -449,8 +449,8 @@ def arrange(
     np.cumsum((longest + unit - 1) // unit * unit, out=starts[1:])
     kind, number = _row_type(count, parts)
     room = np.zeros((panels, slices, number * kind.itemsize), np.uint8)
-    held = room.view(np.uint16 if kind == torch.uint8 else np.int32)
-    held[:, :, :LANES] = rows[:, order]
+    view = room.view(np.uint16 if kind == torch.uint8 else np.int32)
+    view[:, :, :LANES] = rows[:, order]
     return torch.from_numpy(starts), torch.from_numpy(room).view(kind)
 
 

@@ -123,8 +123,8 @@ def _write_starts(parts: int, steps: torch.Tensor, rows: torch.Tensor) -> None:
     each part, (..., parts, lanes)."""
     if parts > 1:
         starts = steps.cumsum(-2) - steps
-        held = starts.to(torch.int16).view(torch.uint8) if rows.dtype == torch.uint8 else starts
-        rows[..., per_slice(rows.dtype) :] = held.reshape(*rows.shape[:2], -1)
+        stored = starts.to(torch.int16).view(torch.uint8) if rows.dtype == torch.uint8 else starts
+        rows[..., per_slice(rows.dtype) :] = stored.reshape(*rows.shape[:2], -1)
 
 
 def steps_of_parts(
@@ -150,10 +150,14 @@ def _parts(counts: torch.Tensor) -> Iterator[slice]:
 def _slots(rows: torch.Tensor, count: int) -> torch.Tensor:
     """The lane, counted through the slices of its panel, of each of ``count`` rows, (panels, rows),
     as ``rows`` of some panels say it."""
-    held = numbers(rows).flatten(1)
-    lane = torch.arange(held.shape[1], dtype=torch.int64, device=rows.device)
-    slots = held.new_empty(len(held), count + 1)  # the last one of lanes without a row
-    return slots.scatter_(1, torch.where(held < 0, count, held), lane.expand_as(held))
+    row_numbers = numbers(rows).flatten(1)
+    lane = torch.arange(row_numbers.shape[1], dtype=torch.int64, device=rows.device)
+    slots = row_numbers.new_empty(
+        len(row_numbers), count + 1
+    )  # the last one of lanes without a row
+    return slots.scatter_(
+        1, torch.where(row_numbers < 0, count, row_numbers), lane.expand_as(row_numbers)
+    )
 
 
 def read(
@@ -185,22 +189,22 @@ def _read(
     values = data.view(BITS[dtype])
     lanes = torch.arange(LANES, dtype=torch.int64, device=data.device)
     for low, high in _some_slices(starts, slices):
-        own = starts[low : high + 1].long()
-        lengths, first = own.diff(), own[:-1] - own[0]
+        bounds = starts[low : high + 1].long()
+        lengths, first = bounds.diff(), bounds[:-1] - bounds[0]
         place = torch.repeat_interleave(lengths)
         number = torch.arange(len(place), dtype=torch.int64, device=data.device)
         number = (number - first[place])[:, None]
-        base = (own[:-1] * code.size(itemsize))[place][:, None]
+        base = (bounds[:-1] * code.size(itemsize))[place][:, None]
         length = lengths[place][:, None]
         value, step, shift = places(code, number, length, lanes, itemsize, tiling.parts)
-        found = values[(base + value) // itemsize]
+        entries = values[(base + value) // itemsize]
         column = (data[base + step].to(torch.int64) >> shift & code.mask).cumsum(0)
         before = torch.nn.functional.pad(column, (0, 0, 1, 0))[first[place]]
         panel = ((low + place) // slices)[:, None]
         column = column - before + number * code.least + panel * tiling.width
         row = numbers(rows.view(-1, rows.shape[-1])[low:high])[place]
-        real = (found != 0) & (column < cols) & (row >= 0)
-        yield Triplets(row[real], column[real], found[real])
+        real = (entries != 0) & (column < cols) & (row >= 0)
+        yield Triplets(row[real], column[real], entries[real])
 
 
 def _some_slices(starts: torch.Tensor, slices: int) -> Iterator[tuple[int, int]]:
@@ -220,8 +224,8 @@ def _stored_steps(
     """Sums of the steps, as they are stored, of lanes whose codes lie between two offsets,
     (offsets - 1, lanes), by a byte at a time."""
     shifts = torch.arange(0, 8, code.bits, dtype=torch.int64, device=data.device)
-    known = torch.arange(256, dtype=torch.int64, device=data.device)
-    known = (known[:, None] >> shifts & code.mask).sum(1)
+    by_byte = torch.arange(256, dtype=torch.int64, device=data.device)
+    by_byte = (by_byte[:, None] >> shifts & code.mask).sum(1)
     lengths, base = offsets.diff(), offsets[:-1] * code.size(itemsize)
     sums = torch.zeros(len(lengths), LANES, dtype=torch.int64, device=data.device)
     count = code.whole
@@ -237,8 +241,10 @@ def _stored_steps(
         places = torch.arange(wide, dtype=torch.int64, device=data.device)
         places += LANES * count * itemsize
         for some, at in zip(owner.split(GROUPS), begin.split(GROUPS), strict=True):
-            found = known[data[at[:, None] + places].long()]
-            sums.index_add_(0, some, found.view(len(some), LANES, count * code.bits // 8).sum(2))
+            step_sums = by_byte[data[at[:, None] + places].long()]
+            sums.index_add_(
+                0, some, step_sums.view(len(some), LANES, count * code.bits // 8).sum(2)
+            )
         count //= 2
     return sums
 
@@ -250,8 +256,8 @@ def per_slice(dtype: torch.dtype) -> int:
 
 def numbers(rows: torch.Tensor) -> torch.Tensor:
     """Rows of lanes, (..., lanes), int64, -1 for none."""
-    held = _integers(rows[..., : per_slice(rows.dtype)])
-    return torch.where(held == 0xFFFF, -1, held) if rows.dtype == torch.uint8 else held
+    integers = _integers(rows[..., : per_slice(rows.dtype)])
+    return torch.where(integers == 0xFFFF, -1, integers) if rows.dtype == torch.uint8 else integers
 
 
 def starts(rows: torch.Tensor) -> torch.Tensor:
@@ -291,12 +297,12 @@ def places(
         at = at + (lengths & size)
     group, inside, part = first * code.size(itemsize), numbers - first, count.clamp_max(8)
     values = group + ((inside & -8) * LANES + lanes * part + (inside & 7)) * itemsize
-    taken = count * code.bits >> 3  # bytes of a lane's steps
-    steps = group + count * (LANES * itemsize) + lanes * taken + (inside & taken - 1)
+    lane_bytes = count * code.bits >> 3  # bytes of a lane's steps
+    steps = group + count * (LANES * itemsize) + lanes * lane_bytes + (inside & lane_bytes - 1)
     if code.bits == 8:
         return values, steps, torch.zeros_like(inside)
     shift = (
-        inside >> (taken >> 1)
+        inside >> (lane_bytes >> 1)
     ) * code.bits  # taken is 1, 2 or 4, whose logarithm is half of it
     return values, steps, shift
 
@@ -328,10 +334,10 @@ def _divided(
 ) -> tuple[torch.Tensor, ...]:
     """Of each code whose step has bits: the entry that it leads to, its number and those bits. An
     entry's codes are those behind ``before`` up to ``number``; the first ones take the longest."""
-    left = steps - code.least * (number - before)
-    count = (left + code.mask - 1) // code.mask
+    remaining = steps - code.least * (number - before)
+    count = (remaining + code.mask - 1) // code.mask
     owner = torch.repeat_interleave(count)
     index = torch.arange(len(owner), dtype=torch.int64, device=owner.device)
     index -= (count.cumsum(0) - count)[owner]
-    held = (left[owner] - code.mask * index).clamp_max(code.mask)
-    return owner, before[owner] + 1 + index, held
+    step_bits = (remaining[owner] - code.mask * index).clamp_max(code.mask)
+    return owner, before[owner] + 1 + index, step_bits

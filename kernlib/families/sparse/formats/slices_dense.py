@@ -39,8 +39,8 @@ def counts(
 ) -> dict[tuple[Steps, int], torch.Tensor]:
     """Codes of each (panel, row), int32, by steps and width of panels, in one pass over a
     matrix."""
-    held = bits(dense).numpy()
-    rows, cols = held.shape
+    cells = bits(dense).numpy()
+    rows, cols = cells.shape
     requests = list(dict.fromkeys(requests))
     result = {
         (steps, width): np.zeros((rows, ceil_div(cols, width)), np.int32)
@@ -52,15 +52,15 @@ def counts(
         widths.setdefault(width, []).append(steps)
 
     def count(first: int, last: int) -> None:
-        some = held[first:last]
+        some = cells[first:last]
         places = np.flatnonzero(nonzero(some)).astype(np.int32)
-        for width, every in widths.items():
+        for width, steps_of_width in widths.items():
             panels = _Panels.of(some, width, places)
-            for steps, extra in zip(every, _extra(panels, every), strict=True):
+            for steps, extra in zip(steps_of_width, _extra(panels, steps_of_width), strict=True):
                 lengths = panels.lengths + extra
                 result[steps, width][first:last] = lengths.reshape(last - first, -1)
 
-    in_threads(count, some_rows(rows, cols), held.size)
+    in_threads(count, some_rows(rows, cols), cells.size)
     return {key: torch.from_numpy(np.ascontiguousarray(n.T)) for key, n in result.items()}
 
 
@@ -74,8 +74,8 @@ def write(
 ) -> torch.Tensor:
     """Write all codes into ``data``, by the ``rows`` (panels, slices, lanes) of lanes, -1 for
     none. The sums of the steps of each part, (panels, slices, parts, lanes), int64."""
-    held, cells = bits(dense).numpy(), data.numpy()
-    size = code.size(held.itemsize)
+    matrix, cells = bits(dense).numpy(), data.numpy()
+    size = code.size(matrix.itemsize)
     bounds = (offsets.long() * size).tolist()
     numbers = rows.numpy()
     slices = numbers.shape[1]
@@ -87,11 +87,11 @@ def write(
             return
         panel, lanes = place // slices, numbers[place // slices, place % slices]
         columns = slice(panel * tiling.width, (panel + 1) * tiling.width)
-        some = _rows_of(held, lanes, columns)
+        some = _rows_of(matrix, lanes, columns)
         length = (end - begin) // size
         sums[place] = _write_slice(code, some, length, tiling.parts, cells[begin:end])
 
-    in_threads(write_one, ((place,) for place in range(len(bounds) - 1)), held.size)
+    in_threads(write_one, ((place,) for place in range(len(bounds) - 1)), matrix.size)
     return torch.from_numpy(sums.reshape(*numbers.shape[:2], tiling.parts, LANES))
 
 
@@ -110,12 +110,12 @@ def _write_slice(
     values = np.zeros((LANES, length), cells.dtype)
     steps = np.zeros((LANES, length), np.uint8)
     _number(code, cells, values, steps)
-    each = length // parts
+    part_length = length // parts
     parted = out.reshape(parts, -1)
-    values, steps = (t.reshape(LANES, parts, each) for t in (values, steps))
+    values, steps = (t.reshape(LANES, parts, part_length) for t in (values, steps))
     first, at, count = 0, 0, code.whole
-    while first < each:
-        groups = (each - first) // count
+    while first < part_length:
+        groups = (part_length - first) // count
         if groups:
             last = first + groups * count
             nbytes = groups * count * code.size(cells.itemsize)
@@ -127,7 +127,7 @@ def _write_slice(
             )
             first, at = last, at + nbytes
         count //= 2
-    return (steps.sum(2, dtype=np.int64) + code.least * each).T
+    return (steps.sum(2, dtype=np.int64) + code.least * part_length).T
 
 
 def _write_groups(code: Code, values: np.ndarray, steps: np.ndarray, out: np.ndarray) -> None:
@@ -154,12 +154,12 @@ def _number(code: Code, cells: np.ndarray, values: np.ndarray, steps: np.ndarray
     places, counts = panels.places, panels.lengths
     if not places.size:
         return
-    left = panels.steps(code.least)
+    remaining = panels.steps(code.least)
     ends = np.arange(places.size + 1, dtype=np.int32)  # of each entry's codes, through all rows
-    several = np.flatnonzero(left > code.longest)
+    several = np.flatnonzero(remaining > code.longest)
     if several.size:
         more = np.zeros(places.size + 1, np.int32)
-        more[several + 1] = _more(left[several], Steps.of(code))
+        more[several + 1] = _more(remaining[several], Steps.of(code))
         ends += more.cumsum(dtype=np.int32)
     begins = np.arange(lanes, dtype=np.int32) * length - 1 - ends[panels.ends]
     if code.least:  # what fills up a row comes first
@@ -169,16 +169,16 @@ def _number(code: Code, cells: np.ndarray, values: np.ndarray, steps: np.ndarray
     if code.least:
         columns = places + np.repeat(np.arange(lanes, dtype=np.int32) * (length - cols), counts)
         np.minimum(number, columns, out=number)
-        columns -= left
+        columns -= remaining
         np.minimum(first, columns, out=first)
-        left += first
-        left -= number
+        remaining += first
+        remaining -= number
     first += 1
     values.reshape(-1)[number] = cells.reshape(-1)[places]
     flat = steps.reshape(-1)
-    flat[first] = np.minimum(left, code.mask)
+    flat[first] = np.minimum(remaining, code.mask)
     if several.size:
-        _write_far(code, flat, first[several], left[several])
+        _write_far(code, flat, first[several], remaining[several])
 
 
 def _write_far(code: Code, steps: np.ndarray, first: np.ndarray, left: np.ndarray) -> None:

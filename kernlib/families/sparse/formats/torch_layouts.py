@@ -35,11 +35,11 @@ def of_tensor(dense: torch.Tensor) -> Entries:
         return _of_coo(dense)
     by_rows = dense.layout in BY_ROWS
     starts = dense.crow_indices() if by_rows else dense.ccol_indices()
-    others = dense.col_indices() if by_rows else dense.row_indices()
+    indices = dense.col_indices() if by_rows else dense.row_indices()
     names = ("dense.crow_indices()", "dense.col_indices()", "dense.values()")
     if by_rows:
-        return of_rows(starts, others, dense.values(), tuple(dense.shape), names)
-    return _of_columns(starts, others, dense.values(), tuple(dense.shape))
+        return of_rows(starts, indices, dense.values(), tuple(dense.shape), names)
+    return _of_columns(starts, indices, dense.values(), tuple(dense.shape))
 
 
 def of_rows(
