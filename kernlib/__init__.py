@@ -112,7 +112,7 @@ def __getattr__(name: str) -> object:
     elif name in _MODULES:
         value = _import_module(f"kernlib.{name}")
     else:
-        raise _import_module("kernlib.hints").UnknownName(__name__, name)
+        raise _import_module("kernlib.hints.spelling").UnknownName(__name__, name)
     globals()[name] = value
     return value
 

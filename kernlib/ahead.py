@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernlib import events, hints
+from kernlib import events
 from kernlib.descriptors.base import Descriptor, check_flag, whole
 from kernlib.descriptors.base import shown as in_words
 from kernlib.errors import UnsupportedError
+from kernlib.hints import spelling
 from kernlib.jit import service, targets
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
@@ -271,7 +272,7 @@ def _check_named(misplaced: tuple, arguments: dict, descriptors) -> None:
     instances = [item for item in _several(descriptors) if isinstance(item, Descriptor)]
     required = {name for descriptor in instances for name in descriptor.required}
     for name in {*arguments} - required:
-        if hint := hints.argument(name, ("archs", "specs", "dtypes", "workers", "progress")):
+        if hint := spelling.argument(name, ("archs", "specs", "dtypes", "workers", "progress")):
             raise TypeError(f"compile() got an unexpected keyword argument {name!r}{hint}")
 
 

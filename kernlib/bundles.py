@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from kernlib.ahead import build_all, check_workers
-from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag
 from kernlib.descriptors.base import shown as in_words
 from kernlib.errors import KernlibWarning
+from kernlib.hints.calls import hinted
 from kernlib.jit import bundle, layers, targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.steps import Lowered

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from kernlib import progress as display
-from kernlib.calls import hinted
 from kernlib.checkpoints.estimate import Layer, estimated, layer_of
 from kernlib.checkpoints.files import Checkpoint, fault
 from kernlib.checkpoints.modules import Linear, linear_layers, note_of
@@ -29,6 +28,7 @@ from kernlib.families.sparse.formats.encoding import entries_in
 from kernlib.families.sparse.matrix import SparseMatrix, compressed, is_unpruned
 from kernlib.families.sparse.packed import packed, unpacked
 from kernlib.families.sparse.prune import magnitude, prune_together
+from kernlib.hints.calls import hinted
 from kernlib.nn.sparse_weights import counted
 from kernlib.runtime.tensors import as_device
 

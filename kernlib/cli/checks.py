@@ -221,10 +221,11 @@ def settings() -> list[Finding]:
 
 
 def _unread(name: str) -> Finding:
-    from kernlib import hints, settings
+    from kernlib import settings
+    from kernlib.hints import spelling
 
     names = [variable.name for variable in settings.VARIABLES]
-    text = f"{name} is set, and kernlib reads no such variable{hints.argument(name, names)}"
+    text = f"{name} is set, and kernlib reads no such variable{spelling.argument(name, names)}"
     advice = f"unset {name}; those that kernlib reads are {', '.join(names)}"
     return Finding("settings", text, advice, details={"name": name, "value": os.environ[name]})
 

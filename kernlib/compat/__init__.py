@@ -11,7 +11,7 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        raise _import_module("kernlib.hints").UnknownName(__name__, name)
+        raise _import_module("kernlib.hints.spelling").UnknownName(__name__, name)
     return _import_module(f"kernlib.compat.{name}")
 
 

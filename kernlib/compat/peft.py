@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernlib.calls import hinted
 from kernlib.descriptors.base import shown
 from kernlib.errors import warn
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
+from kernlib.hints.calls import hinted
 from kernlib.nn.linears import check_model, has_hooks
 from kernlib.run import run_kernel
 

@@ -33,9 +33,9 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from kernlib.calls import hinted
 from kernlib.descriptors.base import shown
 from kernlib.errors import warn
+from kernlib.hints.calls import hinted
 from kernlib.hooks import AFTER_SWAPS, AWAITED
 
 __all__ = ["KernlibConfig", "KernlibQuantizer", "attach", "register"]

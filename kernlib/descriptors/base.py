@@ -112,7 +112,7 @@ class Descriptor(Part):
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
             """Raises TypeError, which says how it is called: Python's own says that it is not."""
-            from kernlib.descriptors.words import refuse_call  # which right calls do without
+            from kernlib.hints.descriptors import refuse_call  # which right calls do without
 
             refuse_call(self)
 
@@ -164,7 +164,7 @@ def explained(kind: type[_Kind]) -> type[_Kind]:
     fields = frozenset(names)
 
     def refuse(values: tuple, given: dict) -> None:  # apart: Dynamo of torch 2.8 traces `init`
-        from kernlib.descriptors.words import refuse_fields  # which right calls do without
+        from kernlib.hints.descriptors import refuse_fields  # which right calls do without
 
         placed = dict(zip(names, values, strict=False))
         refuse_fields(kind.__name__, placed | given, names, kind)
@@ -222,7 +222,7 @@ def require(condition: bool, message: str) -> None:
 
 def refuse_descriptor(wanted: str, value: object) -> NoReturn:
     """Raises TypeError for a descriptor that is none, or another than is ``wanted``."""
-    from kernlib.descriptors.words import instead_of_descriptor  # which right calls do without
+    from kernlib.hints.descriptors import instead_of_descriptor  # which right calls do without
 
     advice = "" if isinstance(value, Descriptor) else instead_of_descriptor(value)
     raise TypeError(f"descriptor must be a {wanted}, got {shown(value)}{advice}")
@@ -230,9 +230,12 @@ def refuse_descriptor(wanted: str, value: object) -> NoReturn:
 
 def refuse_argument(descriptor: Descriptor, name: str, taken: Sequence[str]) -> NoReturn:
     """Raises TypeError for a keyword of a call that is none of those which are ``taken``."""
-    from kernlib import hints  # which right calls do without
+    from kernlib.hints import spelling  # which right calls do without
 
-    listed, hint = ", ".join(taken) or "none", hints.argument(name, (*taken, *descriptor.options))
+    listed, hint = (
+        ", ".join(taken) or "none",
+        spelling.argument(name, (*taken, *descriptor.options)),
+    )
     if name == "bias" and descriptor.family != "pairwise":
         hint = "; with epilogue=kernlib.Bias() it takes bias"
     raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {listed}{hint}")

@@ -526,7 +526,7 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
 
 def advice_on(value: object) -> str:
     """What to write in place of something that is no epilogue, or ""."""
-    from kernlib.descriptors.words import instead_of_part  # which right calls do without
+    from kernlib.hints.descriptors import instead_of_part  # which right calls do without
 
     return instead_of_part(value, KINDS)
 

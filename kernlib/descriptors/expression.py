@@ -225,9 +225,9 @@ def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
 def _convert_call(node: ast.Call, text: str, parameters: frozenset[str]) -> Node:
     function = node.func.id
     if function not in FUNCTIONS:
-        from kernlib import hints  # which right expressions do without
+        from kernlib.hints import spelling  # which right expressions do without
 
-        hint = hints.argument(function, FUNCTIONS)
+        hint = spelling.argument(function, FUNCTIONS)
         if function in _WRITTEN:
             hint = f"; write {_WRITTEN[function]}"
         if function in SCORE_FUNCTIONS:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernlib import hints
 from kernlib.descriptors import epilogues
 from kernlib.descriptors.base import shown
 from kernlib.descriptors.epilogues import Epilogue, advice_on, as_epilogues
 from kernlib.descriptors.expression import Node
+from kernlib.hints import spelling
 from kernlib.runtime import expressions
 
 NAMED: dict[str, Epilogue] = {
@@ -38,7 +38,7 @@ def as_activation(value) -> tuple[Epilogue, ...]:
     """
     if isinstance(value, str):
         if value not in NAMED:
-            hint = hints.argument(value, NAMED)
+            hint = spelling.argument(value, NAMED)
             raise ValueError(
                 f"activation must be one of {', '.join(NAMED)}, got {shown(value)}{hint}"
             )

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from kernlib.calls import hinted
 from kernlib.descriptors.base import as_int, as_number, shown
 from kernlib.families.kronecker_sparse.chain.fused import is_fused
+from kernlib.hints.calls import hinted
 from kernlib.nn.kronecker_sparse_algorithms import Pattern
 from kernlib.nn.linears import as_linear, check_model, checked_match, linears, matches
 from kernlib.runtime.precision import kernel_precision

@@ -13,12 +13,12 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib import run
-from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import deprecated
 from kernlib.families.kronecker_product import reference
 from kernlib.families.kronecker_product.descriptor import MOST, KroneckerProduct
+from kernlib.hints.calls import hinted
 from kernlib.nn import traced
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import ComputesWeight, KroneckerWeight, computed

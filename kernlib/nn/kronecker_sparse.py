@@ -14,12 +14,12 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib import run
-from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import CompileError, UnsupportedError
 from kernlib.families.kronecker_sparse import reference
 from kernlib.families.kronecker_sparse.descriptor import MOST, KroneckerSparse, KroneckerSparseChain
+from kernlib.hints.calls import hinted
 from kernlib.nn import traced
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.computed_weight import ChainWeight, ComputesWeight, computed

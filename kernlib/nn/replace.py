@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from kernlib.calls import former, hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.errors import warn
+from kernlib.hints.calls import former, hinted
 from kernlib.nn.chains import DTYPES, as_count
 from kernlib.nn.kronecker_sparse import KSLinear
 from kernlib.nn.kronecker_sparse_algorithms import Pattern

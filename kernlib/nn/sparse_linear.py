@@ -6,13 +6,13 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.calls import former, hinted
 from kernlib.descriptors.base import check_flag, shown, whole
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.errors import warn
 from kernlib.families.sparse.descriptor import SparseMatmul
 from kernlib.families.sparse.formats.registry import with_values
 from kernlib.families.sparse.matrix import SparseMatrix
+from kernlib.hints.calls import former, hinted
 from kernlib.nn import traced
 from kernlib.nn.activations import as_activation
 from kernlib.nn.computed_weight import CompressedWeight, ComputesWeight, computed

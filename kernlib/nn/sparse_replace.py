@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import nn
 
-from kernlib.calls import former, hinted
 from kernlib.errors import warn
 from kernlib.families.sparse.formats.registry import with_values
+from kernlib.hints.calls import former, hinted
 from kernlib.hooks import swapped
 from kernlib.nn.fusing import fuse_groups, groups_of
 from kernlib.nn.linears import check_model, checked_match, swap

@@ -98,7 +98,7 @@ def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:
 
 def refuse_other(name: str, value: object, wanted: str = "a tensor") -> NoReturn:
     """Raises TypeError for what is no tensor, and names the line that would make it one."""
-    from kernlib.descriptors.words import instead_of_tensor  # which right calls do without
+    from kernlib.hints.descriptors import instead_of_tensor  # which right calls do without
 
     raise TypeError(f"{name} must be {wanted}, got {instead_of_tensor(name, value)}")
 
@@ -107,7 +107,7 @@ def refuse_proxy(error: ValueError) -> None:
     """Raises TypeError in place of the error that a Proxy of torch.fx raises when it is looked at;
     nothing for other errors."""
     if type(error).__name__ == "TraceError":
-        from kernlib.descriptors.words import TRACED
+        from kernlib.hints.descriptors import TRACED
 
         raise TypeError(f"an argument must be a tensor, got Proxy; {TRACED}") from None
 

@@ -43,10 +43,10 @@ FORBIDDEN = {
     "progress.py": ("torch", "cuda", "lmdb", "kernlib"),
     "settings.py": ("torch", "cuda", "lmdb", "kernlib"),
     "canonical.py": ("torch", "cuda", "lmdb", "kernlib"),
-    "calls.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
     "debug.py": ("cuda", "lmdb", "kernlib.families", "kernlib.jit", "kernlib.run", *ABOVE),
     "sharding.py": ("cuda", "lmdb", "kernlib"),
-    "hints.py": ("torch", "cuda", "lmdb", "kernlib"),
+    "hints": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
+    "hints/spelling.py": ("torch", "cuda", "lmdb", "kernlib"),
     "errors.py": ("torch", "cuda", "lmdb", "kernlib"),
     "events.py": ("torch", "cuda", "lmdb", "kernlib.families", "kernlib.runtime", "kernlib.jit"),
 }  # fmt: skip

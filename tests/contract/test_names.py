@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import kernlib
-from kernlib import hints
+from kernlib.hints import spelling
 
 # The module and the name that somebody wrote, and what the error names.
 MEANT = {
@@ -53,7 +53,7 @@ MEANT = {
 
 @pytest.mark.parametrize("module, name", MEANT, ids=".".join)
 def test_a_misspelt_name_names_what_was_meant(module, name):
-    loaded = hints.import_module(module)
+    loaded = spelling.import_module(module)
     with pytest.raises(AttributeError) as caught:
         getattr(loaded, name)
     text = str(caught.value)
@@ -64,10 +64,10 @@ def test_a_misspelt_name_names_what_was_meant(module, name):
 
 def test_what_is_named_is_there():
     """Of the tables of other libraries' names too, and so it is when a name moves."""
-    for names in hints.OTHERS.values():
+    for names in spelling.OTHERS.values():
         for whole in names:
             module, _, name = whole.partition("(")[0].rpartition(".")
-            assert hasattr(hints.import_module(module), name), whole
+            assert hasattr(spelling.import_module(module), name), whole
 
 
 @pytest.mark.parametrize("name", ["zzz", "_private", "__wrapped__"])

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import kernlib as kl
-from kernlib.calls import hinted
 from kernlib.compat import torch_blocksparse
+from kernlib.hints.calls import hinted
 from kernlib.nn import (
     BlockSparseLinear,
     KroneckerLinear,

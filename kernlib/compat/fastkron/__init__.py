@@ -33,7 +33,7 @@ __all__ = ["fastkronnumpy", "fastkrontorch"]
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise _import_module("kernlib.hints").UnknownName(__name__, name)
+        raise _import_module("kernlib.hints.spelling").UnknownName(__name__, name)
     return _import_module(f"kernlib.compat.fastkron.{name}")
 
 

@@ -48,7 +48,7 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise _import_module("kernlib.hints").UnknownName(__name__, name)
+        raise _import_module("kernlib.hints.spelling").UnknownName(__name__, name)
     value = getattr(_import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

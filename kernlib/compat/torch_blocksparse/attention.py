@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernlib.calls import hinted
 from kernlib.compat.torch_blocksparse.matmul import OnDevices
 from kernlib.descriptors.base import shown
 from kernlib.families.blocksparse import builders
 from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.hints.calls import hinted
 from kernlib.nn.block_sparse.attention import (
     BlockSparseMultiheadAttention,
     block_sparse_attention,

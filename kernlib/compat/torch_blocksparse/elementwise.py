@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kernlib.calls import hinted
 from kernlib.descriptors.base import shown
+from kernlib.hints.calls import hinted
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import check_dense
 

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import nn
 
-from kernlib.calls import hinted
 from kernlib.compat.torch_blocksparse.elementwise import checked_order, in_memory
 from kernlib.descriptors.base import check_flag, shown, whole
 from kernlib.descriptors.epilogues import Bias
@@ -15,6 +14,7 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.hints.calls import hinted
 from kernlib.nn.block_sparse import growth
 from kernlib.nn.block_sparse.conv import BlockSparseConv2d, taps_layout
 from kernlib.nn.block_sparse.linear import check_input, describe_layout

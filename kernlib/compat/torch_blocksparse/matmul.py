@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.families.blocksparse.functions import dds, dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
+from kernlib.hints.calls import hinted
 from kernlib.runtime.tensors import check_dense, check_layout
 
 MODES = ("sdd", "dsd", "dds")

@@ -58,9 +58,9 @@ class ScoreExpression(Part):
         used = frozenset().union(*(names(tree) for tree in trees if tree is not None))
         unused = [name for name in self.names if name not in used]
         if unused:
-            from kernlib.descriptors.score import words  # which right calls do without
+            from kernlib.hints import scores  # which right calls do without
 
-            meant = words.unread(unused[0], MEANT) or "; name them there, or leave them out"
+            meant = scores.unread(unused[0], MEANT) or "; name them there, or leave them out"
             raise ValueError(f"neither score nor mask reads captured tensor(s) {unused}{meant}")
 
     @property

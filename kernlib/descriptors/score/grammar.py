@@ -111,9 +111,9 @@ class _Reader:
             return kinds.named(name, self.known[name])
         if name in SCORE_CONSTANTS:
             return Term(Number(SCORE_CONSTANTS[name]), FLOAT)
-        from kernlib.descriptors.score import words  # which right expressions do without
+        from kernlib.hints import scores  # which right expressions do without
 
-        self.refuse(node, words.unknown_name(self.what, name, tuple(self.known)))
+        self.refuse(node, scores.unknown_name(self.what, name, tuple(self.known)))
 
     def unary(self, node: ast.UnaryOp) -> Term:
         if isinstance(node.op, ast.UAdd):
@@ -198,9 +198,9 @@ class _Reader:
     def call(self, node: ast.Call) -> Term:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name not in CALLS or node.keywords or len(node.args) != CALLS[name]:
-            from kernlib.descriptors.score import words  # which right expressions do without
+            from kernlib.hints import scores  # which right expressions do without
 
-            self.refuse(node, words.wrong_call(name, node, CALLS))
+            self.refuse(node, scores.wrong_call(name, node, CALLS))
         if name == "where":
             return self._select(*node.args)
         if name == "mod":
@@ -215,9 +215,9 @@ class _Reader:
         return kinds.compute(name, *terms)
 
     def _refuse_unknown(self, node: ast.expr) -> NoReturn:
-        from kernlib.descriptors.score import words  # which right expressions do without
+        from kernlib.hints import scores  # which right expressions do without
 
-        self.refuse(node, words.unknown_part(node, CALLS))
+        self.refuse(node, scores.unknown_part(node, CALLS))
 
 
 def _negative(term: Term) -> Term:

@@ -256,7 +256,7 @@ def _known(descriptor: Pairwise) -> tuple[str, tuple[Epilogue, ...]]:
 def _check_stage(argument: str, stage: object, allowed: tuple) -> None:
     if not isinstance(stage, allowed):
         names = ", ".join(f"{cls.__name__}()" for cls in allowed)
-        from kernlib.descriptors.words import instead_of_part
+        from kernlib.hints.descriptors import instead_of_part
 
         advice = instead_of_part(stage, allowed)
         raise TypeError(f"{argument} must be one of {names}, got {shown(stage)}{advice}")
@@ -330,12 +330,15 @@ def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect
 
 def _refuse(function: Callable, values: tuple, given: dict, listed, taken) -> None:
     """Raises TypeError for values without a place, or for the first keyword that is not taken."""
-    from kernlib.descriptors import words  # which right calls do without
+    from kernlib.hints.descriptors import (  # which right calls do without
+        refuse_fields,
+        refuse_positional,
+    )
 
     if values:
-        words.refuse_positional(function.__name__, shown(values[0]), function)
+        refuse_positional(function.__name__, shown(values[0]), function)
     wrong = {name: value for name, value in given.items() if name not in taken}
-    words.refuse_fields(function.__name__, wrong, listed, function)
+    refuse_fields(function.__name__, wrong, listed, function)
 
 
 # What each computes, of points a (M, K) and b (N, K); how a call looks; what its arguments may be.

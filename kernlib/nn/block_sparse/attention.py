@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.calls import hinted
 from kernlib.descriptors.base import as_int, check_flag, real, shown
 from kernlib.families.blocksparse.attention.arguments import checked_dropout
 from kernlib.families.blocksparse.checks import check_layout
@@ -22,6 +21,7 @@ from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import dsd, sdd
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.softmax.functions import softmax
+from kernlib.hints.calls import hinted
 from kernlib.nn import traced
 from kernlib.nn.block_sparse.fused import fused, takes
 from kernlib.nn.block_sparse.weight import check_kind, checked_dtype

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.calls import hinted
 from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Bias, Epilogue
 from kernlib.families.blocksparse.contents.given import checked_mask
@@ -17,6 +16,7 @@ from kernlib.families.blocksparse.contents.sizes import checked_count
 from kernlib.families.blocksparse.descriptor import BlockSparseMatmul
 from kernlib.families.blocksparse.functions import sdd
 from kernlib.families.blocksparse.layout import Layout
+from kernlib.hints.calls import hinted
 from kernlib.nn import traced
 from kernlib.nn.activations import activate, as_activation, as_steps
 from kernlib.nn.block_sparse import growth

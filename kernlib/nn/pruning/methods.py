@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernlib.calls import hinted
 from kernlib.descriptors.base import as_int, as_number, shown
 from kernlib.families.sparse.formats.encoding import entries_in
 from kernlib.families.sparse.prune import PIECE, largest, n_m, prune_n_m, prune_together
 from kernlib.families.sparse.prune import magnitude as prune_weight
+from kernlib.hints.calls import hinted
 from kernlib.nn.pruning.calibration import as_list, prune_by_inputs
 from kernlib.nn.pruning.compensation import compensated
 from kernlib.nn.pruning.statistics import Hessian, Norms

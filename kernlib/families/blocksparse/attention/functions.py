@@ -198,11 +198,11 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
         return axes[name] if not isinstance(axes[name], str) else (axes[name],)
     if not isinstance(value, torch.Tensor):
         if not _is_named(name, texts):
-            from kernlib.descriptors.score import words  # which right calls do without
+            from kernlib.hints import scores  # which right calls do without
 
             is_plain = value is None or isinstance(value, (int, float, str))
             text = shown(value) if is_plain else f"a {type(value).__name__}"
-            raise TypeError(f"{words.unknown_argument(name, MEANT)}; it was {text}")
+            raise TypeError(f"{scores.unknown_argument(name, MEANT)}; it was {text}")
         raise TypeError(
             f"{name} must be a tensor that score or mask names, got {shown(value)}"
             f"{_as_tensor(value)}"
@@ -221,9 +221,9 @@ def _refuse_index(name: str, texts: tuple) -> None:
     for what, text in zip(("score", "mask"), texts, strict=True):
         place = re.search(rf"\b{re.escape(name)}\s*\[([^\[\]]*)\]", text) if text else None
         if place is not None:
-            from kernlib.descriptors.score import words  # which right calls do without
+            from kernlib.hints import scores  # which right calls do without
 
-            why = words.indexed(name, place[1])
+            why = scores.indexed(name, place[1])
             raise ValueError(f"{what} {shown(text)}: {shown(place[0])} {why}")
 
 
@@ -235,9 +235,9 @@ def _as_tensor(value) -> str:
 
 def _meant(name: str, texts: tuple) -> str:
     """The argument that may have been meant by a name, unless a score or mask has it."""
-    from kernlib.descriptors.score import words  # which right calls do without
+    from kernlib.hints import scores  # which right calls do without
 
-    return "" if _is_named(name, texts) else words.unread(name, MEANT)
+    return "" if _is_named(name, texts) else scores.unread(name, MEANT)
 
 
 def _is_named(name: str, texts: tuple) -> bool:

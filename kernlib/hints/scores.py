@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from kernlib import hints
 from kernlib.descriptors.expression import POSITIONS, VALUE
 from kernlib.descriptors.score.kinds import ARGUMENTS
+from kernlib.hints import spelling
 
 # What FlexAttention's functions call them.
 _OTHERS = {
@@ -51,13 +51,13 @@ def unread(name: str, known: Iterable[str]) -> str:
     done = instead(name)
     if done:
         return f"; attention has no argument {name}: {done}"
-    return hints.argument(name, known)
+    return spelling.argument(name, known)
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:
     """Why a keyword is refused that is no tensor and that nothing names."""
     done = instead(name)
-    hint = f"; {done}" if done else hints.argument(name, known)
+    hint = f"; {done}" if done else spelling.argument(name, known)
     return f"attention has no argument {name}{hint}"
 
 
@@ -68,7 +68,7 @@ def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
     if name in (*ARGUMENTS, "q", "k") and name not in _OTHERS:
         return "is an argument of attention; give the tensor another name"
     meant = _OTHERS.get(name, "")
-    hint = f"; write {meant}" if meant in known else hints.argument(name, known)
+    hint = f"; write {meant}" if meant in known else spelling.argument(name, known)
     if not hint or len(name) == 1:  # which may as well be a tensor that was forgotten
         hint += "" if hint.endswith("?") else "."
         hint += (
@@ -109,7 +109,7 @@ def wrong_call(name: str, node: ast.Call, calls: dict[str, int]) -> str:
         return f"is no call of {name}, which takes {calls[name]} argument(s), not {count}{nest}"
     name = name or getattr(node.func, "attr", "")
     meant = name if name in calls else _FUNCTIONS.get(name, "")
-    hint = f"; write {meant}" if meant else hints.argument(name, calls)
+    hint = f"; write {meant}" if meant else spelling.argument(name, calls)
     return f"calls none of {', '.join(sorted(calls))}{hint}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernlib import hints
+from kernlib.hints import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -59,7 +59,7 @@ def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable)
         )
     if descriptor is not None and name == "epilogue" and descriptor.epilogue:
         raise TypeError(text + _own_epilogue(what, descriptor))
-    hint = hints.argument(name, fields)
+    hint = spelling.argument(name, fields)
     raise TypeError(text + (hint or f"; it takes {', '.join(fields)}"))
 
 
@@ -104,7 +104,7 @@ def instead_of_descriptor(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return ": the descriptor comes first, before the tensors"
     if isinstance(value, str):
-        names = [name for name in hints.meant("kernlib", value) if _makes_descriptor(name)]
+        names = [name for name in spelling.meant("kernlib", value) if _makes_descriptor(name)]
         return f": write {' or '.join(f'{name}()' for name in names)}" if names else ""
     if hasattr(value, "expression") and not isinstance(value, type):
         return f": an epilogue is part of a descriptor, as in kernlib.Pairwise(epilogue={value!r})"

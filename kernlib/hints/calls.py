@@ -116,12 +116,12 @@ def _plain(takes: Signature, bound: bool) -> Signature:
 
 
 def _meant(keyword: str, known: list[str], owner: type | None) -> str:
-    from kernlib import hints
+    from kernlib.hints import spelling
 
     takers = [] if owner is None else [*_takers(keyword, owner)]
     if takers:
         return f"; {' and '.join(takers)} takes it"
-    return hints.argument(keyword, known) or f"; it takes {', '.join(known)}"
+    return spelling.argument(keyword, known) or f"; it takes {', '.join(known)}"
 
 
 def _takers(keyword: str, owner: type) -> Iterator[str]:
