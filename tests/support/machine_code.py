@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import struct
 import sys
@@ -96,7 +97,7 @@ def compare(path: Path) -> int:
 
 
 def digests(specs: dict[str, KernelSpec]) -> dict[str, str]:
-    with ProcessPoolExecutor(2) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(zip(specs, pool.map(digest, specs.values()), strict=True))
 
 
