@@ -4,27 +4,24 @@
 // Floor: a read and a write of the arrays. Those of a layer have some 100,000 numbers, so a launch
 // takes 2 us, as each of ARRAYS of torch's would.
 //
-// The generated source defines before it includes this file:
-//   InputT, OutputT    storage, of 2 and 4 bytes or the other way round
-//   PARAMETER_BYTES    what lowering makes of Parameters
+// Facts and struct Fixed: class Cast of kernlib/families/kronecker_sparse/kernels/cast.py.
 #pragma once
 
 #include "common/types.cuh"
 
+using InputT = Config::InputT;    // storage, of 2 and 4 bytes or the other way round
+using OutputT = Config::OutputT;
 constexpr int THREADS = 256;
 constexpr int CHUNK = 8;  // elements of a thread: 16 bytes of the narrow type
-constexpr int ARRAYS = 3;
+constexpr int ARRAYS = Config::ARRAYS;
 
-// Laid out by kernlib/families/kronecker_sparse/lowering/cast.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* from[ARRAYS];
     OutputT* to[ARRAYS];
-    // fixed by the plan
-    i64 count[ARRAYS];
-    i64 vectors;  // whether all arrays begin at whole 16 bytes
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 __device__ __forceinline__ void cast_chunk(const InputT* from, OutputT* to) {
     constexpr int READ = 16 / sizeof(InputT), WRITTEN = 16 / sizeof(OutputT);

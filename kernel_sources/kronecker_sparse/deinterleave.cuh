@@ -4,28 +4,24 @@
 // Floor: a read and a write of the operand over 4.3 TB/s on an H200, where 25216 rows of 384
 // features in half precision take 11 us of 9.
 //
-// The generated source defines before it includes this file:
-//   InputT, LANES      storage, of 2 bytes; d
-//   PARAMETER_BYTES    what lowering makes of Parameters
+// Facts and struct Fixed: class Deinterleave of
+// kernlib/families/kronecker_sparse/kernels/deinterleave.py.
 #pragma once
 
 #include "common/hopper.cuh"
 
+using InputT = Config::InputT;        // storage, of 2 bytes
+constexpr int LANES = Config::LANES;  // d
 constexpr int THREADS = 256;
 constexpr int CHUNK = 8;  // elements of 16 bytes
 
-// Laid out by kernlib/families/kronecker_sparse/lowering/deinterleave.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* from;
     InputT* to;
-    // fixed by the plan
-    i64 row_stride, block_stride;  // of `from`
-    i64 total;                     // threads: one for 8 k of all l
-    int columns, chunks, blocks;   // c, its chunks, a
-    int vectors;                   // whether all 16 bytes of `from` are aligned and of one block
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_deinterleave(const __grid_constant__ Parameters p) {

@@ -4,6 +4,8 @@
 #include "common/parameters.cuh"
 #include "common/shared_words.cuh"
 
+using OutputT = Config::OutputT;  // as the tile is staged
+
 // 16 bytes of the staged tile through epilogues that would take seconds to compile, unrolled over a
 // thread's accumulators. Half types have been rounded before, as by a product of torch's.
 // feature(e) is that of element e.

@@ -9,30 +9,17 @@
 // Persistent CTAs: one producer thread, and two warpgroups of 64 rows each. A unit of work is 128
 // rows of the batch, and as many blocks as have whole lines of 64 k of each l, or all blocks.
 //
-// The generated source defines before it includes this file, as for fused_chain/fused_chain.cuh:
-//   InputT, LANES, QUOTIENT, ORDER, FIRST_COLUMNS, H_CHUNKS, STAGES, multiply(...)
+// Facts and struct Fixed: class Hidden of kernlib/families/kronecker_sparse/kernels/hidden.py.
 #pragma once
 
-constexpr int PAIRS = 2, GROUPS = 1, FIRST_SHARE = FIRST_COLUMNS;
-#define WIDE 0
+#include "kronecker_sparse/fused_chain/first_product.cuh"
 
-#include "kronecker_sparse/fused_chain/tiles.cuh"
-
-constexpr int STAGE_BYTES = (FIRST_BYTES + 1023) / 1024 * 1024;
-
-// Laid out by kernlib/families/kronecker_sparse/lowering/hidden.py.
-struct Maps { TensorMap x, first, h; };
-
-struct Fixed {
-    int row_tiles;
-    int blocks, depth;  // of the first factor in a unit, and its c
-    int shares;         // of blocks of a group: units of the same rows and g
-    int span;           // k of a share
-    u32 units;
+struct Maps {
+    TensorMap x, first, h;
 };
 
 struct Parameters : Maps, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 struct Shared {
     unsigned char* h;
@@ -49,8 +36,6 @@ struct Unit {
         group = index / p.row_tiles;
     }
 };
-
-#include "kronecker_sparse/fused_chain/first_product.cuh"
 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     Ring ring(1);

@@ -4,34 +4,35 @@
 // Floor: splits * a*b*c*d * 4 bytes over the bandwidth of L2, where portable/portable.cuh or
 // hopper/hopper.cuh has left them.
 //
-// The generated source defines before it includes this file:
-//   OutputT            storage of out
-//   BIAS               whether the last run of each row is of another result: bias[i,r,l] is the
-//                      sum of all its places
-//   PARAMETER_BYTES    what lowering makes of Parameters
+// Facts and struct Fixed: class SplitKSum of
+// kernlib/families/kronecker_sparse/kernels/split_k_sum.py.
 #pragma once
 
 #include "common/types.cuh"
 
+using OutputT = Config::OutputT;     // storage of out
+constexpr bool BIAS = Config::BIAS;  // whether the last run of each row is of another result:
+                                     // bias[i,r,l] is the sum of all its places
 constexpr int THREADS = 256;
 constexpr int RUN = 4;  // columns of a thread
 
-// Laid out by kernlib/families/kronecker_sparse/lowering/portable.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const float* partial;  // (split, block, lane, row, column), columns padded to a multiple of RUN
     OutputT* out;
-#if BIAS
-    OutputT* bias;
-#endif
-    // fixed by the plan
-    i64 out_block_stride, out_lane_stride, out_row_stride, out_column_stride;
-    i64 split_stride;
-    u32 splits, lanes, rows, columns;
-    u32 runs, total;       // of RUN columns, in a row and in all
-    u32 groups, unused;    // of threads that share the splits of a run: 1, 2, 4 or 8
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+template <bool HAS_BIAS>
+struct BiasPointer {
+    OutputT* bias;
+};
+template <>
+struct BiasPointer<false> {};
+
+struct Parameters : Operands, BiasPointer<BIAS>, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
+
+template <class P>
+__device__ __forceinline__ OutputT* bias_of(const P& p) { return p.bias; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_split_k_sum(const __grid_constant__ Parameters p) {
@@ -66,13 +67,14 @@ kronecker_sparse_split_k_sum(const __grid_constant__ Parameters p) {
         }
     }
     if (!exists) return;
-#if BIAS
-    if (run == p.runs - 1) {
-        const auto& x = sum.element;
-        p.bias[i64(line) * p.lanes + lane] = convert<OutputT>((x[0] + x[1]) + (x[2] + x[3]));
-        return;
+    if constexpr (BIAS) {
+        if (run == p.runs - 1) {
+            const auto& x = sum.element;
+            bias_of(p)[i64(line) * p.lanes + lane] =
+                convert<OutputT>((x[0] + x[1]) + (x[2] + x[3]));
+            return;
+        }
     }
-#endif
     OutputT* to = p.out + block * p.out_block_stride + lane * p.out_lane_stride +
                   row * p.out_row_stride + column * p.out_column_stride;
 #pragma unroll

@@ -4,41 +4,35 @@
 //
 // Floor: 2 * rows * columns * itemsize bytes over 4.3 TB/s.
 //
-// The generated source defines before it includes this file:
-//   InputT             storage
-//   HALF_INPUT         whether that is 2 bytes
-//   BIAS               whether sums of 64 rows are wanted too: sums[n / 64, f], of half types
-//   PARAMETER_BYTES    what lowering makes of Parameters
+// Facts and struct Fixed: class Transpose of kernlib/families/kronecker_sparse/kernels/transpose.py.
 #pragma once
 
-#include "common/types.cuh"
-#if HALF_INPUT
 #include "common/mma.cuh"
-#endif
 
+using InputT = Config::InputT;                   // storage
+constexpr bool HALF_INPUT = Config::HALF_INPUT;  // whether that is 2 bytes
+constexpr bool BIAS = Config::BIAS;              // whether sums of 64 rows are wanted too:
+                                                 // sums[n / 64, f], of half types
 constexpr int THREADS = 256;
 constexpr int TILE = 64;
 constexpr int CHUNK = 16 / sizeof(InputT);
 constexpr int ACROSS = TILE / CHUNK;                       // chunks of a line of a tile
 constexpr int CHUNKS = TILE * ACROSS / THREADS;            // of a thread
 
-// Laid out by kernlib/families/kronecker_sparse/lowering/transpose.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* in;
     InputT* out;
-#if BIAS
-    float* sums;            // lines of `columns` numbers
-#endif
-    // fixed by the plan
-    i64 row_stride, pitch;  // of in and of out
-    u32 rows, columns;      // n and f
-    u32 column_tiles;
-    u32 vectors;            // whether rows of in take aligned 16-byte loads
-    u32 whole;              // whether lines of out take aligned 16-byte stores
-    u32 unused;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+template <bool HAS_SUMS>
+struct SumsPointer {
+    float* sums;  // lines of `columns` numbers
+};
+template <>
+struct SumsPointer<false> {};
+
+struct Parameters : Operands, SumsPointer<BIAS>, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 union Words {
     Vector<InputT, CHUNK> value;
@@ -65,7 +59,6 @@ __device__ __forceinline__ void store_numbers(const Parameters& p, u32 row, u32 
     }
 }
 
-#if HALF_INPUT
 // Byte of a chunk of line n of the tile: the eight lines that ldmatrix reads at once, such as n =
 // 0, 1, 8, 9, 16, 17, 24 and 25, have it in different banks.
 __device__ __forceinline__ u32 place_of(u32 n, u32 chunk) {
@@ -74,8 +67,8 @@ __device__ __forceinline__ u32 place_of(u32 n, u32 chunk) {
 
 // A warp turns the tile's f of one chunk: matrix m of ldmatrix takes n = 8 t + 2 m and the next, so
 // that thread t of a quad gets n = 8 t .. 8 t + 7 of one f.
-__device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Parameters& p, u32 row,
-                                     u32 column) {
+__device__ __forceinline__ void turn_halves(const Words (&read)[CHUNKS], const Parameters& p,
+                                            u32 row, u32 column) {
     __shared__ __align__(128) unsigned char tile[TILE * TILE * 2];
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
@@ -101,10 +94,10 @@ __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Paramete
         store_chunk(x, p, row + n, column + f);
     }
 }
-#else
+
 // Whole words, in lines of which a warp's accesses find two words a bank.
-__device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Parameters& p, u32 row,
-                                     u32 column) {
+__device__ __forceinline__ void turn_words(const Words (&read)[CHUNKS], const Parameters& p,
+                                           u32 row, u32 column) {
     constexpr int LINE = TILE + 1;
     __shared__ u32 tile[TILE * LINE];
 #pragma unroll
@@ -117,7 +110,7 @@ __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Paramete
     __syncthreads();
     if (!p.whole) {
         store_numbers(p, row, column, [&](u32 n, u32 f) {
-            return __uint_as_float(tile[n * LINE + f]);
+            return convert<InputT>(__uint_as_float(tile[n * LINE + f]));
         });
         return;
     }
@@ -130,11 +123,10 @@ __device__ __forceinline__ void turn(const Words (&read)[CHUNKS], const Paramete
         store_chunk(line, p, row + n, column + f);
     }
 }
-#endif
 
-#if BIAS
 // A thread has lines n and n + 32 of one chunk of a tile, as every eighth thread has.
-__device__ __forceinline__ void add_rows(const Words (&read)[CHUNKS], const Parameters& p, u32 row,
+template <class P>
+__device__ __forceinline__ void add_rows(const Words (&read)[CHUNKS], const P& p, u32 row,
                                          u32 column) {
     __shared__ float of_warps[THREADS / 32][TILE];
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -154,7 +146,6 @@ __device__ __forceinline__ void add_rows(const Words (&read)[CHUNKS], const Para
     for (int i = 0; i < THREADS / 32; ++i) sum += of_warps[i][threadIdx.x];
     p.sums[i64(row / TILE) * p.columns + column + threadIdx.x] = sum;
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_transpose(const __grid_constant__ Parameters p) {
@@ -174,8 +165,7 @@ kronecker_sparse_transpose(const __grid_constant__ Parameters p) {
                 if (f + e < p.columns) x[i].value.element[e] = from[e];
         }
     }
-#if BIAS
-    add_rows(x, p, row, column);
-#endif
-    turn(x, p, row, column);
+    if constexpr (BIAS) add_rows(x, p, row, column);
+    if constexpr (HALF_INPUT) turn_halves(x, p, row, column);
+    else turn_words(x, p, row, column);
 }

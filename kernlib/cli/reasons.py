@@ -169,14 +169,15 @@ def estimates(descriptor, arch: str, tensors: tuple, arguments: dict) -> dict[st
     if type(descriptor).__name__ != "KroneckerSparse":
         return {}
     from kernlib.families.kronecker_sparse import operation, plans
+    from kernlib.families.kronecker_sparse.kernels import interleaved, portable, via_batch_last
     from kernlib.families.kronecker_sparse.lowering import choose, times
     from kernlib.runtime import ahead, devices
     from kernlib.runtime.operation import REFERENCE
 
     of = {
-        "interleaved": times.of_interleaved,
-        "transposed": times.of_transposed,
-        "portable": times.of_portable,
+        "interleaved": interleaved.microseconds,
+        "transposed": via_batch_last.microseconds,
+        "portable": portable.microseconds,
     }
     with ahead.unseen(), devices.rehearse(arch):
         (planned, *_) = operation.planned(descriptor, tensors, arguments)

@@ -4,13 +4,23 @@ How long they take to compile follows the machine, and is measured by ``benchmar
 number of their instructions does not.
 """
 
+from itertools import product
+
 import pytest
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse.lowering import hopper, interleaved, portable
+from kernlib.families.kronecker_sparse.kernels import hopper, portable, split_k_sum
+from kernlib.families.kronecker_sparse.kernels import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.interleaved import Interleaved
+from kernlib.families.kronecker_sparse.kernels.portable import Portable
+from kernlib.families.kronecker_sparse.kernels.portable_pack import PortablePack
+from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.kernels.transpose import Transpose
+from kernlib.families.kronecker_sparse.kernels.weight_gradient import WeightGradient
 from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
-from kernlib.families.kronecker_sparse.lowering import transpose as turn
-from kernlib.families.kronecker_sparse.lowering import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.lowering import shapes
+from kernlib.families.kronecker_sparse.lowering.problem import Scope
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.lowering.direct import EXPONENT_STAGES, INNER_CODE, Variant, spec
 from kernlib.jit import targets
@@ -151,8 +161,8 @@ def sparse_matrix():
     kinds = [("float16", "fp32"), ("float32", "fp32"), ("float32", "tf32")]
 
     def add(arch, dtype, precision, tile, left, right, partial=False, epilogue=()):
-        made = portable.Variant(dtype, precision, tile, left, right, partial)
-        wanted = portable.spec(epilogue, made, arch)
+        variant = Portable.Variant(dtype, precision, tile, left, right, partial)
+        wanted = Portable().spec(epilogue, variant, arch)
         cases[f"{arch} {wanted.description}"] = wanted, arch
 
     for kind in kinds[:2]:
@@ -170,8 +180,8 @@ def sparse_matrix():
         add(HERE, *kind, portable.TALL, "gather", "depth", epilogue=ACTIVATED)
     add(HERE, *kinds[0], portable.BIG, "line", "line", partial=True)
     for dtype in ("float16", "bfloat16", "float32"):
-        cases[f"{HERE} pack {dtype}"] = portable.pack_spec(dtype), HERE
-        cases[f"{HERE} reduce {dtype}"] = portable.reduce_spec(dtype), HERE
+        for step in (PortablePack(), SplitKSum()):
+            cases[f"{HERE} {step.name} {dtype}"] = step.spec((), step.Variant(dtype)), HERE
     return cases
 
 
@@ -194,7 +204,7 @@ def test_a_portable_kernel_compiles_within_its_bounds(name):
     assert 0 < made.registers <= REGISTERS and made.spilled == 0
     assert len(made.entry.cubin) <= CUBIN_BYTES
     assert made.instructions <= SPARSE_INSTRUCTIONS
-    sums = portable.SUM_BYTES if "sum of splits" in wanted.description else portable.PLACE_BYTES
+    sums = split_k_sum.SUM_BYTES if "sum of splits" in wanted.description else portable.PLACE_BYTES
     assert wanted.shared_bytes <= made.shared <= wanted.shared_bytes + sums
     held = targets.resident_blocks(arch, wanted.threads, made.registers, made.shared)
     assert held >= (1 if arch in ("sm_86", "sm_89", "sm_120") else BLOCKS)
@@ -218,34 +228,44 @@ def hopper_matrix():
                 for resident in (1, 0) if columns == widths[-1] else (int(last),):
                     packed = dtype == "float32" or resident == 0
                     tile = columns, resident, packed
-                    made = hopper.Variant(dtype, precision, last, last, *tile)
-                    specs.append(hopper.spec(ACTIVATED if last else SCALED, made))
-        specs.append(hopper.spec((), hopper.Variant(dtype, precision, True, True, 64, 0, True)))
+                    variant = Hopper.Variant(dtype, precision, last, last, *tile)
+                    specs.append(of_hopper(variant, ACTIVATED if last else SCALED))
+        specs.append(of_hopper(Hopper.Variant(dtype, precision, True, True, 64, 0, True)))
         specs += interleaved_specs(dtype, precision)
     for lines, widths in ((False, gradient.COLUMNS), (True, gradient.WHOLE_COLUMNS)):
-        both = lines, lines
-        specs += [gradient.spec(gradient.Variant("float16", *both, width)) for width in widths]
-    specs.append(gradient.spec(gradient.Variant("bfloat16", True, True, 256)))
-    for kind in (hopper, interleaved):  # packed weights
-        made = kind.variants([()], (64, 512, 2), HERE, KINDS)
-        specs += [spec for spec in made if stem(spec) == "kronecker_sparse_pack"]
-    specs += [turn.spec(dtype) for dtype in ("float16", "bfloat16", "float32")]
-    specs += [turn.spec(dtype, True) for dtype in ("float16", "bfloat16")]
+        specs += [of_gradient("float16", lines, lines, width) for width in widths]
+    specs.append(of_gradient("bfloat16", True, True, 256))
+    for kernel in (Hopper(), Interleaved()):  # packed weights
+        every = kernel.specs((), Scope((64, 512, 2), tuple(KINDS), HERE), HERE)
+        specs += [spec for spec in every if stem(spec) == "kronecker_sparse_pack"]
+    turns = [*product(("float16", "bfloat16"), (False, True)), ("float32", False)]
+    specs += [Transpose().spec((), Transpose.Variant(*turn)) for turn in turns]
     for last in hopper.MIXED:
-        specs.append(hopper.spec((), hopper.Variant("bfloat16", "fp32", *last, 128, 0, True)))
-    specs.append(gradient.mixed("float16", 64))
+        specs.append(of_hopper(Hopper.Variant("bfloat16", "fp32", *last, 128, 0, True)))
+    specs.append(of_gradient("float16", False, True, gradient.columns_of(64, True)))
     return {spec.description: spec for spec in specs}
 
 
+def of_hopper(variant, epilogue=()):
+    return Hopper().spec(epilogue, variant, HERE)
+
+
+def of_gradient(*variant):
+    return WeightGradient().spec((), WeightGradient.Variant(*variant), HERE)
+
+
 def interleaved_specs(dtype, precision):
-    for shape, tiling in interleaved.shapes(dtype, precision).items():
+    def spec(epilogue):
+        return Interleaved().spec(epilogue, variant, HERE)
+
+    for shape, tiling in shapes.shapes(dtype, precision).items():
         for columns in tiling.columns if dtype != "bfloat16" else tiling.columns[:1]:
-            made = interleaved.Variant(dtype, precision, shape, columns)
+            variant = Interleaved.Variant(dtype, precision, shape, columns)
             widest = columns == tiling.columns[0]
-            yield interleaved.spec((kl.Bias(),) if widest else SCALED, made)
+            yield spec((kl.Bias(),) if widest else SCALED)
             if widest and precision == "tf32":  # whose registers the accumulators leave fewest of
-                yield from (interleaved.spec(epilogue, made) for epilogue in ((), SCALED))
-    yield interleaved.spec((), made)
+                yield from map(spec, ((), SCALED))
+    yield spec(())
 
 
 HOPPER = hopper_matrix()

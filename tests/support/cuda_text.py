@@ -18,6 +18,7 @@ FIELDS = {
     "u32": ctypes.c_uint32,
     "int": ctypes.c_int32,
     "View": ctypes.c_int64 * 4,
+    "Strides": ctypes.c_int64 * 4,
     "TensorMap": ctypes.c_uint64 * 16,
     "pointer": ctypes.c_uint64,
 }
@@ -31,10 +32,13 @@ class Text(Mapping):
     constants of file scope."""
 
     def __init__(self, source: str):
-        self.text, defined = _preprocessed(re.sub(r"//.*", "", _included(source, set())))
+        text, defined = _preprocessed(re.sub(r"//.*", "", _included(source, set())))
+        facts = _facts(text)
+        text = re.sub(r"\bConfig::(\w+)", lambda match: facts[match[1]], text)
+        self.text = text.replace("if constexpr (", "if (")
         self._values = {"true": True, "false": False, "sizeof": lambda size: size, **CASTS}
         self._values |= {name: values for name, values in _arrays(self.text)}
-        self._texts = defined | dict(re.findall(r"using (\w+) = (\w+);", self.text))
+        self._texts = defined | facts | dict(re.findall(r"using (\w+) = (\w+);", self.text))
         for declared in re.findall(r"^constexpr (?:int|bool|u32) (.*?);", self.text, re.S | re.M):
             self._texts |= re.findall(r"(\w+)\s*=\s*(.*?)(?:, (?=\w+ =)|$)", declared, re.S)
 
@@ -69,15 +73,17 @@ class Text(Mapping):
         if bases[1] is None:
             return _structure(_fields(self.body("struct Parameters {")))
         fields = []
-        for base in re.split(r", (?![^<]*>)", bases[1]):
-            arguments = re.search(r"<(\w+)>", base)
-            count = arguments and eval(arguments[1], {}, self)
+        for base in re.split(r",\s+(?![^<]*>)", bases[1]):
+            name, _, argument = base.strip().removesuffix(">").partition("<")
+            count = argument and eval(expression(argument), {}, self)
             if base.startswith("VectorPointers"):
                 fields += [(f"vector{k}", ctypes.c_uint64) for k in range(count)]
             elif base.startswith("Scalars"):
                 fields += [(f"{name}{k}", t) for k in range(count) for name, t in SCALAR]
+            elif count is False:
+                fields += _fields(self.body(f"struct {name}<false> {{"))
             else:
-                fields += _fields(self.body(f"struct {base} {{"))
+                fields += _fields(self.body(f"struct {name} {{"))
         return _structure(fields)
 
 
@@ -90,6 +96,12 @@ def _included(source: str, seen: set[str]) -> str:
         return _included((sources.root() / name).read_text(), seen)
 
     return re.sub(r'^#include "(.*)"$', content, source, flags=re.M)
+
+
+def _facts(text: str) -> dict[str, str]:
+    """Of ``struct Config``."""
+    config = re.search(r"struct Config \{(.*?)\};", text, re.S)
+    return dict(re.findall(r"(\w+) = (.*?);", config[1])) if config else {}
 
 
 def _arrays(text: str) -> list[tuple[str, list[int]]]:

@@ -1,6 +1,10 @@
-// The first product of a unit: x by the first weight into shared memory.
+// The first product of a unit: x by the first weight into shared memory. Parameters, shared memory
+// and units are those of fused_chain/fused_chain.cuh or of hidden.cuh.
 #pragma once
 
+#include "kronecker_sparse/fused_chain/tiles.cuh"
+
+template <class Parameters, class Shared, class Unit>
 __device__ __forceinline__ void load_first(const Parameters& p, const Shared& s, Ring& ring,
                                            const Unit& unit, int block, int chunk) {
     int row = unit.row;
@@ -52,6 +56,7 @@ template <int COUNT>
 struct Pending {
     int stage = -1;
     // Behind a commit of what reads the stages from `next` on.
+    template <class Shared>
     __device__ __forceinline__ void replace(const Shared& s, int next) {
         if (stage >= 0) {
             wgmma_wait<1>();
@@ -59,11 +64,13 @@ struct Pending {
         }
         stage = next;
     }
+    template <class Shared>
     __device__ __forceinline__ void finish(const Shared& s) {
         wgmma_wait<0>();
         if (stage >= 0) release(s);
         stage = -1;
     }
+    template <class Shared>
     __device__ __forceinline__ void release(const Shared& s) {
         barrier_arrive_by_warp(&s.empty[stage]);
         if (COUNT == 2) barrier_arrive_by_warp(&s.empty[stage + 1 == STAGES ? 0 : stage + 1]);
@@ -81,6 +88,7 @@ constexpr int TOGETHER = MOST_TOGETHER > 4 ? 4 : MOST_TOGETHER > 0 ? MOST_TOGETH
 static_assert(STAGES >= 2 * FIRST_STAGES, "else producer and consumers wait for each other");
 
 // Begins the product of a block.
+template <class Parameters, class Shared>
 __device__ __forceinline__ void multiply_block(float (&sums)[FIRST_SUMS], const Parameters& p,
                                                const Shared& s, Ring& ring,
                                                Pending<FIRST_STAGES>& pending,
@@ -118,10 +126,10 @@ __device__ __forceinline__ int h_offset(int row, int k) {
     return k / ROW * H_CHUNK_BYTES + row * ROW_BYTES + (k % ROW * 2 ^ (row & 7) << 4);
 }
 
-// The sums of blocks, rounded, to their places in h.
-#if ORDER == 2
-// Eight columns have the same l and neighbouring k.
-__device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
+// The sums of blocks, rounded, to their places in h, each of these functions for an ORDER. Eight
+// columns have the same l and neighbouring k.
+template <int QUOTIENT, class Shared>
+__device__ __forceinline__ void store_eights(const float (&sums)[TOGETHER][FIRST_SUMS],
                                              const Shared& s, int block, int blocks,
                                              const Consumer& consumer) {
     int matrix = threadIdx.x % 32 / 8, row = consumer.row / 16 * 16 + threadIdx.x % 8;
@@ -147,13 +155,13 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
         }
     }
 }
-#endif
-#if ORDER == 1
+
 // Eight columns have 8 / QUOTIENT l. Where a block has but one or two k of an l, those of four
 // blocks are stored together: their number is a multiple of four, as k are whole steps of wgmma.
-__device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
-                                             const Shared& s, int block, int blocks,
-                                             const Consumer& consumer) {
+template <int QUOTIENT, class Shared>
+__device__ __forceinline__ void store_fewer(const float (&sums)[TOGETHER][FIRST_SUMS],
+                                            const Shared& s, int block, int blocks,
+                                            const Consumer& consumer) {
     static_assert(QUOTIENT > 1 || TOGETHER == 4, "of one k each, four blocks are stored together");
     constexpr int STEP_BYTES = 8 / QUOTIENT * H_LANE_BYTES, LINE_BYTES = 8 * ROW_BYTES;
     int column = consumer.first_share() + consumer.two;
@@ -192,12 +200,12 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
         }
     }
 }
-#endif
-#if ORDER == 0
+
 // A block's columns in their order, of which the first may have any l.
-__device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST_SUMS],
-                                             const Shared& s, int block, int blocks,
-                                             const Consumer& consumer) {
+template <class Shared>
+__device__ __forceinline__ void store_in_order(const float (&sums)[TOGETHER][FIRST_SUMS],
+                                               const Shared& s, int block, int blocks,
+                                               const Consumer& consumer) {
 #pragma unroll
     for (int other = 0; other < TOGETHER; ++other) {
         if (block + other >= blocks) break;
@@ -223,9 +231,9 @@ __device__ __forceinline__ void store_blocks(const float (&sums)[TOGETHER][FIRST
         }
     }
 }
-#endif
 
 // Blocks that the other warpgroup of a pair multiplies.
+template <class Parameters, class Shared>
 __device__ __forceinline__ void skip_blocks(const Parameters& p, const Shared& s, Ring& ring,
                                             int blocks) {
     int stages = ceil_div(p.depth, ROW) * blocks * FIRST_STAGES;
@@ -236,6 +244,7 @@ __device__ __forceinline__ void skip_blocks(const Parameters& p, const Shared& s
     }
 }
 
+template <class Parameters, class Shared>
 __device__ __forceinline__ void first_product(const Parameters& p, const Shared& s, Ring& ring,
                                               const Consumer& consumer) {
     int turn = consumer.warpgroup % GROUPS;
@@ -251,6 +260,8 @@ __device__ __forceinline__ void first_product(const Parameters& p, const Shared&
         for (int i = 0; i < TOGETHER; ++i)
             if (block + i < p.blocks) multiply_block(sums[i], p, s, ring, pending, consumer);
         pending.finish(s);
-        store_blocks(sums, s, block, p.blocks, consumer);
+        if constexpr (ORDER == 2) store_eights<QUOTIENT>(sums, s, block, p.blocks, consumer);
+        else if constexpr (ORDER == 1) store_fewer<QUOTIENT>(sums, s, block, p.blocks, consumer);
+        else store_in_order(sums, s, block, p.blocks, consumer);
     }
 }

@@ -20,99 +20,12 @@
 // a time: of its columns, or of its l, each warpgroup takes a part, LANES l together, so that
 // features of y that lie side by side meet in one thread.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of x, weights and h; arithmetic; storage of y
-//   WIDE                     whether a unit has 16 l of more, of which each pair has 8 and each
-//                            warpgroup 4; else it has all l, and each pair has 64 rows
-//   PAIRS, GROUPS            pairs of warpgroups, 2 or, if not WIDE, 3; and warpgroups of each, 1
-//                            or 2
-//   LANES                    l of a warpgroup
-//   QUOTIENT                 features of a block of h with the same l, whose rows of the first
-//                            weight are loaded together, l by l; 0: a block's rows in their order
-//   ORDER                    2 where QUOTIENT is a multiple of 8, 1 where it is less, 0 where it
-//                            is 0
-//   DIRECT                   whether what a thread has of y fills sectors with what others of its
-//                            quad have
-//   FIRST_COLUMNS            features of a block of h that a pair computes
-//   FIRST_SHARE              those of a warpgroup: all, or half of them
-//   H_CHUNKS                 128-byte rows of h along k, for each l
-//   COLUMNS                  j of a warpgroup's tile of the second product
-//   SECOND_DEPTH             k of its stages
-//   STAGES                   of the ring
-//   Finish, EPILOGUE, VECTORS, SCALARS, PARAMETER_BYTES: as in hopper/hopper.cuh
-//   multiply(...)            wgmma of FIRST_SHARE and of COLUMNS
+// Facts and struct Fixed: fused_chain/tiles.cuh and fused_chain/unit.cuh.
 #pragma once
 
-#include "common/hopper.cuh"
-#include "common/parameters.cuh"
-#include "common/store_chunk.cuh"
-#include "kronecker_sparse/fused_chain/tiles.cuh"
-
-constexpr int SECOND_COLUMNS = WIDE ? COLUMNS : GROUPS * COLUMNS;     // of a unit's tile
-constexpr int SECOND_LANE_BYTES = SECOND_COLUMNS * SECOND_DEPTH * 2;
-constexpr int SECOND_BYTES = SPAN * SECOND_LANE_BYTES;  // of one of the second
-constexpr int MOST_BYTES = FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND_BYTES;
-constexpr int STAGE_BYTES = PAIRS == 3 ? 2 * BOX_BYTES : (MOST_BYTES + 1023) / 1024 * 1024;
-static_assert(MOST_BYTES <= STAGE_BYTES, "a stage has room for either product's");
-
-// Unless DIRECT, y is staged by 8 columns. If WIDE a line has each column's l of one warpgroup
-// behind those of another, so that a thread stores two j at once. The bytes between lines, and
-// between warpgroups, have what is stored or loaded at the same time lie in other banks.
-constexpr int PART_COLUMNS = 8;
-constexpr int PART_LINE = PART_COLUMNS * SPAN * 2;
-constexpr int GROUP_PITCH = PART_COLUMNS * LANES * 2 + 32;
-constexpr int PART_PITCH = WIDE ? WARPGROUPS * GROUP_PITCH + 64 : PART_LINE + (LANES % 2 ? 0 : 16);
-constexpr int PART_BYTES = 16 * PART_PITCH;  // of the rows of a warp
-constexpr int OUT_BYTES = DIRECT ? 0 : (WIDE ? 4 : 4 * WARPGROUPS) * PART_BYTES;
-constexpr int FEATURES = COLUMNS * LANES;  // of a warpgroup's tile
-
-// Laid out by kernlib/families/kronecker_sparse/lowering/fused_chain.py.
-struct Maps { TensorMap x, first; };
-
-struct Operands {
-    const unsigned char* second;  // packed by hopper/pack.cuh
-    OutputT* y;
-};
-
-struct Fixed {
-    i64 y_row;                     // from row to row of y
-    int row_tiles, spans, splits;  // units of a group
-    int rows;                      // batch
-    int blocks, depth;             // of the first factor in a group, and its c
-    int columns, lanes;            // of the second factor: b, d
-    int second_depth;              // its c
-    int column_tiles;              // of SECOND_COLUMNS
-    u32 units;
-    int unused;                    // fills up 8 bytes
-};
-
-struct Parameters : Maps, Operands, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
-
-struct Shared {
-    unsigned char* h;
-    unsigned char* stages;
-    unsigned char* out;
-    InputT* vectors;
-    u64 *full, *empty;
-};
-
-// A unit's place. Those of the same rows are neighbours, so that x comes from L2 but once.
-struct Unit {
-    int row, lane, group, first_tile, last_tile;
-    __device__ __forceinline__ Unit(const Parameters& p, u32 index) {
-        int split = index % p.splits;
-        index /= p.splits;
-        lane = index % p.spans * SPAN;
-        index /= p.spans;
-        row = index % p.row_tiles * TILE_ROWS;
-        group = index / p.row_tiles;
-        first_tile = split * p.column_tiles / p.splits;
-        last_tile = (split + 1) * p.column_tiles / p.splits;
-    }
-};
-
 #include "kronecker_sparse/fused_chain/first_product.cuh"
+#include "kronecker_sparse/fused_chain/second_product.cuh"
+#include "kronecker_sparse/fused_chain/store.cuh"
 
 __device__ __forceinline__ void load_second(const Parameters& p, const Shared& s, Ring& ring,
                                             const Unit& unit, int tile, int stage, int stages) {
@@ -142,9 +55,6 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
                 load_second(p, s, ring, unit, tile, stage, stages);
     }
 }
-
-#include "kronecker_sparse/fused_chain/second_product.cuh"
-#include "kronecker_sparse/fused_chain/store.cuh"
 
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     Consumer consumer;

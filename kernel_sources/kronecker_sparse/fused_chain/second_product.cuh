@@ -1,6 +1,9 @@
 // The second product of a unit: h by the second weight.
 #pragma once
 
+#include "kronecker_sparse/fused_chain/first_product.cuh"
+#include "kronecker_sparse/fused_chain/unit.cuh"
+
 // Of a warpgroup, in a tile.
 __device__ __forceinline__ int first_column(const Consumer& consumer) {
     return WIDE ? 0 : consumer.warpgroup % GROUPS * COLUMNS;

@@ -1,6 +1,10 @@
 // A finished tile of y, of which a thread has LANES features side by side for each j.
 #pragma once
 
+#include "common/store_chunk.cuh"
+#include "kronecker_sparse/fused_chain/first_product.cuh"
+#include "kronecker_sparse/fused_chain/unit.cuh"
+
 // The epilogues' vectors, of the features of a warpgroup's tile, in shared memory: loads of them
 // from device memory, with their addresses, took longer than both products. In two places by turns,
 // as one warp may have the next tile's while another reads.
@@ -66,7 +70,7 @@ struct Finished {
                     int l = (f + e) % LANES, column = (f + e) / LANES;
                     int feature = ((first + i) / 4 * 8 + two + column) * LANES + l;
                     values[e] = sums[l][first + i + column];
-                    if (EPILOGUE) values[e] = finish(values[e], feature);
+                    if (Config::EPILOGUE) values[e] = finish(values[e], feature);
                 }
                 u32& both = word[i / 2 * LANES + f / 2];
                 both = pack<OutputT>(values[0], values[1]);
@@ -86,11 +90,10 @@ struct Finished {
     }
 };
 
-#if DIRECT
 // Four threads have 32 bytes of a row side by side, or 16 of one l.
-__device__ __forceinline__ void store_finished(const Finished& y, const Parameters& p,
-                                               const Shared& s, const Unit& unit, int column,
-                                               const Consumer& consumer) {
+__device__ __forceinline__ void store_direct(const Finished& y, const Parameters& p,
+                                             const Unit& unit, int column,
+                                             const Consumer& consumer) {
     int row = unit.row + consumer.row, j = column + consumer.two;
     OutputT* to = p.y + row * p.y_row + (i64(unit.group) * p.columns + j) * LANES;
 #pragma unroll
@@ -102,7 +105,7 @@ __device__ __forceinline__ void store_finished(const Finished& y, const Paramete
             if (j + i * 2 < p.columns) y.store(line + i * 2 * LANES, i + half * 2);
     }
 }
-#else
+
 // Through shared memory they become whole 32-byte sectors. The warps that stage and store the same
 // 16 rows are one or, if WIDE, those of all warpgroups, which split l.
 __device__ __forceinline__ void synchronize_rows(const Consumer& consumer) {
@@ -156,9 +159,9 @@ __device__ __forceinline__ void copy_part(const Parameters& p, const unsigned ch
     }
 }
 
-__device__ __forceinline__ void store_finished(const Finished& y, const Parameters& p,
-                                               const Shared& s, const Unit& unit, int column,
-                                               const Consumer& consumer) {
+__device__ __forceinline__ void store_staged(const Finished& y, const Parameters& p,
+                                             const Shared& s, const Unit& unit, int column,
+                                             const Consumer& consumer) {
     int warp = WIDE ? consumer.row / 16 : consumer.warpgroup * 4 + threadIdx.x % 128 / 32;
     unsigned char* out = s.out + warp * PART_BYTES;
 #pragma unroll
@@ -169,7 +172,6 @@ __device__ __forceinline__ void store_finished(const Finished& y, const Paramete
         copy_part(p, out, unit, column + part, consumer);
     }
 }
-#endif
 
 __device__ __forceinline__ void store_tile(const float (&sums)[LANES][COLUMNS / 2],
                                            const Vectors& vectors, const Parameters& p,
@@ -177,7 +179,9 @@ __device__ __forceinline__ void store_tile(const float (&sums)[LANES][COLUMNS / 
                                            const Consumer& consumer) {
     Finish finish(Staged{p, vectors});
 #pragma unroll
-    for (int first = 0; first < COLUMNS; first += FINISHED)
-        store_finished(Finished(sums, finish, first / 2, consumer.two), p, s, unit, column + first,
-                       consumer);
+    for (int first = 0; first < COLUMNS; first += FINISHED) {
+        Finished y(sums, finish, first / 2, consumer.two);
+        if constexpr (DIRECT) store_direct(y, p, unit, column + first, consumer);
+        else store_staged(y, p, s, unit, column + first, consumer);
+    }
 }

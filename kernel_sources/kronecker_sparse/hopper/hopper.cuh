@@ -9,136 +9,23 @@
 // weights fit (RESIDENT), tiles that share them follow each other, so that they are read once,
 // or by each CTA of a team where y is most of what moves.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
-//   BATCH_LAST, OUT_LAST     whether x, and y, are (features, batch), else (batch, features) and
-//                            d = 1; the same for both unless in half types
-//   TILE_COLUMNS             output features of a tile: a multiple of 8, of a 128-byte row if there
-//                            are several tiles a group
-//   STAGES, OUT_PARTS        tiles of x under way, parts of tiles of y of a warpgroup
-//   RESIDENT                 blocks of w along k that stay in shared memory; 0: w moves like x
-//   PRODUCTS                 fp32: 3 for split products (3xTF32), 1 for TF32; half types: 1
-//   VECTORS, SCALARS         parameters of the epilogues
-//   HEAD, Finish             the first of them, over accumulators
-//   REST, Rest               those behind HEAD_SCALARS and HEAD_VECTORS, over the staged tile
-//   PACKED                   whether w comes from hopper/pack.cuh, else by a tensor map
-//   RIGHT_LINES              whether the map has j contiguous, else k (not packed, half types)
-//   PARTIAL                  whether sums over parts of k go to a workspace, for split_k_sum.cuh:
-//                            the gradient by w, with j for n, k for j and n for k
-//   multiply(...)            one wgmma of TILE_COLUMNS; HALF_INPUT: whether x is no float
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts and struct Fixed: hopper/tile.cuh.
 #pragma once
 
-#include "common/hopper.cuh"
-#include "kronecker_sparse/epilogue.cuh"
-
-constexpr int ROW_BYTES = 128;                        // swizzled rows of every tile
-constexpr int ROW = ROW_BYTES / sizeof(InputT);       // elements of one
-constexpr int TILE_DEPTH = ROW;                       // input features of a stage
-constexpr int STEP = 32 / sizeof(InputT);             // input features of one wgmma
-constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS;
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a thread
-constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;         // of w: split into high and low words
-
-constexpr int X_BYTES = TILE_ROWS * ROW_BYTES;
-// One block of w along k: for each copy TILE_COLUMNS rows of 128 bytes along k; or, RIGHT_LINES,
-// TILE_DEPTH rows of them along j for each part of the columns.
-constexpr int W_PARTS = RIGHT_LINES ? (TILE_COLUMNS + ROW - 1) / ROW : 1;
-constexpr int W_BYTES = RIGHT_LINES ? W_PARTS * TILE_DEPTH * ROW_BYTES
-                                    : COPIES * TILE_COLUMNS * ROW_BYTES;
-constexpr int STAGE_BYTES = X_BYTES + (RESIDENT ? 0 : W_BYTES);
-constexpr int RESIDENT_BYTES = RESIDENT * W_BYTES;
-// A warpgroup stages PART_COLUMNS of y at a time: OUT_LAST blocks of (PART_COLUMNS, ROW), else of
-// (64, ROW).
-constexpr int PART_COLUMNS = TILE_COLUMNS < ROW ? TILE_COLUMNS : ROW;
-constexpr int PARTS = (TILE_COLUMNS + PART_COLUMNS - 1) / PART_COLUMNS;
-constexpr int PART_BLOCKS = OUT_LAST ? 64 / ROW : 1;
-constexpr int PART_BLOCK_BYTES = (OUT_LAST ? PART_COLUMNS : 64) * ROW_BYTES;
-constexpr int PART_BYTES = PART_BLOCKS * PART_BLOCK_BYTES;
-
-// Laid out by kernlib/families/kronecker_sparse/lowering/hopper.py; PARTIAL, by
-// weight_gradient.py there.
-struct Maps {
-    TensorMap x;
-#if !PARTIAL
-    TensorMap y;
-#endif
-#if !PACKED
-    TensorMap w;
-#endif
-};
-
-struct Workspaces {
-#if PACKED
-    const unsigned char* packed;  // by hopper/pack.cuh
-#endif
-#if PARTIAL
-    float* partial;               // (split, i, l, row, column), rows of `pitch` columns
-#endif
-};
-
-struct Fixed {
-    int row_tiles, column_tiles;  // of a group
-    int blocks, lanes;            // a, d
-    int rows, columns, depth;     // batch, b, c
-    int split_depth;              // blocks of k of a part
-    union {
-        int pitch;                // of rows of `partial`
-        int teams;                // of CTAs, where weights stay
-    };
-    u32 tiles;                    // of all groups and parts
-};
-
-struct Parameters : Maps, Workspaces, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
-
-struct Shared {
-    unsigned char* weights;
-    unsigned char* stages;
-    unsigned char* out;
-    u64 *full, *empty, *weights_full, *weights_empty;
-};
-
-// A tile's place, and its blocks of k. Row tiles of the same weights, a group, are neighbours where
-// these stay; else the column tiles of the same rows, so that x comes from L2.
-struct Tile {
-    int group, row, column, block, lane, split, first, depth;
-    __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
-        if (RESIDENT) {
-            row = index % p.row_tiles;
-            group = index / p.row_tiles;
-            column = group % p.column_tiles;
-            index = group / p.column_tiles;
-        } else {
-            column = index % p.column_tiles;
-            row = index / p.column_tiles % p.row_tiles;
-            group = index = index / p.column_tiles / p.row_tiles;
-        }
-        lane = index % p.lanes;
-        block = index / p.lanes;
-        int all = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
-        split = first = 0;
-        depth = all;
-        if (PARTIAL) {
-            split = block / p.blocks;
-            block %= p.blocks;
-            first = split * p.split_depth;
-            depth = min(p.split_depth, all - first);
-        }
-    }
-};
+#include "kronecker_sparse/hopper/multiply.cuh"
+#include "kronecker_sparse/hopper/store.cuh"
 
 // The tiles of a CTA: those that all CTAs compute at the same time are neighbours or, where weights
 // stay, those that a team of them does. A team of one computes neighbours one after the other.
 // A team's share of the tiles is its share of the CTAs: none has more than the mean, rounded up.
 struct Range {
     u32 first, last, step;
-    __device__ __forceinline__ explicit Range(const Parameters& p) {
+    template <class P>
+    __device__ __forceinline__ explicit Range(const P& p) {
         first = blockIdx.x;
         last = p.tiles;
         step = gridDim.x;
-        if (RESIDENT) {
+        if constexpr (RESIDENT) {
             u32 teams = p.teams, team = blockIdx.x % teams;
             u32 size = gridDim.x / teams, larger = gridDim.x % teams;  // teams of one CTA more
             u32 before = team * size + min(team, larger);  // CTAs of the teams before
@@ -149,15 +36,15 @@ struct Range {
     }
 };
 
-__device__ __forceinline__ void load_weights(unsigned char* to, const Parameters& p, u64* barrier,
+template <class P>
+__device__ __forceinline__ void load_weights(unsigned char* to, const P& p, u64* barrier,
                                              const Tile& tile, int block) {
     int column = tile.column * TILE_COLUMNS, k = block * TILE_DEPTH;
-#if PACKED
-    i64 pair = i64(tile.block) * p.lanes + tile.lane;
-    i64 place = (pair * p.column_tiles + tile.column) * tile.depth + block;
-    load_bytes(to, p.packed + place * W_BYTES, barrier, W_BYTES);
-#else
-    if (RIGHT_LINES) {
+    if constexpr (PACKED) {
+        i64 pair = i64(tile.block) * p.lanes + tile.lane;
+        i64 place = (pair * p.column_tiles + tile.column) * tile.depth + block;
+        load_bytes(to, p.packed + place * W_BYTES, barrier, W_BYTES);
+    } else if (RIGHT_LINES) {
 #pragma unroll
         for (int part = 0; part < W_PARTS; ++part)
             load_box(to + part * TILE_DEPTH * ROW_BYTES, p.w, barrier, column + part * ROW,
@@ -165,7 +52,6 @@ __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters
     } else {
         load_box(to, p.w, barrier, k, tile.lane, column, tile.block);
     }
-#endif
 }
 
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
@@ -209,9 +95,6 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     }
 }
 
-#include "kronecker_sparse/hopper/multiply.cuh"
-#include "kronecker_sparse/hopper/store.cuh"
-
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     int warpgroup = threadIdx.x / 128 - 1;
     int stage = 0, parity = 0, group = -1, groups = 0, slot = 0;
@@ -235,12 +118,12 @@ __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
         if (RESIDENT && (next >= range.last || next / p.row_tiles != index / p.row_tiles)) {
             if (threadIdx.x % 32 == 0) barrier_arrive(s.weights_empty);
         }
-#if PARTIAL
-        store_partial(sums, p, tile, warpgroup);
-#else
-        store_tile(sums, finish, p, s.out + warpgroup * OUT_PARTS * PART_BYTES, slot, tile,
-                   warpgroup);
-#endif
+        if constexpr (PARTIAL) {
+            store_partial(sums, p, tile, warpgroup);
+        } else {
+            store_tile(sums, finish, p, s.out + warpgroup * OUT_PARTS * PART_BYTES, slot, tile,
+                       warpgroup);
+        }
     }
     if (threadIdx.x % 128 == 0) wait_for_stores();
 }

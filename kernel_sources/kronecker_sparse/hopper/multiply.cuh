@@ -1,6 +1,8 @@
 // The sums of a tile by wgmma: 64 rows of the batch a warpgroup, TILE_COLUMNS features.
 #pragma once
 
+#include "kronecker_sparse/hopper/tile.cuh"
+
 // Of one copy of a block of w: of rows of 128 bytes, or packed.
 __device__ __forceinline__ u64 weights_descriptor(const Shared& s, int stage, int block) {
     u32 address = shared_address(RESIDENT ? s.weights + block * W_BYTES
@@ -13,11 +15,11 @@ __device__ __forceinline__ u64 weights_descriptor(const Shared& s, int stage, in
 constexpr int WEIGHTS_STEP = PACKED ? 2 * TILE_COLUMNS : RIGHT_LINES ? STEP * ROW_BYTES / 16 : 2;
 constexpr int WEIGHTS_COPY = TILE_COLUMNS * ROW_BYTES / 16;
 
-#if HALF_INPUT
 // Both operands from shared memory; x along k (batch first) or along the batch (batch last).
-__device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared& s, int warpgroup,
-                                              int depth, int depth_blocks, int& stage,
-                                              int& parity) {
+template <int COUNT>
+__device__ __forceinline__ void multiply_halves(float (&sums)[COUNT], const Shared& s,
+                                                int warpgroup, int depth, int depth_blocks,
+                                                int& stage, int& parity) {
     int previous = -1;
 #pragma unroll 1
     for (int block = 0; block < depth_blocks; ++block) {
@@ -47,7 +49,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared&
     wgmma_wait<0>();
     barrier_arrive_by_warp(&s.empty[previous]);
 }
-#else
+
 // x through registers, split into TF32 words there, for TF32 wgmma takes no operand along the
 // batch; w was split when it was packed. In 3xTF32 each block's sums start from zero and are added
 // outside, because the matrix unit truncates what it accumulates.
@@ -62,19 +64,19 @@ __device__ __forceinline__ u32 element_address(u32 stage, int row, int k) {
     return stage + row * ROW_BYTES + (((k >> 2) ^ (row & 7)) << 4) + (k & 3) * 4;
 }
 
-__device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared& s, int warpgroup,
-                                              int depth, int depth_blocks, int& stage,
-                                              int& parity) {
+template <int COUNT>
+__device__ __forceinline__ void multiply_floats(float (&total)[COUNT], const Shared& s,
+                                                int warpgroup, int depth, int depth_blocks,
+                                                int& stage, int& parity) {
     constexpr int STEPS = TILE_DEPTH / STEP;
     int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, k = lane % 4;
     int near = BATCH_LAST ? 2 * k : k, far = BATCH_LAST ? 2 * k + 1 : k + 4;
-#if PRODUCTS == 3
-    float sums[SUMS];
+    float of_block[COUNT];
+    auto& sums = PRODUCTS == 3 ? of_block : total;
+    if (PRODUCTS == 3) {
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) total[i] = 0.0f;
-#else
-    auto& sums = total;
-#endif
+        for (int i = 0; i < COUNT; ++i) total[i] = 0.0f;
+    }
 #pragma unroll 1
     for (int block = 0; block < depth_blocks; ++block) {
         barrier_wait(&s.full[stage], parity);
@@ -98,23 +100,33 @@ __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared
         for (int step = 0; step < STEPS; ++step) {
             if (step < steps) {
                 u64 w = right + step * WEIGHTS_STEP;
-#if PRODUCTS == 3
-                multiply(sums, low[step], w, step > 0);
-                multiply(sums, high[step], w + WEIGHTS_COPY, 1);
-                multiply(sums, high[step], w, 1);
-#else
-                multiply(sums, high[step], w, block + step > 0);
-#endif
+                if constexpr (PRODUCTS == 3) {
+                    multiply(sums, low[step], w, step > 0);
+                    multiply(sums, high[step], w + WEIGHTS_COPY, 1);
+                    multiply(sums, high[step], w, 1);
+                } else {
+                    multiply(sums, high[step], w, block + step > 0);
+                }
             }
         }
         wgmma_commit();
         wgmma_wait<0>();
         barrier_arrive_by_warp(&s.empty[stage]);
-#if PRODUCTS == 3
+        if (PRODUCTS == 3) {
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) total[i] += sums[i];
-#endif
+            for (int i = 0; i < COUNT; ++i) total[i] += sums[i];
+        }
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }
-#endif
+
+template <int COUNT>
+__device__ __forceinline__ void multiply_tile(float (&sums)[COUNT], const Shared& s, int warpgroup,
+                                              int depth, int depth_blocks, int& stage,
+                                              int& parity) {
+    if constexpr (HALF_INPUT) {
+        multiply_halves(sums, s, warpgroup, depth, depth_blocks, stage, parity);
+    } else {
+        multiply_floats(sums, s, warpgroup, depth, depth_blocks, stage, parity);
+    }
+}

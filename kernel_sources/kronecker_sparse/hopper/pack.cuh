@@ -8,33 +8,32 @@
 // chunks along k, which are up to 512 bytes of each of their lines; a thread reads TOGETHER l at
 // once and turns them.
 //
-// The generated source defines before it includes this file:
-//   InputT, TILE_COLUMNS, TILE_DEPTH, SPAN   of the kernel that will read it
-//   TOGETHER                 neighbouring l of 1 to 16 bytes, whose first one is aligned to them
-//   PRODUCTS                 fp32: 3 for high and low words, 1 for rounded ones; half types: 1
-//   ORDER_SIZE, ORDER        which k a position along k stands for, in each ORDER_SIZE of them
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts, struct Fixed and ORDER, which k a position along k stands for, in each so many of them:
+// class Pack of kernlib/families/kronecker_sparse/kernels/pack.py.
 #pragma once
 
 #include "common/hopper.cuh"
+#include "kronecker_sparse/strides.cuh"
 
+using InputT = Config::InputT;                // of the kernel that will read it, as are:
+constexpr int TILE_COLUMNS = Config::TILE_COLUMNS, TILE_DEPTH = Config::TILE_DEPTH;
+constexpr int SPAN = Config::SPAN;
+constexpr int TOGETHER = Config::TOGETHER;    // neighbouring l of 1 to 16 bytes, whose first one is
+                                              // aligned to them
+// Of words: high and low ones of 3xTF32; of TF32 rounded ones; of half types as they are.
+constexpr int COPIES = Config::PRODUCTS == 3 ? 2 : 1;
+constexpr int ORDER_SIZE = sizeof(ORDER);
 constexpr int THREADS = 128;
 constexpr int CHUNK = 16 / sizeof(InputT);
 constexpr int CHUNKS = TILE_DEPTH / CHUNK;
-constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;
 
-// Laid out by kernlib/families/kronecker_sparse/lowering/pack.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* weight;
     InputT* packed;
-    // fixed by the plan
-    i64 block_stride, lane_stride, column_stride, depth_stride;
-    i64 total;                          // threads
-    int lanes, columns, depth;          // of the weight
-    int spans, column_tiles, stages;    // of the tiles
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 __device__ __forceinline__ void split(float x, float& high, float& low) {
     high = round_to_tf32(x);
@@ -62,13 +61,13 @@ kronecker_sparse_pack(const __grid_constant__ Parameters p) {
 
     Vector<InputT, TOGETHER> read[CHUNK] = {};
     const InputT* from =
-        p.weight + i * p.block_stride + l * p.lane_stride + j * p.column_stride;
+        p.weight + i * p.strides.block + l * p.strides.lane + j * p.strides.line;
 #pragma unroll
     for (int e = 0; e < CHUNK; ++e) {
         int position = chunk * CHUNK + e;
         int k = position - position % ORDER_SIZE + ORDER[position % ORDER_SIZE];
         if (l < p.lanes && j < p.columns && k < p.depth)
-            read[e] = load_vector<InputT, TOGETHER>(from + k * p.depth_stride);
+            read[e] = load_vector<InputT, TOGETHER>(from + k * p.strides.depth);
     }
     constexpr int LANE = CHUNKS * TILE_COLUMNS, STAGE = COPIES * SPAN * LANE;  // in chunks
 #pragma unroll

@@ -10,102 +10,12 @@
 // 2t + 1 of a row, which the swizzle spreads over all banks; w is packed in that order. Of three l
 // it takes 24 bytes, all l of four k.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of x and w, arithmetic, storage of y
-//   LANES, HALVES            l of a warpgroup; 2 where two warpgroups share rows and split l
-//   MERGED                   whether rows of x hold all l of a k, so that (k, l) is one dimension
-//   TILE_COLUMNS             output features j of a tile
-//   TILE_DEPTH               input features k of a stage
-//   STAGES, PRODUCTS, multiply(...), HALF_INPUT, PARAMETER_BYTES, and the epilogues: as in
-//                            hopper/hopper.cuh
+// Facts and struct Fixed: interleaved/tile.cuh.
 #pragma once
 
 #include "common/async_copy.cuh"
-#include "common/hopper.cuh"
-#include "common/shared_words.cuh"
-#include "kronecker_sparse/epilogue.cuh"
-
-constexpr int SIZE = sizeof(InputT);
-constexpr int ROW_BYTES = 128;
-constexpr int CHUNK = 16 / SIZE;                      // elements of 16 bytes
-constexpr int SPAN = LANES * HALVES;                  // l of a tile
-constexpr int ROW = ROW_BYTES / SIZE;                 // elements of one row of x in shared memory
-constexpr int ROW_DEPTH = ROW / SPAN;                 // whole k of one
-constexpr int ROW_BLOCKS = TILE_DEPTH * SPAN / ROW;   // such rows of a stage, for each n
-constexpr int TILE_ROWS = HALVES == 2 ? 64 : 128;
-constexpr int PRODUCERS = 128, THREADS = 384;
-constexpr int SUMS = TILE_COLUMNS / 2;                // accumulators of a thread for one l
-constexpr int STEP = 32 / SIZE;                       // k of one wgmma
-constexpr int STEPS = TILE_DEPTH / STEP;
-constexpr int COPIES = PRODUCTS == 3 ? 2 : 1;
-constexpr int SPAN_BYTES = SPAN * SIZE;               // of one k
-// Bits of the row that the chunk is XORed with, by the copy engine if MERGED.
-constexpr int SWIZZLE = (MERGED ? ROW_BYTES : SPAN_BYTES) / 16 - 1;
-
-constexpr int X_BLOCK_BYTES = TILE_ROWS * ROW_BYTES;
-constexpr int X_BYTES = ROW_BLOCKS * X_BLOCK_BYTES;
-constexpr int W_LANE_BYTES = TILE_COLUMNS * TILE_DEPTH * SIZE;
-constexpr int W_BYTES = COPIES * SPAN * W_LANE_BYTES;  // of a stage, packed by hopper/pack.cuh
-constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
-// j that are staged and stored together: eight at least, in whole rows.
-constexpr int OUT_COLUMNS = SPAN == 3 ? ROW : ROW_DEPTH < 8 ? 8 : ROW_DEPTH;
-constexpr int OUT_BLOCKS = OUT_COLUMNS * SPAN / ROW;
-constexpr int OUT_ROWS = 64;                                // n likewise
-constexpr int OUT_BLOCK_BYTES = OUT_ROWS * ROW_BYTES;
-constexpr int OUT_BYTES = OUT_BLOCKS * OUT_BLOCK_BYTES;
-constexpr int OUT_SLOTS = TILE_COLUMNS / OUT_COLUMNS < 4 ? TILE_COLUMNS / OUT_COLUMNS : 4;
-
-// Laid out by kernlib/families/kronecker_sparse/lowering/interleaved.py.
-#if MERGED
-struct Maps { TensorMap x, y; };
-struct Operands { const unsigned char* packed; };  // weights, by hopper/pack.cuh
-struct Strides {};
-#else
-// The copy engine takes 4 cycles for a row of 32 bytes, threads less than 2.
-struct Maps {};
-struct Operands {
-    const InputT* x;
-    OutputT* y;
-    const unsigned char* packed;
-};
-struct Strides {
-    i64 x_row, x_block, x_depth, y_row, y_block, y_column;
-};
-#endif
-
-struct Fixed {
-    int row_tiles, column_tiles;
-    int blocks, lanes;   // a, d
-    int rows;            // batch
-    int columns, depth;  // b, c
-    int spans;           // ceil(d / SPAN)
-    u32 tiles;           // of all
-    int unused;          // fills up 8 bytes
-};
-
-struct Parameters : Maps, Operands, VectorPointers<VECTORS>, Scalars<SCALARS>, Strides, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
-
-struct Shared {
-    unsigned char* stages;
-    unsigned char* out;
-    u64 *full, *empty;
-};
-
-// A tile's place. Spans and column tiles of the same rows are computed at the same time by
-// neighbouring CTAs: were they computed one after the other, the rows of all CTAs, 69 MB of
-// (1,256,256,16), would leave L2 in between, and lines of y be written in parts.
-struct Tile {
-    int row, column, block, lane;
-    __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
-        lane = index % p.spans * SPAN;
-        index /= p.spans;
-        column = index % p.column_tiles;
-        index /= p.column_tiles;
-        row = index % p.row_tiles;
-        block = index / p.row_tiles;
-    }
-};
+#include "kronecker_sparse/interleaved/multiply.cuh"
+#include "kronecker_sparse/interleaved/store.cuh"
 
 __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters& p, u64* barrier,
                                              const Tile& tile, int stage, int stages) {
@@ -113,8 +23,8 @@ __device__ __forceinline__ void load_weights(unsigned char* to, const Parameters
     load_bytes(to, p.packed + (place * stages + stage) * W_BYTES, barrier, W_BYTES);
 }
 
-#if MERGED
-__device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
+template <class P>
+__device__ __forceinline__ void load_boxes(unsigned char* to, const P& p, u64* barrier,
                                            const Tile& tile, int stage, int stages) {
     barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll
@@ -125,10 +35,11 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
     }
     load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
 }
-#else
+
 // By all producers, eight of them a row.
-__device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
-                                           const Tile& tile, int stage, int stages) {
+template <class P>
+__device__ __forceinline__ void load_rows(unsigned char* to, const P& p, u64* barrier,
+                                          const Tile& tile, int stage, int stages) {
     if (threadIdx.x == 0) {
         barrier_expect(barrier, W_BYTES);
         load_weights(to + X_BYTES, p, barrier, tile, stage, stages);
@@ -150,7 +61,6 @@ __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& 
     }
     arrive_after_copies(barrier);
 }
-#endif
 
 __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     int depths = (p.depth + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -159,14 +69,13 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
         Tile tile(p, index);
         for (int depth = 0; depth < depths; ++depth) {
             barrier_wait(&s.empty[stage], parity);
-            load_stage(s.stages + stage * STAGE_BYTES, p, &s.full[stage], tile, depth, depths);
+            unsigned char* to = s.stages + stage * STAGE_BYTES;
+            if constexpr (MERGED) load_boxes(to, p, &s.full[stage], tile, depth, depths);
+            else load_rows(to, p, &s.full[stage], tile, depth, depths);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
 }
-
-#include "kronecker_sparse/interleaved/multiply.cuh"
-#include "kronecker_sparse/interleaved/store.cuh"
 
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     int warpgroup = threadIdx.x / 128 - 1;

@@ -1,6 +1,9 @@
 // The sums of an interleaved tile: fragments of x for LANES wgmmas from each 16-byte load.
 #pragma once
 
+#include "common/shared_words.cuh"
+#include "kronecker_sparse/interleaved/tile.cuh"
+
 using Chunk = Vector<u32, 4>;
 
 __device__ __forceinline__ Chunk load_chunk(u32 stage, int block, int row, int chunk) {
@@ -12,7 +15,6 @@ __device__ __forceinline__ u32 low_halves(u32 x, u32 y) { return __byte_perm(x, 
 __device__ __forceinline__ u32 high_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
 
 // Registers `part` (row g) and `part + 1` (row g + 8) of a step's fragments come from both rows.
-#if HALF_INPUT
 // Pairs of k for eight l from two chunks of eight l each.
 __device__ __forceinline__ void zip(u32 (&a)[LANES][4], int part, const Chunk& x, const Chunk& y) {
 #pragma unroll
@@ -28,8 +30,8 @@ __device__ __forceinline__ Vector<u32, 2> load_words(u32 stage, int row, int wor
                                 ((word % 32 / 4 ^ (row & SWIZZLE)) << 4) + word % 4 * 4);
 }
 
-__device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, int step, int row,
-                                               int t, int half) {
+__device__ __forceinline__ void load_halves(u32 (&a)[LANES][4], u32 stage, int step, int row,
+                                            int t, int half) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
         int r = row + 8 * side;
@@ -76,9 +78,9 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, in
         }
     }
 }
-#else
-__device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, int step, int row,
-                                               int t, int half) {
+
+__device__ __forceinline__ void load_floats(u32 (&a)[LANES][4], u32 stage, int step, int row,
+                                            int t, int half) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
         int r = row + 8 * side;
@@ -99,65 +101,54 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[LANES][4], u32 stage, in
         }
     }
 }
-#endif
 
 // Packed w of one l: for each 16 bytes along k, TILE_COLUMNS rows.
 __device__ __forceinline__ u64 weights_descriptor(u32 address) {
     return core_matrices_descriptor(address, TILE_COLUMNS * 16, 128);
 }
 
-#if HALF_INPUT
-__device__ __forceinline__ void multiply_step(float (&sums)[LANES][SUMS], u32 (&a)[LANES][4],
-                                              u64 right, bool accumulate) {
-    wgmma_fence();
-#pragma unroll
-    for (int l = 0; l < LANES; ++l)
-        multiply(sums[l], a[l], right + (l * W_LANE_BYTES >> 4), accumulate);
-    wgmma_commit();
-}
-#else
 __device__ __forceinline__ void multiply_step(float (&sums)[LANES][SUMS], u32 (&a)[LANES][4],
                                               u64 right, bool accumulate) {
     u32 low[LANES][4];
+    if constexpr (!HALF_INPUT) {
 #pragma unroll
-    for (int l = 0; l < LANES; ++l)
+        for (int l = 0; l < LANES; ++l)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float value = __uint_as_float(a[l][i]), high = round_to_tf32(value);
-            a[l][i] = __float_as_uint(high);
-            low[l][i] = __float_as_uint(round_to_tf32(value - high));
-        }
+            for (int i = 0; i < 4; ++i) {
+                float value = __uint_as_float(a[l][i]), high = round_to_tf32(value);
+                a[l][i] = __float_as_uint(high);
+                low[l][i] = __float_as_uint(round_to_tf32(value - high));
+            }
+    }
     wgmma_fence();
 #pragma unroll
     for (int l = 0; l < LANES; ++l) {
         u64 b = right + (l * W_LANE_BYTES >> 4);
-#if PRODUCTS == 3
-        multiply(sums[l], low[l], b, accumulate);
-        multiply(sums[l], a[l], b + (SPAN * W_LANE_BYTES >> 4), 1);
-        multiply(sums[l], a[l], b, 1);
-#else
-        multiply(sums[l], a[l], b, accumulate);
-#endif
+        if constexpr (PRODUCTS == 3) {
+            multiply(sums[l], low[l], b, accumulate);
+            multiply(sums[l], a[l], b + (SPAN * W_LANE_BYTES >> 4), 1);
+            multiply(sums[l], a[l], b, 1);
+        } else {
+            multiply(sums[l], a[l], b, accumulate);
+        }
     }
     wgmma_commit();
 }
-#endif
 
 __device__ __forceinline__ void multiply_tile(float (&total)[LANES][SUMS], const Shared& s,
                                               int warpgroup, int depths, int& stage, int& parity) {
     int lane = threadIdx.x % 32, t = lane % 4;
     int row = (HALVES == 2 ? 0 : warpgroup * 64) + threadIdx.x % 128 / 32 * 16 + lane / 4;
     int half = HALVES == 2 ? warpgroup : 0;
-#if PRODUCTS == 1
-    auto& sums = total;
-#else
-    // Each stage's sums start from zero and are added outside: the matrix unit truncates.
-    float sums[LANES][SUMS];
+    // In 3xTF32 each stage's sums start from zero and are added outside: the matrix unit truncates.
+    float of_stage[LANES][SUMS];
+    auto& sums = PRODUCTS == 3 ? of_stage : total;
+    if (PRODUCTS == 3) {
 #pragma unroll
-    for (int l = 0; l < LANES; ++l)
+        for (int l = 0; l < LANES; ++l)
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) total[l][i] = 0.0f;
-#endif
+            for (int i = 0; i < SUMS; ++i) total[l][i] = 0.0f;
+    }
 #pragma unroll 1
     for (int d = 0; d < depths; ++d) {
         barrier_wait(&s.full[stage], parity);
@@ -166,18 +157,19 @@ __device__ __forceinline__ void multiply_tile(float (&total)[LANES][SUMS], const
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             u32 a[LANES][4];
-            load_fragments(a, x, step, row, t, half);
+            if constexpr (HALF_INPUT) load_halves(a, x, step, row, t, half);
+            else load_floats(a, x, step, row, t, half);
             multiply_step(sums, a, right + step * 2 * TILE_COLUMNS,
                           PRODUCTS == 1 ? d + step > 0 : step > 0);
             wgmma_wait<0>();  // its registers must stay as they are until then
         }
         barrier_arrive_by_warp(&s.empty[stage]);
-#if PRODUCTS == 3
+        if (PRODUCTS == 3) {
 #pragma unroll
-        for (int l = 0; l < LANES; ++l)
+            for (int l = 0; l < LANES; ++l)
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) total[l][i] += sums[l][i];
-#endif
+                for (int i = 0; i < SUMS; ++i) total[l][i] += sums[l][i];
+        }
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }

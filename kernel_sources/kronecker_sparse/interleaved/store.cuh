@@ -1,6 +1,10 @@
 // A finished interleaved tile through shared memory to device memory, by the copy engine.
 #pragma once
 
+#include "common/shared_words.cuh"
+#include "kronecker_sparse/epilogue.cuh"
+#include "kronecker_sparse/interleaved/tile.cuh"
+
 // Address of byte `byte` of the row of j and l in line `row` of staged columns.
 __device__ __forceinline__ u32 out_address(u32 out, int row, int byte) {
     int chunk = byte % ROW_BYTES / 16;
@@ -8,10 +12,10 @@ __device__ __forceinline__ u32 out_address(u32 out, int row, int byte) {
            ((chunk ^ (row & SWIZZLE)) << 4) + byte % 16;
 }
 
-#if LANES == 3
-// Columns first .. first + OUT_COLUMNS: the six numbers of two of them lie side by side.
-__device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], int first, u32 out,
-                                              int row, int t, int half) {
+// Columns first .. first + OUT_COLUMNS of three l: the six numbers of two of them lie side by side.
+template <int COUNT>
+__device__ __forceinline__ void stage_threes(const float (&sums)[LANES][COUNT], int first, u32 out,
+                                             int row, int t) {
 #pragma unroll
     for (int i = first / 2; i < (first + OUT_COLUMNS) / 2; i += 2) {
         u32 word[3] = {pack<OutputT>(sums[0][i], sums[1][i]),
@@ -23,9 +27,10 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
             store_shared_words<1>(out_address(out, line, column * SPAN * SIZE + m * 4), word + m);
     }
 }
-#else
+
 // Columns first .. first + OUT_COLUMNS: all LANES of one (n, j) are LANES * SIZE bytes of a row.
-__device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], int first, u32 out,
+template <int COUNT>
+__device__ __forceinline__ void stage_columns(const float (&sums)[LANES][COUNT], int first, u32 out,
                                               int row, int t, int half) {
     constexpr int WORDS = LANES * SIZE / 4;
 #pragma unroll
@@ -35,11 +40,11 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
         for (int e = 0; e < 2; ++e)
 #pragma unroll
             for (int m = 0; m < WORDS; ++m) {
-#if HALF_INPUT
-                word[e * WORDS + m] = pack<OutputT>(sums[2 * m][i + e], sums[2 * m + 1][i + e]);
-#else
-                word[e * WORDS + m] = __float_as_uint(sums[m][i + e]);
-#endif
+                u32& both = word[e * WORDS + m];
+                if constexpr (HALF_INPUT)
+                    both = pack<OutputT>(sums[2 * m][i + e], sums[2 * m + 1][i + e]);
+                else
+                    both = __float_as_uint(sums[m][i + e]);
             }
         int line = row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t - first;
         int byte = column * SPAN * SIZE + half * LANES * SIZE;
@@ -54,7 +59,6 @@ __device__ __forceinline__ void stage_columns(const float (&sums)[LANES][SUMS], 
         }
     }
 }
-#endif
 
 // Of column j and the tile's l; where y has none, and nothing is stored, some other. Lowering sees
 // to it that 32 bits do: 64 take more registers than there are.
@@ -68,7 +72,7 @@ __device__ __forceinline__ int feature_of(const Parameters& p, const Tile& tile,
 // `threads` that staged them.
 __device__ __forceinline__ void finish_staged(u32 out, int column, const Parameters& p,
                                               const Tile& tile, int thread, int threads) {
-    Rest rest(Read<Parameters, HEAD_SCALARS, HEAD_VECTORS>{p});
+    Rest rest(Read<Parameters, Config::HEAD_SCALARS, Config::HEAD_VECTORS>{p});
 #pragma unroll 1
     for (int index = thread; index < OUT_BLOCKS * OUT_ROWS * 8; index += threads) {
         int chunk = index % 8, row = index / 8 % OUT_ROWS, block = index / 8 / OUT_ROWS;
@@ -80,30 +84,30 @@ __device__ __forceinline__ void finish_staged(u32 out, int column, const Paramet
     }
 }
 
-#if !MERGED
 // Staged columns to y, two threads a sector of 32 bytes.
-__device__ __forceinline__ void copy_staged(u32 out, int column, const Parameters& p,
-                                            const Tile& tile, int thread) {
+template <class P>
+__device__ __forceinline__ void copy_staged(u32 out, int column, const P& p, const Tile& tile,
+                                            int thread) {
     constexpr int CHUNKS = SPAN_BYTES / 16, ACROSS = OUT_COLUMNS * CHUNKS;
     OutputT* to = p.y + i64(tile.row) * TILE_ROWS * p.y_row + tile.block * p.y_block;
 #pragma unroll 4
     for (int index = thread; index < ACROSS * OUT_ROWS; index += 256) {
         int place = index % ACROSS, row = index / ACROSS;
         int j = column + place / CHUNKS, l = tile.lane + place % CHUNKS * CHUNK;
-        Chunk x = load_shared_words<4>(out_address(out, row, place * 16));
+        Vector<u32, 4> x = load_shared_words<4>(out_address(out, row, place * 16));
         if (tile.row * TILE_ROWS + row < p.rows && j < p.columns && l < p.lanes)
-            *reinterpret_cast<Chunk*>(to + row * p.y_row + j * p.y_column + l) = x;
+            *reinterpret_cast<Vector<u32, 4>*>(to + row * p.y_row + j * p.y_column + l) = x;
     }
 }
-#endif
 
+template <class P>
 __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Finish& finish,
-                                           const Parameters& p, unsigned char* staged, int& slot,
+                                           const P& p, unsigned char* staged, int& slot,
                                            const Tile& tile, int warpgroup) {
     int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     int half = HALVES == 2 ? warpgroup : 0;
     int first = tile.column * TILE_COLUMNS;
-    if (HEAD) {
+    if (Config::HEAD) {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) {
             int j = first + i / 4 * 8 + t * 2 + i % 2;
@@ -115,37 +119,34 @@ __device__ __forceinline__ void store_tile(float (&sums)[LANES][SUMS], const Fin
     constexpr int THREADS_TOGETHER = HALVES == 2 ? 256 : 128;
     staged += HALVES == 2 ? 0 : warpgroup * OUT_SLOTS * OUT_BYTES;
     int barrier = HALVES == 2 ? 1 : 1 + warpgroup, thread = threadIdx.x % THREADS_TOGETHER;
-#if MERGED
-    bool leader = thread == (HALVES == 2 ? 128 : 0);
-#endif
+    bool leader = MERGED && thread == (HALVES == 2 ? 128 : 0);
 #pragma unroll
     for (int column = 0; column < TILE_COLUMNS; column += OUT_COLUMNS) {
         unsigned char* out = staged + slot * OUT_BYTES;
         // What used the slot before is over.
-#if MERGED
         if (leader) wait_for_reads<OUT_SLOTS - 1>();
-#endif
         sync_threads(barrier, THREADS_TOGETHER);
-        stage_columns(sums, column, shared_address(out), row, t, half);
-        if (REST) {
+        if constexpr (LANES == 3) stage_threes(sums, column, shared_address(out), row, t);
+        else stage_columns(sums, column, shared_address(out), row, t, half);
+        if (Config::REST) {
             sync_threads(barrier, THREADS_TOGETHER);
             finish_staged(shared_address(out), first + column, p, tile, thread, THREADS_TOGETHER);
         }
-#if MERGED
-        fence_shared_writes();
-        sync_threads(barrier, THREADS_TOGETHER);
-        if (leader) {
+        if constexpr (MERGED) {
+            fence_shared_writes();
+            sync_threads(barrier, THREADS_TOGETHER);
+            if (leader) {
 #pragma unroll
-            for (int block = 0; block < OUT_BLOCKS; ++block)
-                store_box(p.y, out + block * OUT_BLOCK_BYTES,
-                          (first + column) * SPAN + block * ROW, tile.block,
-                          tile.row * TILE_ROWS + (HALVES == 2 ? 0 : warpgroup * 64), 0);
-            commit_stores();
+                for (int block = 0; block < OUT_BLOCKS; ++block)
+                    store_box(p.y, out + block * OUT_BLOCK_BYTES,
+                              (first + column) * SPAN + block * ROW, tile.block,
+                              tile.row * TILE_ROWS + (HALVES == 2 ? 0 : warpgroup * 64), 0);
+                commit_stores();
+            }
+        } else {
+            sync_threads(barrier, THREADS_TOGETHER);
+            copy_staged(shared_address(out), first + column, p, tile, thread);
         }
-#else
-        sync_threads(barrier, THREADS_TOGETHER);
-        copy_staged(shared_address(out), first + column, p, tile, thread);
-#endif
         if (++slot == OUT_SLOTS) slot = 0;
     }
 }

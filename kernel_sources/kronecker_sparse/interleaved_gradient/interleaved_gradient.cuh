@@ -14,77 +14,10 @@
 // both n of each l into one register, and adds them up meanwhile if BIAS. Of right wgmma reads rows
 // of k from shared memory.
 //
-// The generated source defines before it includes this file:
-//   InputT                   storage of both operands
-//   LANES                    d
-//   TILE_COLUMNS             k of a tile: a multiple of 8
-//   STAGES                   of the ring
-//   BIAS                     whether the sums of left over n are results too
-//   multiply(...)            wgmma of TILE_COLUMNS, its left operand in registers
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts and struct Fixed: interleaved_gradient/tile.cuh.
 #pragma once
 
-#include "common/hopper.cuh"
-
-constexpr int ROW_BYTES = 128;                // swizzled rows of both operands
-constexpr int ROW = ROW_BYTES / 2;            // elements of one
-constexpr int STEP = 16;                      // n of one wgmma
-constexpr int TILE_DEPTH = 32;                // n of a stage
-constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS;
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int BOX_BYTES = TILE_DEPTH * ROW_BYTES;  // of one copy
-constexpr int LEFT_BOXES = TILE_ROWS * LANES / ROW;
-constexpr int RIGHT_BOXES = (TILE_COLUMNS + ROW - 1) / ROW;  // of each l
-constexpr int LEFT_BYTES = LEFT_BOXES * BOX_BYTES;
-constexpr int RIGHT_BYTES = RIGHT_BOXES * BOX_BYTES;  // of each l
-constexpr int STAGE_BYTES = LEFT_BYTES + LANES * RIGHT_BYTES;
-constexpr int SUMS = TILE_COLUMNS / 2;        // accumulators of a thread, of each l
-
-// Laid out by kernlib/families/kronecker_sparse/lowering/interleaved_gradient.py.
-struct Maps { TensorMap left, right; };
-
-struct Fixed {
-    // (split, i, l, j, k), rows of `pitch` k; if BIAS, the sum of left is that of the last four.
-    float* partial;
-    int row_tiles, column_tiles;
-    int blocks, rows;             // a, b
-    int depth;                    // batch
-    int split_depth;              // stages of a split
-    int pitch;
-    u32 tiles;                    // of all blocks and splits
-};
-
-struct Parameters : Maps, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
-
-struct Shared {
-    unsigned char* stages;
-    u64 *full, *empty;
-};
-
-// A tile's place, and its stages. Those of the same n are neighbours, so that both operands come
-// from device memory but once.
-struct Tile {
-    int column, row, block, split, first, depth;
-    __device__ __forceinline__ Tile(const Parameters& p, u32 index) {
-        column = index % p.column_tiles;
-        index /= p.column_tiles;
-        row = index % p.row_tiles;
-        index /= p.row_tiles;
-        block = index % p.blocks;
-        split = index / p.blocks;
-        first = split * p.split_depth;
-        depth = min(p.split_depth, (p.depth + TILE_DEPTH - 1) / TILE_DEPTH - first);
-    }
-};
-
-struct Ring {
-    int stage = 0, parity;
-    __device__ __forceinline__ explicit Ring(int parity) : parity(parity) {}
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
+#include "kronecker_sparse/interleaved_gradient/multiply.cuh"
 
 __device__ __forceinline__ void load_stage(unsigned char* to, const Parameters& p, u64* barrier,
                                            const Tile& tile, int n) {
@@ -115,8 +48,6 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
         }
     }
 }
-
-#include "kronecker_sparse/interleaved_gradient/multiply.cuh"
 
 // The first of the two rows of which a thread has sums; the other one is eight behind it.
 __device__ __forceinline__ int first_row(const Tile& tile, int warpgroup) {

@@ -1,6 +1,8 @@
 // The sums of a tile: left through registers, one fragment of wgmma for each l.
 #pragma once
 
+#include "kronecker_sparse/interleaved_gradient/tile.cuh"
+
 // Steps whose fragments a thread holds at once: as many as there are registers for.
 constexpr int HELD = LANES * (SUMS + 8) > 192 ? 1 : TILE_DEPTH / STEP;
 // Neighbouring l that a thread reads at once: as many as divide d and 16 bytes.

@@ -9,18 +9,13 @@
 
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
+#include "kronecker_sparse/portable/config.cuh"
 
 constexpr int THREADS = 256;
 constexpr int LINE_BYTES = 64;
 constexpr int DEPTH = LINE_BYTES / sizeof(InputT);  // of a stage
 constexpr int CHUNK = 16 / sizeof(InputT);
 constexpr int PAD = sizeof(InputT) == 2 ? 16 : 32;
-
-// What is known of an operand.
-//   depth   depth_stride is 1, and every CHUNK-th element of a line is aligned for a 16-byte copy
-//   line    line_stride is 1, and every CHUNK-th line of each depth is
-//   gather  nothing
-enum class Access { depth, line, gather };
 
 // Lines of one operand from the tile's first one on, and depth from the first that is summed.
 struct Lines {

@@ -5,30 +5,24 @@
 //
 // Floor: 2 * a*b*c*d * itemsize bytes over the bandwidth of L2, and a launch.
 //
-// The generated source defines before it includes this file:
-//   InputT             storage
-//   PARAMETER_BYTES    what lowering makes of Parameters
+// Facts and struct Fixed: class PortablePack of
+// kernlib/families/kronecker_sparse/kernels/portable_pack.py.
 #pragma once
 
 #include "common/types.cuh"
+#include "kronecker_sparse/strides.cuh"
 
+using InputT = Config::InputT;  // storage
 constexpr int THREADS = 256;
 constexpr int CHUNK = 16 / sizeof(InputT);
 
-// Laid out by kernlib/families/kronecker_sparse/lowering/portable.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* right;
     InputT* packed;
-    // fixed by the plan
-    i64 block_stride, lane_stride, line_stride, depth_stride;
-    i64 depth;
-    u32 lanes, lines;
-    u32 chunks, total;   // in the depth of a line, and in all
-    u32 lines_first;     // whether lines lie closer together than depths
-    u32 unused;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_sparse_portable_pack(const __grid_constant__ Parameters p) {
@@ -40,12 +34,12 @@ kronecker_sparse_portable_pack(const __grid_constant__ Parameters p) {
     u32 first = rest % near, second = rest / near % far, block = rest / near / far;
     u32 line = p.lines_first ? first : second, chunk = p.lines_first ? second : first;
     i64 q = i64(chunk) * CHUNK;
-    const InputT* from = p.right + block * p.block_stride + lane * p.lane_stride +
-                         line * p.line_stride + q * p.depth_stride;
+    const InputT* from = p.right + block * p.strides.block + lane * p.strides.lane +
+                         line * p.strides.line + q * p.strides.depth;
     Vector<InputT, CHUNK> values = {};
 #pragma unroll
     for (int e = 0; e < CHUNK; ++e) {
-        if (q + e < p.depth) values.element[e] = from[e * p.depth_stride];
+        if (q + e < p.depth) values.element[e] = from[e * p.strides.depth];
     }
     i64 to = ((i64(block) * p.lanes + lane) * p.lines + line) * p.chunks + chunk;
     store_vector(p.packed + to * CHUNK, values);

@@ -7,51 +7,21 @@
 // 4.3 TB/s; 2*a*b*c*d*batch operations over 770 TFLOP/s in half types, 138 in 3xTF32, 415 in TF32.
 // Operations decide from b*c / (b+c) = 64 (3xTF32) or 179 (half types) on.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT      storage of left and right, arithmetic (float), storage of out
-//   TILE_ROWS, TILE_COLUMNS    128 x 128, 128 x 64 or 64 x 64
-//   STAGES, MIN_BLOCKS         stages under way, CTAs a multiprocessor holds
-//   PRODUCTS                   of one multiplication: 1, or 3 for fp32 by 3xTF32
-//   ACCESS_LEFT, ACCESS_RIGHT  a value of Access (portable/operand.cuh)
-//   VECTORS, SCALARS, Finish   the epilogue
-//   PARAMETER_BYTES            what lowering makes of Parameters
+// Facts and struct Fixed: class Portable of kernlib/families/kronecker_sparse/kernels/portable.py.
 #pragma once
-
-// 3xTF32 sums of this depth are added up in out, which is fp32 then: a chain of 800 additions is
-// off by 5e-7, chains of 128 are by 2.6e-7.
-constexpr int PART = 1024;
-constexpr bool PARTS = PRODUCTS == 3;
 
 #include "common/parameters.cuh"
 #include "kronecker_sparse/portable/store.cuh"
+#include "kronecker_sparse/strides.cuh"
 
-struct View {
-    i64 block_stride, lane_stride, line_stride, depth_stride;
-};
-
-// Written at each launch.
-struct Pointers {
+struct Operands {
     const InputT* left;
     const InputT* right;
     OutputT* out;
 };
 
-struct Fixed {
-    View left_view, right_view;
-    i64 out_block_stride, out_lane_stride, out_row_stride, out_column_stride, out_split_stride;
-    i64 rows, columns, depth, split_depth;
-    u32 lanes, column_tiles, row_tiles;
-    u32 columns_of_tiles;  // column_tiles * lanes * blocks
-    u32 rows_of_tiles;     // row_tiles * splits
-    u32 rows_a_slab;       // of tiles, in one blockIdx.y
-    u32 left_depth_first, right_depth_first;
-    u32 out_along_rows;    // whether rows lie closer together in out than columns
-    u32 out_vectors;       // whether out takes aligned 16-byte stores along its closer lines
-};
-
-// Laid out by kernlib/families/kronecker_sparse/lowering/portable.py.
-struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Operands, VectorPointers<Config::VECTORS>, Scalars<Config::SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // What a CTA computes. It waits in shared memory while the sums take the registers.
 struct Place {
@@ -71,11 +41,11 @@ struct Place {
         return down < p.rows_of_tiles;
     }
 
-    __device__ __forceinline__ Lines lines(const InputT* data, const View& view, i64 first,
+    __device__ __forceinline__ Lines lines(const InputT* data, const Strides& strides, i64 first,
                                            i64 count, i64 depth, bool depth_first) const {
-        return {data + block * view.block_stride + lane * view.lane_stride +
-                    first * view.line_stride + depth * view.depth_stride,
-                view.line_stride, view.depth_stride, int(min(count - first, i64(128))),
+        return {data + block * strides.block + lane * strides.lane +
+                    first * strides.line + depth * strides.depth,
+                strides.line, strides.depth, int(min(count - first, i64(128))),
                 depth_first};
     }
 
@@ -106,8 +76,8 @@ kronecker_sparse_portable(const __grid_constant__ Parameters p) {
         Sums sums = {};
         place = shared_place;
         sum_tile(sums, shared,
-                 place.lines(p.left, p.left_view, place.row, p.rows, begin, p.left_depth_first),
-                 place.lines(p.right, p.right_view, place.column, p.columns, begin,
+                 place.lines(p.left, p.left_strides, place.row, p.rows, begin, p.left_depth_first),
+                 place.lines(p.right, p.right_strides, place.column, p.columns, begin,
                              p.right_depth_first),
                  terms);
         begin += terms;

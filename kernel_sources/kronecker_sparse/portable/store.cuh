@@ -47,7 +47,7 @@ __device__ __forceinline__ OutputT finished(float value, const Target& target, c
         if (target.add) value += convert<float>(*at);
         if (!target.last) return convert<OutputT>(value);
     }
-    if (EPILOGUE) value = finish(value, target.feature + column * target.lanes);
+    if (Config::EPILOGUE) value = finish(value, target.feature + column * target.lanes);
     return convert<OutputT>(value);
 }
 

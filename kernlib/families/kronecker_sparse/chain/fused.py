@@ -16,13 +16,16 @@ from kernlib.families.kronecker_sparse import operation, plans, reference
 from kernlib.families.kronecker_sparse.chain import master_weights
 from kernlib.families.kronecker_sparse.chain.kind import HALVES, is_of_kind
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparseChain
-from kernlib.families.kronecker_sparse.lowering import cast, fused_chain
+from kernlib.families.kronecker_sparse.kernels import fused_chain
+from kernlib.families.kronecker_sparse.kernels.cast import Cast
+from kernlib.families.kronecker_sparse.kernels.fused_chain import Chain, ChainScope, FusedChain
 from kernlib.families.kronecker_sparse.lowering.problem import (
     Layout,
     OutLayout,
     Pattern,
     Problem,
 )
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import products
 from kernlib.runtime.arguments import check_parameters, check_same_kind, parameter_key
@@ -35,7 +38,7 @@ from kernlib.runtime.tensors import UNREADABLE, check_dense, is_lazy, signature,
 if TYPE_CHECKING:
     from kernlib.jit.spec import KernelSpec
 
-BIAS, MULTIPROCESSORS = (Bias(),), 132  # of an H200
+BIAS, H200 = (Bias(),), Gpu("sm_90a", 132)
 NAMES = "x", "weight1", "weight2"
 
 
@@ -90,9 +93,7 @@ def is_fused(patterns: tuple[Pattern, ...], rows: int) -> bool:
     if len(patterns) != 2:
         return False
     first, last = (_contiguous(pattern, rows) for pattern in patterns)
-    variants = fused_chain.takes(BIAS, first, last, "sm_90a")
-    lower = fused_chain.lower
-    return bool(variants) and lower(BIAS, first, last, variants, MULTIPROCESSORS) is not None
+    return fused_chain.lower(Chain(first, last, BIAS), H200) is not None
 
 
 def _contiguous(pattern: Pattern, rows: int) -> Problem:
@@ -129,12 +130,12 @@ def _lowered(chain: KroneckerSparseChain, call: Call, operands: tuple) -> list[L
     problem, copy, _ = plans.problem_of(first, before, x, weight, None)
     following, *_ = plans.problem_of(last, call, _hidden(chain, operands), second, None)
     device, results = x.get_device(), []
-    variants = fused_chain.takes(last.epilogue, problem, following, arch_of(device))
-    if not variants or copy is not None:
+    pair, arch = Chain(problem, following, last.epilogue), arch_of(device)
+    if copy is not None or not FusedChain().takes(pair, arch):
         return [None]
 
     def lower(count: int) -> Lowered | None:
-        results.append(fused_chain.lower(last.epilogue, problem, following, variants, count))
+        results.append(fused_chain.lower(pair, Gpu(arch, count)))
         return results[-1]
 
     lower_on(lower, device)
@@ -201,5 +202,6 @@ def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[Kern
         return []
     first, last = chain.factors
     names = [KERNEL_TYPES[dtype] for dtype in dtypes if dtype in HALVES]
-    specs = fused_chain.variants(last.epilogue, (first.pattern, last.pattern), arch, names)
-    return specs + (cast.variants(names) if specs else [])
+    scope = ChainScope((first.pattern, last.pattern), tuple(names), arch)
+    specs = FusedChain().specs(last.epilogue, scope, arch)
+    return specs + (Cast().specs_of(names) if specs else [])

@@ -19,9 +19,11 @@ from kernlib.families.kronecker_sparse import operation, plans
 from kernlib.families.kronecker_sparse.chain import master_weights
 from kernlib.families.kronecker_sparse.chain.kind import HALVES
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
-from kernlib.families.kronecker_sparse.lowering import cast, chain_gradient
+from kernlib.families.kronecker_sparse.kernels.cast import Cast
+from kernlib.families.kronecker_sparse.lowering import chain_gradient
 from kernlib.families.kronecker_sparse.lowering.chain_gradient import NAMES, RESULTS, Needs
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import devices
 from kernlib.runtime.arguments import no_autocast
@@ -138,8 +140,8 @@ def _plan(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> 
         return plans.lower((), problem, device)
 
     def lower(multiprocessors: int) -> Lowered:
-        request = problems, Needs(*needs), arch, multiprocessors, lower_one
-        lowered, has_bias = chain_gradient.lower(*request)
+        gpu = Gpu(arch, multiprocessors)
+        lowered, has_bias = chain_gradient.lower(problems, Needs(*needs), gpu, lower_one)
         biased.append(has_bias)
         return lowered
 
@@ -253,4 +255,4 @@ def variants(chain: KroneckerSparseChain, arch: str, dtypes: tuple) -> list[Kern
         return []
     first, last = (factor.pattern for factor in chain.factors)
     names = [KERNEL_TYPES[dtype] for dtype in dtypes if dtype in HALVES]
-    return chain_gradient.variants((first, last), arch, names) + cast.variants(names)
+    return chain_gradient.variants((first, last), arch, names) + Cast().specs_of(names)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kernlib.families.kronecker_sparse.lowering import portable
+from kernlib.families.kronecker_sparse.kernels import portable
+from kernlib.families.kronecker_sparse.kernels.portable import Portable
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.kernel import Gpu
 
-GPU = "sm_90a", 132  # of which there are measurements, and its multiprocessors
+GPU = Gpu("sm_90a", 132)  # of which there are measurements, and its multiprocessors
 # That torch must be faster by. At 1.2 it takes 13 more of the 77, which gain 1 us each, and that in
 # a CUDA graph alone: elsewhere the host needs longer for torch's views.
 GAIN = 1.25
@@ -44,11 +46,11 @@ KERNEL_MOVED = 0.17  # of a million bytes
 ROUNDS = 3  # up to which a last round that is not full counts as one that is
 
 
-def gains(problem: Problem, choice: Mapping[str, object], device: tuple[str, int]) -> bool:
-    """Whether torch takes clearly less time than the kernel of a ``choice`` does, on a GPU of an
-    arch and so many multiprocessors. What nobody measured is the kernel's: other kinds, other
-    layouts and sizes, and what is not float32 at "fp32"."""
-    if device != GPU or choice["kind"] != portable.KIND or not takes(problem):
+def gains(problem: Problem, choice: Mapping[str, object], gpu: Gpu) -> bool:
+    """Whether torch takes clearly less time than the kernel of a ``choice`` does. What nobody
+    measured is the kernel's: other GPUs, other kinds, other layouts and sizes, and what is not
+    float32 at "fp32"."""
+    if gpu != GPU or choice["kind"] != Portable.name or not takes(problem):
         return False
     return GAIN * torch_time(problem) < kernel_time(problem, choice)
 
@@ -90,7 +92,7 @@ def torch_time(problem: Problem) -> float:
         sums = min(FEW * sums if is_few else sums, PARTS)
         sums = PARTS if problem.columns <= NARROW else sums
     tiles = problem.blocks * ceil_div(problem.rows, TILE) * ceil_div(problem.columns, TILE)
-    more = max(0.0, tiles / GPU[1] - 1) * (BLOCK + BLOCK_TERM * problem.depth)
+    more = max(0.0, tiles / GPU.multiprocessors - 1) * (BLOCK + BLOCK_TERM * problem.depth)
     return LAUNCH + sums + more + MOVED * _megabytes(problem)
 
 
@@ -104,8 +106,8 @@ def kernel_time(problem: Problem, choice: Mapping[str, object]) -> float:
     gathered = min(problem.rows, rows) * left + min(problem.columns, columns) * right
     term = MULTIPLICATIONS * 3 * rows * columns / 1e6 + GATHERED * gathered / 1e3  # 3xTF32
     tiles = problem.blocks * ceil_div(problem.rows, rows) * ceil_div(problem.columns, columns)
-    rounds = ceil_div(tiles, GPU[1])
-    taken = rounds if rounds <= ROUNDS else tiles / GPU[1]
+    rounds = ceil_div(tiles, GPU.multiprocessors)
+    taken = rounds if rounds <= ROUNDS else tiles / GPU.multiprocessors
     of_tiles = STEP * depth + taken * (KERNEL_TILE + depth * term)
     return KERNEL_LAUNCH + PACK * (read != problem) + of_tiles + KERNEL_MOVED * _megabytes(problem)
 

@@ -12,30 +12,33 @@ whoever reads them fetches whole sectors for some of their numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
-from kernlib.families.kronecker_sparse.lowering import (
+from kernlib.families.kronecker_sparse.kernels import (
     deinterleave,
-    hidden,
-    hopper,
-    hopper_common,
     interleaved_gradient,
-    portable,
     transpose,
-    weight_gradient,
 )
+from kernlib.families.kronecker_sparse.kernels.fused_chain import ChainScope
+from kernlib.families.kronecker_sparse.kernels.hidden import Hidden
+from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.interleaved_gradient import InterleavedGradient
+from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.kernels.transpose import ALIGNMENT, Transpose
+from kernlib.families.kronecker_sparse.kernels.weight_gradient import WeightGradient
+from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import (
     MAX_BLOCKS,
     Layout,
     OutLayout,
     Pattern,
     Problem,
+    Scope,
 )
-from kernlib.families.kronecker_sparse.lowering.transpose import ALIGNMENT
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 NAMES = "grad", "x", "weight1", "weight2"
@@ -72,26 +75,25 @@ class Needs(NamedTuple):
 def lower(
     problems: Problems,
     needs: Needs,
-    arch: str,
-    multiprocessors: int,
+    gpu: Gpu,
     lower_one: Callable[[Problem], Lowered],
 ) -> tuple[Lowered, bool]:
     """The launches for those of ``needs``, and whether the gradient of the bias is among their
     results. ``lower_one`` chooses the kernels of one problem."""
     space = _Space(problems.hidden.dtype)
-    if _is_wide(problems, arch):
-        return _wide(space, problems, needs, multiprocessors, lower_one)
+    if _is_wide(problems, gpu.arch):
+        return _wide(space, problems, needs, gpu, lower_one)
     first = problems.hidden
     rows, features = first.rows, first.blocks * first.columns * first.lanes
-    apart = needs.second and _is_apart(problems, arch)
+    apart = needs.second and _is_apart(problems, gpu.arch)
     biased = apart and needs.bias and problems.second[3] in interleaved_gradient.BIAS_LANES
     summed, of_h = problems.to_second, space.room(rows, features)
     h = space.bytes(deinterleave.size(summed)) if apart else space.room(rows, features)
     if apart:
         layout = deinterleave.layout(summed)
-        step = hidden.step(problems.hidden, problems.second, layout, multiprocessors)
+        step = Hidden().step(problems.hidden, problems.second, layout, gpu)
         space.add(Lowered((step,)), h=h)
-        sums = interleaved_gradient.launches(summed, multiprocessors, biased)
+        sums = InterleavedGradient().sums(summed, gpu, biased)
         space.add(sums, left="grad", h=h, out="to_weight2", bias="to_bias")
     elif needs.second:
         space.add(lower_one(problems.hidden), left="x", right="weight1", out=h)
@@ -159,17 +161,16 @@ def _wide(
     space: _Space,
     problems: Problems,
     needs: Needs,
-    multiprocessors: int,
+    gpu: Gpu,
     lower_one: Callable[[Problem], Lowered],
 ) -> tuple[Lowered, bool]:
     """:func:`lower` by way of a gradient that has the batch last."""
 
-    def lower_mixed(kind: ModuleType, problem: Problem) -> Lowered:
+    def lower_mixed(kernel: Hopper | WeightGradient, problem: Problem) -> Lowered:
         """Of a problem that has the batch last on one side."""
-        choices = kind.candidates(problem, hopper_common.ARCH, mixed=True)
-        if not choices:
+        if not kernel.takes(problem, gpu.arch, mixed=True):
             return lower_one(problem)
-        return kind.lower((), problem, hopper_common.ARCH, multiprocessors, choices[0])
+        return kernel.launch((), problem, gpu, kernel.default(problem, gpu))
 
     first, to_second = problems.hidden, problems.to_second
     rows, (groups, columns, depth, lanes) = first.rows, problems.second
@@ -177,7 +178,7 @@ def _wide(
     grad, h, of_h = (space.room(rows, count) for count in (of_y, features, features))
     tiles = ceil_div(rows, transpose.TILE)
     sums = space.bytes(FLOAT_BYTES * tiles * of_y) if needs.bias else 0
-    turn = transpose.step(
+    turn = Transpose().step(
         first.dtype, (rows, of_y), (to_second.left.depth, rows), to_second.left.alignment,
         (("left", 0), ("out", 0), *[("sums", 0)] * needs.bias), bias=needs.bias,
     )  # fmt: skip
@@ -189,7 +190,7 @@ def _wide(
     if needs.second:
         out = OutLayout(first.columns * rows, rows, 1, rows)
         problem = first._replace(out=out)
-        space.add(lower_mixed(hopper, problem), left="x", right="weight1", out=h)
+        space.add(lower_mixed(Hopper(), problem), left="x", right="weight1", out=h)
         summed = to_second._replace(left=last, right=right)
         space.add(lower_one(summed), left=grad, right=h, out="to_weight2")
     if needs.x or needs.first:
@@ -201,10 +202,10 @@ def _wide(
     if needs.first:
         left = Layout(first.columns * rows, rows, rows, 1)
         problem = problems.to_first._replace(left=left)
-        space.add(lower_mixed(weight_gradient, problem), left=of_h, right="x", out="to_weight1")
+        space.add(lower_mixed(WeightGradient(), problem), left=of_h, right="x", out="to_weight1")
     if needs.x:
         problem = problems.to_x._replace(left=Layout(first.columns * rows, rows, 1, rows))
-        space.add(lower_mixed(hopper, problem), left=of_h, right="weight1", out="to_x")
+        space.add(lower_mixed(Hopper(), problem), left=of_h, right="weight1", out="to_x")
     return space.lowered(), needs.bias
 
 
@@ -212,7 +213,7 @@ def _sum_of_rows(problem: Problem, features: int, tiles: int) -> Lowered:
     """The launch that adds up the sums of tiles of rows."""
     one = problem._replace(blocks=1, lanes=1, rows=1, columns=features, out=OutLayout(0, 0, 0, 1))
     partial = OutLayout(features, features, features, 1)
-    return Lowered((portable.reduce_step(one, partial, features, tiles),))
+    return Lowered((SplitKSum().step(one, partial, features, tiles),))
 
 
 def _is_apart(problems: Problems, arch: str) -> bool:
@@ -220,8 +221,8 @@ def _is_apart(problems: Problems, arch: str) -> bool:
     summed = problems.to_second
     return (
         summed.rows >= summed.columns
-        and bool(interleaved_gradient.candidates(summed, arch))
-        and hidden.takes(problems.hidden, problems.second, arch) is not None
+        and InterleavedGradient().takes(summed, arch)
+        and Hidden().variant_of(problems.hidden, problems.second, arch) is not None
     )
 
 
@@ -230,10 +231,12 @@ def variants(patterns: tuple[Pattern, Pattern], arch: str, dtypes: list[str]) ->
     (_, b, c, d), (*_, lanes) = patterns
     if d != 1 or arch != hopper_common.ARCH:
         return []
-    specs = hidden.variants(patterns, arch, dtypes)
+    specs = Hidden().specs((), ChainScope(patterns, tuple(dtypes), arch), arch)
     if lanes > interleaved_gradient.LANES[-1]:
-        kinds = [(dtype, "fp32") for dtype in dtypes]
-        specs += hopper.variants([()], (b, c, 1), arch, kinds, hopper.MIXED)
-        specs += [weight_gradient.mixed(dtype, c) for dtype in dtypes]
-        specs += [transpose.spec(dtype, bias=True) for dtype in dtypes]
+        numbers = tuple((dtype, "fp32") for dtype in dtypes)
+        scope = Scope((b, c, 1), numbers, arch, mixed=True)
+        specs += [
+            spec for each in (Hopper(), WeightGradient()) for spec in each.specs((), scope, arch)
+        ]
+        specs += [Transpose().spec((), Transpose.Variant(dtype, bias=True)) for dtype in dtypes]
     return specs

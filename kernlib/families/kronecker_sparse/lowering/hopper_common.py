@@ -1,5 +1,4 @@
-"""What Hopper's kernels are assembled from: types and epilogues, the parameter struct, stages that
-fit shared memory."""
+"""What Hopper's kernels are assembled from: facts and epilogues, stages that fit shared memory."""
 
 from __future__ import annotations
 
@@ -7,9 +6,9 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.jit import targets
-from kernlib.lowering import config, tma
 from kernlib.lowering import product_source as text
-from kernlib.lowering.choice import Choice
+from kernlib.lowering import tma
+from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
 
 ARCH = "sm_90a"
@@ -19,32 +18,38 @@ SWIZZLE_BYTES = 1024  # whose multiples swizzled rows begin at, where shared mem
 BARRIER_BYTES = 256  # at most, of static shared memory
 MAX_STAGES = 8
 MAX_TILES = 2**31 - 1  # of all CTAs, counted by an int
+INCLUDES = "common/math.cuh", "common/hopper.cuh"  # of what is generated
 _CHEAP = ("+", "-", "*", "neg", "abs", "max", "min")
 
 
-def preamble(dtype: str, epilogue: tuple[Epilogue, ...], staged: bool = False) -> str:
-    """Types, and the epilogues in two parts: the cheap ones at the beginning go over accumulators,
-    128 times unrolled, the others, or all if ``staged``, in a loop over the staged tile."""
-    count = next(
-        (i for i, part in enumerate(epilogue) if staged or not _is_cheap(part.tree())), None
-    )
-    head, rest = epilogue[:count], () if count is None else epilogue[count:]
-    return f"""#include "common/types.cuh"
-#include "common/math.cuh"
+def facts(
+    dtype: str, precision: str, epilogue: tuple[Epilogue, ...], staged: bool = False
+) -> dict[str, Fact]:
+    """Facts of a kernel of products whose epilogues are :func:`finish`."""
+    head, rest = _apart(epilogue, staged)
+    return {
+        **text.facts(dtype, dtype, epilogue),
+        "HEAD": bool(head),
+        "REST": bool(rest),
+        "HEAD_VECTORS": len(text.vectors(head)),
+        "HEAD_SCALARS": text.scalar_count(head),
+        "PRODUCTS": products(dtype, precision),
+        "HALF_INPUT": dtype != "float32",
+    }
 
-{config.text(text.facts(dtype, dtype, epilogue))}
-using InputT = Config::InputT;
-using AccT = Config::AccT;
-using OutputT = Config::OutputT;
-constexpr int VECTORS = Config::VECTORS;
-constexpr int SCALARS = Config::SCALARS;
-constexpr bool HEAD = {str(bool(head)).lower()};
-constexpr bool REST = {str(bool(rest)).lower()};
-constexpr int HEAD_VECTORS = {len(text.vectors(head))};
-constexpr int HEAD_SCALARS = {text.scalar_count(head)};
 
-{text.finish(head)}
-{text.finish(rest, "Rest")}"""
+def finish(epilogue: tuple[Epilogue, ...], staged: bool = False) -> str:
+    """The epilogues in two parts: ``Finish`` of the cheap ones at the beginning, which go over
+    accumulators, 128 times unrolled, and ``Rest`` of the others, or of all if ``staged``, in a loop
+    over the staged tile."""
+    head, rest = _apart(epilogue, staged)
+    return f"{text.typed_finish(head)}\n{text.finish(rest, 'Rest')}"
+
+
+def _apart(epilogue: tuple[Epilogue, ...], staged: bool) -> tuple[tuple, tuple]:
+    costly = (i for i, part in enumerate(epilogue) if staged or not _is_cheap(part.tree()))
+    count = next(costly, len(epilogue))
+    return epilogue[:count], epilogue[count:]
 
 
 def is_cheap(epilogue: tuple[Epilogue, ...]) -> bool:
@@ -57,11 +62,6 @@ def _is_cheap(node: Node) -> bool:
     if not isinstance(node, Operation):
         return True
     return node.operator in _CHEAP and all(map(_is_cheap, node.operands))
-
-
-def default(problem: Problem, known: list[Choice], multiprocessors: int) -> Choice:
-    """Of candidates by preference the one taken untuned."""
-    return known[0]
 
 
 def products(dtype: str, precision: str) -> int:

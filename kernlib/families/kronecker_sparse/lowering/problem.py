@@ -56,6 +56,48 @@ class Problem(NamedTuple):
     precision: str = "fp32"
 
 
+class Scope(NamedTuple):
+    """What is known of problems whose kernels are compiled ahead: ``sizes`` b, c and d of factors,
+    ``numbers`` (dtype, precision), and the target. ``mixed`` of batches that are last on one side
+    alone."""
+
+    sizes: tuple[int, int, int]
+    numbers: tuple[tuple[str, str], ...]
+    arch: str
+    mixed: bool = False
+
+    @property
+    def dtypes(self) -> list[str]:
+        return list(dict.fromkeys(dtype for dtype, _ in self.numbers))
+
+    @property
+    def precisions(self) -> list[str]:
+        return list(dict.fromkeys(precision for _, precision in self.numbers))
+
+    @property
+    def halves(self) -> list[str]:
+        """Its dtypes of 16 bits."""
+        return [dtype for dtype in self.dtypes if dtype != "float32"]
+
+
 def is_deep(problem: Problem) -> bool:
     """Whether tiles are few and their sums long, as in the gradient of a weight."""
     return problem.depth > DEEP and problem.depth >= 4 * max(problem.rows, problem.columns)
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether a problem has so few rows that packing the weight costs more than the kinds which ask
+    for it gain: on an H200 (1, 768, 192, 2) in float32, 64 rows, takes 16.4 us by `interleaved` and
+    10.9 by `portable`, whose host makes one launch instead of two. Of a long depth it makes two."""
+    half = problem.dtype != "float32"
+    if problem.rows > (64 if half else 128) or problem.depth > (192 if half else DEEP - 1):
+        return False
+    # Batch first, `portable` reads and writes each l by itself.
+    batch_last = problem.rows > 1 and problem.left.line == problem.out.row == 1
+    return batch_last or problem.lanes <= 4 or problem.rows <= 16
+
+
+def feature_counts(problem: Problem) -> tuple[int, int]:
+    """Of x and of the result."""
+    groups = problem.blocks * problem.lanes
+    return groups * problem.depth, groups * problem.columns

@@ -10,8 +10,9 @@ from functools import cache
 
 import torch
 
+from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.interleaved import Interleaved
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
 from kernlib.lowering.steps import NUMBER
 from tests.support import cuda_text
@@ -131,12 +132,13 @@ def entries(found) -> list[str]:
 
 
 def kinds_of(given, arch=ARCH) -> list[str]:
-    """Of candidates, by preference."""
-    return list(dict.fromkeys(choice["kind"] for choice in lowering.candidates(given, arch)))
+    """Of candidates: the one that is taken untuned, then others by rank."""
+    others = (choice["kind"] for choice in lowering.candidates(given, arch))
+    return list(dict.fromkeys([kind_of(given, arch), *others]))
 
 
 def kind_of(given, arch=ARCH) -> str:
-    return kinds_of(given, arch)[0]
+    return lowering.default(given, PROCESSORS, arch)["kind"]
 
 
 # What lowering makes of problems on Hopper.
@@ -185,7 +187,7 @@ def choices(given, multiprocessors=PROCESSORS):
     found = [
         lowering.lower((), given, ARCH, multiprocessors, choice)
         for choice in lowering.candidates(given, ARCH)
-        if choice["kind"] in (hopper.KIND, interleaved.KIND)
+        if choice["kind"] in (Hopper.name, Interleaved.name)
     ]
     assert all(len(made.steps) <= 2 for made in found)
     return found

@@ -52,7 +52,7 @@ def test_the_clearly_faster_way_is_taken_and_estimates_are_near(case):
     sizes, rows, of_kernel, of_torch, who = case
     given = product(sizes, rows)
     assert (lower(given) is None) == (who == "torch")
-    first = choose.default(given, choose.candidates(given, ARCH), PROCESSORS)
+    first = choose.default(given, PROCESSORS, ARCH)
     assert 0.8 < by_torch.kernel_time(given, first) / of_kernel < 1.25
     if of_torch is not None and sizes != (1, 258, 111):  # which nothing explains
         assert 0.8 < by_torch.torch_time(given) / of_torch < 1.25
@@ -80,7 +80,7 @@ def test_a_choice_that_is_kept_goes_first():
 def test_other_kinds_are_kernels():
     """Products of whole 16 bytes and enough rows, by tensor maps."""
     given = product((1, 64, 256), 4096)
-    assert choose.candidates(given, ARCH)[0]["kind"] == "hopper"
+    assert choose.default(given, PROCESSORS, ARCH)["kind"] == "hopper"
     assert by_torch.takes(given) and lower(given).steps
 
 
@@ -132,7 +132,7 @@ def test_layouts_that_nobody_measured_are_kernels():
 def test_estimates_at_the_edges(sizes, rows):
     """Grow with rows, and a call has an answer."""
     given, more = product(sizes, rows), product(sizes, 2 * rows)
-    first = choose.default(given, choose.candidates(given, ARCH), PROCESSORS)
+    first = choose.default(given, PROCESSORS, ARCH)
     assert first["kind"] != "portable" or by_torch.kernel_time(given, first) > 2.5
     assert 2.5 < by_torch.torch_time(given) < by_torch.torch_time(more)
     found = lower(given)

@@ -6,9 +6,11 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import reference
-from kernlib.families.kronecker_sparse.lowering import fused_chain
+from kernlib.families.kronecker_sparse.kernels import fused_chain
+from kernlib.families.kronecker_sparse.kernels.fused_chain import Chain, ChainScope, FusedChain
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import ARCH, PROCESSORS, factor, parameters
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
@@ -41,7 +43,15 @@ def variants_for(chain=UP, epilogue=(), first=None, second=None, arch=ARCH, **op
     """The variants for a chain, some of whose fields are changed."""
     before, after = problems(chain, **options)
     before, after = before._replace(**(first or {})), after._replace(**(second or {}))
-    return fused_chain.takes(epilogue, before, after, arch)
+    chain = Chain(before, after, epilogue)
+    if not FusedChain().takes(chain, arch):
+        return []
+    return fused_chain.variants_of(epilogue, before.dtype, *chain.patterns)
+
+
+def lowered_of(chain=UP, epilogue=(), processors=PROCESSORS, **options):
+    pair = Chain(*problems(chain, **options), epilogue)
+    return fused_chain.lower(pair, Gpu(ARCH, processors))
 
 
 @pytest.mark.few(20)
@@ -81,8 +91,8 @@ def test_others_are_for_the_kernels_of_one_factor(name):
 
 @pytest.mark.parametrize("rows, is_taken", [(1, False), (128, False), (25088, True)])
 def test_few_rows_would_leave_a_gpu_idle(rows, is_taken):
-    lowered = fused_chain.lower((), *problems(UP, rows), variants_for(rows=rows), PROCESSORS)
-    assert (lowered is not None) == is_taken
+    assert variants_for(rows=rows)
+    assert (lowered_of(rows=rows) is not None) == is_taken
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
@@ -91,7 +101,7 @@ def test_few_rows_would_leave_a_gpu_idle(rows, is_taken):
 def test_launches(rows, name, epilogue):
     chain = CHAINS[name]
     variants = variants_for(chain, epilogue, rows=rows)
-    packing, main = fused_chain.lower(epilogue, *problems(chain, rows), variants, PROCESSORS).steps
+    packing, main = lowered_of(chain, epilogue, rows=rows).steps
     read = parameters(main._replace(pointers=_as_of_cases(main)))
     for variant in variants:
         stages, shared = fused_chain.shared_memory(variant, len(epilogue[:1]))
@@ -99,8 +109,8 @@ def test_launches(rows, name, epilogue):
     assert read.units == read.row_tiles * read.spans * read.splits * chain[1][0]
     assert main.grid == (min(PROCESSORS, read.units), 1) and main.overlaps
     assert 1 <= read.splits <= read.column_tiles
-    assert packing.spec in fused_chain.variants(epilogue, chain, ARCH, ["float16"])
-    assert main.spec in fused_chain.variants(epilogue, chain, ARCH, ["float16"])
+    scope = ChainScope(chain, ("float16",), ARCH)
+    assert {packing.spec, main.spec} <= {*FusedChain().specs(epilogue, scope, ARCH)}
 
 
 def _as_of_cases(step):
@@ -122,7 +132,7 @@ def test_the_last_round_of_tiles_is_full():
     chain = CHAINS["ViT-S/16, 384 to 384"]
     variants = variants_for(chain)
     assert [variant.rows for variant in variants] == [192, 128]
-    main = fused_chain.lower((), *problems(chain), variants, 132).steps[-1]
+    main = lowered_of(chain, processors=132).steps[-1]
     assert parameters(main._replace(pointers=_as_of_cases(main))).row_tiles == 131
 
 
@@ -134,7 +144,7 @@ REGISTERS = {384: 168, 512: 128, 640: 96}
 
 def checked(name, epilogue, dtype="float16"):
     for variant in variants_for(CHAINS[name], epilogue, dtype=dtype):
-        spec = fused_chain.spec(epilogue, variant)
+        spec = FusedChain().spec(epilogue, variant, ARCH)
         kernel = compiled(spec, ARCH)
         assert kernel.registers == REGISTERS[spec.threads]
         assert not kernel.serialized and kernel.spilled <= 64, (variant, kernel.log)
@@ -189,8 +199,10 @@ def test_products_are_those_of_the_factors(emulator, name, index, epilogue, dtyp
     columns, features = first.left.line, second.out.row
     first = first._replace(left=first.left._replace(line=columns + PITCH))
     second = second._replace(out=second.out._replace(row=features + PITCH))
-    variant = [*fused_chain.takes(epilogue, first, second, ARCH)] * 2
-    lowered = fused_chain.lower(epilogue, first, second, [variant[index]], 1)
+    pair, gpu = Chain(first, second, epilogue), Gpu(ARCH, 1)
+    choices = {(c["pairs"], c["groups"]): c for c in reversed(FusedChain().choices(pair, ARCH))}
+    choice = sorted(choices.values(), key=lambda choice: -choice["pairs"])[index % len(choices)]
+    lowered = FusedChain().launch(epilogue, pair, gpu, choice)
     torch.manual_seed(rows)
     x = torch.randn(rows, columns + PITCH).to(kind)
     weights = [(torch.randn(pattern) / pattern[2] ** 0.5).to(kind) for pattern in chain]

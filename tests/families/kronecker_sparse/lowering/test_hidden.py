@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from kernlib.families.kronecker_sparse import reference
-from kernlib.families.kronecker_sparse.lowering import deinterleave, hidden
+from kernlib.families.kronecker_sparse.kernels import deinterleave, hidden
+from kernlib.families.kronecker_sparse.kernels.fused_chain import ChainScope
+from kernlib.families.kronecker_sparse.kernels.hidden import Hidden
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, Lowered
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import (
     ARCH,
     PROCESSORS,
@@ -53,7 +56,13 @@ def layout_of(second, rows, dtype="float16"):
 
 def step_of(chain, rows=25088, multiprocessors=PROCESSORS, dtype="float16"):
     layout = layout_of(chain[1], rows, dtype)
-    return hidden.step(problem_of(chain, rows, dtype), chain[1], layout, multiprocessors)
+    return Hidden().step(
+        problem_of(chain, rows, dtype), chain[1], layout, Gpu(ARCH, multiprocessors)
+    )
+
+
+def specs_of(chain, dtypes, arch=ARCH):
+    return Hidden().specs((), ChainScope(chain, tuple(dtypes), arch), arch)
 
 
 # Which chains.
@@ -64,12 +73,12 @@ def step_of(chain, rows=25088, multiprocessors=PROCESSORS, dtype="float16"):
 def test_chains_of_networks_are_for_this_kernel(name):
     chain = CHAINS[name]
     for dtype in ACCURACY:
-        variant = hidden.takes(problem_of(chain, dtype=dtype), chain[1], ARCH)
+        variant = Hidden().variant_of(problem_of(chain, dtype=dtype), chain[1], ARCH)
         assert variant == hidden.variant_of(dtype, *chain) and variant is not None
-        assert hidden.variants(chain, ARCH, [dtype]) == [hidden.spec(variant)]
-        assert step_of(chain, dtype=dtype).spec == hidden.spec(variant)
-    assert len(hidden.variants(chain, ARCH, ["float16", "bfloat16", "float32"])) == 2
-    assert hidden.variants(chain, "sm_80", list(ACCURACY)) == []
+        assert specs_of(chain, [dtype]) == [Hidden().spec((), variant, ARCH)]
+        assert step_of(chain, dtype=dtype).spec == Hidden().spec((), variant, ARCH)
+    assert len(specs_of(chain, ["float16", "bfloat16", "float32"])) == 2
+    assert specs_of(chain, ACCURACY, "sm_80") == []
 
 
 REFUSED = {
@@ -99,7 +108,7 @@ REFUSED = {
 
 
 def takes(chain=UP, arch=ARCH, **changes):
-    return hidden.takes(problem_of(chain, **changes), chain[1], arch)
+    return Hidden().variant_of(problem_of(chain, **changes), chain[1], arch)
 
 
 @pytest.mark.few(len(REFUSED))
@@ -141,7 +150,7 @@ def test_units_cover_h_once(name, rows, multiprocessors):
 def test_h_and_stages_fit_the_shared_memory(name):
     chain = CHAINS[name]
     variant = hidden.variant_of("float16", *chain)
-    spec = hidden.spec(variant)
+    spec = Hidden().spec((), variant, ARCH)
     text = text_of(spec.source)
     assert hidden.shared_memory(variant) == (text["STAGES"], spec.shared_bytes)
     assert spec.shared_bytes == 1024 + text["H_BYTES"] + text["STAGES"] * text["STAGE_BYTES"]
@@ -185,7 +194,7 @@ def test_h_of_a_unit_is_written_when_that_of_the_one_before_has_been_copied():
 
 
 def check_compiled(name, dtype="float16"):
-    kernel = compiled(hidden.spec(hidden.variant_of(dtype, *CHAINS[name])), ARCH)
+    kernel = compiled(Hidden().spec((), hidden.variant_of(dtype, *CHAINS[name]), ARCH), ARCH)
     assert kernel.registers == 168  # at launch: what the producer hands on must be there
     assert not kernel.serialized and kernel.spilled <= 64, kernel.log
 
@@ -241,7 +250,8 @@ def test_h_is_the_product_with_each_l_by_itself(emulator, name, dtype, rows, mul
     weight = (torch.randn(first) / first[2] ** 0.5).to(kind)
     a, _, depth, d = second
     h = torch.full((rows * a * d * depth + 64,), torch.nan, dtype=kind)
-    step = hidden.step(problem, second, layout_of(second, rows, dtype), multiprocessors)
+    layout, gpu = layout_of(second, rows, dtype), Gpu(ARCH, multiprocessors)
+    step = Hidden().step(problem, second, layout, gpu)
     launch_all(emulator, Lowered((step,)), {"x": x, "weight1": weight, "h": h})
     exact = x[:, :features].double() @ reference.dense(first, weight.double()).T
     exact = exact.view(rows, a, depth, d).transpose(2, 3)

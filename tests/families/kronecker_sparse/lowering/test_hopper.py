@@ -6,9 +6,12 @@ import itertools
 import pytest
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.interleaved import Interleaved
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering import hopper, interleaved
+from kernlib.families.kronecker_sparse.lowering import shapes
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
+from kernlib.families.kronecker_sparse.lowering.problem import Scope, is_small
 from kernlib.jit import targets
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
@@ -93,7 +96,7 @@ OR_NOT = (*BY_BATCH_LAST, "float32 d = 3")
 def test_each_kind_takes_what_the_copy_engine_can_address(name):
     given, kind = TAKEN[name]
     first = "transposed" if name in BY_BATCH_LAST else kind
-    assert kind_of(given) == ("portable" if lowering.is_small(given) else first)
+    assert kind_of(given) == ("portable" if is_small(given) else first)
     kinds = set(kinds_of(given))
     assert kinds - {"transposed"} == {kind, "portable"}
     assert kind == "interleaved" or name in OR_NOT or "transposed" not in kinds
@@ -124,23 +127,23 @@ def test_one_tile_holds_all_columns_or_few_are_padded(dtype, precision, count, c
     wide = {"columns": count, "out": OutLayout(1024, 1, 8192, 1)}
     given = problem(dtype=dtype, precision=precision, **wide)
     row = 128 // ITEMSIZE[dtype]
-    known = [c["columns"] for c in hopper.candidates(given, ARCH)]
+    known = [c["columns"] for c in Hopper().choices(given, ARCH)]
     assert known[0] == columns
     assert known == [columns] if count <= columns else all(width % row == 0 for width in known)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
 def test_epilogues_go_over_the_staged_tile_where_tf32_leaves_no_registers(dtype, precision):
-    for shape, tiling in interleaved.shapes(dtype, precision).items():
+    for shape, tiling in shapes.shapes(dtype, precision).items():
         for columns in tiling.columns:
-            made = interleaved.Variant(dtype, precision, shape, columns)
+            variant = Interleaved.Variant(dtype, precision, shape, columns)
             full = precision == "tf32" and columns * shape.lanes // 2 == 128
             for epilogue, rest in (((), False), (EPILOGUES[1], full), (EPILOGUES[2], True)):
-                text = text_of(interleaved.spec(epilogue, made).source)
+                text = text_of(Interleaved().spec(epilogue, variant, ARCH).source)
                 assert (text["HEAD"], text["REST"]) == (bool(epilogue) and not full, rest)
 
 
-# The parameter blocks, against the structs of the CUDA sources.
+# The parameter blocks.
 
 
 def test_vectors_and_scalars_follow_the_operands():
@@ -247,8 +250,9 @@ def all_variants(*widths):
     found = []
     for width in widths:
         for depth in (64, 128, 256, 1024):
-            for kind in (hopper, interleaved):
-                found += kind.variants([()], (width, depth, 1), ARCH, KINDS)
+            scope = Scope((width, depth, 1), tuple(KINDS), ARCH)
+            for kernel in (Hopper(), Interleaved()):
+                found += kernel.specs((), scope, ARCH)
     return list(dict.fromkeys(spec for spec in found if not stem(spec).endswith("pack")))
 
 
@@ -327,7 +331,7 @@ def test_what_overlaps_waits_for_what_permits_it(name):
     for found in choices(SAMPLE[name]):
         if main_of(found).overlaps:
             before, own = (text_of(step.spec.source).text for step in found.steps)
-            assert "#define PACKED 1" in main_of(found).spec.source
+            assert text_of(main_of(found).spec.source)["PACKED"]
             assert "wait_for_prerequisites();" in own.partition(" produce(")[2]
             assert "launch_dependents();" in before.partition("kronecker_sparse_pack(")[2]
 

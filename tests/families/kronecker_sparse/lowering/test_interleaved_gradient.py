@@ -4,11 +4,15 @@ this kernel's, what its launches are, and what NVRTC makes of its text."""
 import pytest
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse.kernels import deinterleave
+from kernlib.families.kronecker_sparse.kernels import interleaved_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels.deinterleave import Deinterleave
+from kernlib.families.kronecker_sparse.kernels.interleaved_gradient import InterleavedGradient
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering import deinterleave
-from kernlib.families.kronecker_sparse.lowering import interleaved_gradient as gradient
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
+from kernlib.families.kronecker_sparse.lowering.problem import Scope
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
     ARCH,
@@ -21,13 +25,18 @@ from tests.families.kronecker_sparse.lowering.cases import (
 )
 from tests.support.compiled_kernels import compiled
 
-HALVES = ("float16", "bfloat16")
+KERNEL, HALVES = InterleavedGradient(), ("float16", "bfloat16")
 KERNELS = ["deinterleave", "interleaved_gradient", "split_k_sum"]
 
 
 def lowered(problem, multiprocessors=PROCESSORS, epilogue=()):
-    (choice,) = gradient.candidates(problem, ARCH)
-    return gradient.lower(epilogue, problem, ARCH, multiprocessors, choice)
+    (choice,), gpu = KERNEL.choices(problem, ARCH), Gpu(ARCH, multiprocessors)
+    return KERNEL.launch(epilogue, problem, gpu, choice)
+
+
+def sums(problem):
+    """Of a bias too."""
+    return KERNEL.sums(problem, Gpu(ARCH, PROCESSORS), True)
 
 
 # Which problems.
@@ -93,7 +102,7 @@ def test_deep_sums_of_interleaved_features_are_for_this_kernel(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_for_other_kinds(name):
     problem, arch, kind = REFUSED[name]
-    assert gradient.candidates(problem, arch) == []
+    assert not KERNEL.takes(problem, arch)
     assert kinds_of(problem, arch)[0] == kind
 
 
@@ -114,8 +123,9 @@ WIDTHS = [  # columns, l, those of the tile
 def test_one_tile_holds_all_columns_or_few_are_padded(count, lanes, columns):
     assert gradient.columns_of(count, lanes) == columns
     for sizes in ((768, count), (count, 768)):
-        choices = gradient.candidates(weight_gradient(1, *sizes, lanes), ARCH)
-        assert choices == ([{"columns": columns}] if count <= 2 * columns else [])
+        given = weight_gradient(1, *sizes, lanes)
+        assert KERNEL.takes(given, ARCH) == (count <= 2 * columns)
+        assert KERNEL.choices(given, ARCH) == [{"columns": columns}]
 
 
 @pytest.mark.few(7)
@@ -125,7 +135,7 @@ def test_tiles_have_registers_and_stages(lanes):
     assert widths == set(range(8, max(widths) + 8, 8))
     for columns in widths:
         for bias in {False, lanes in gradient.BIAS_LANES}:
-            spec = gradient.spec(gradient.Variant("float16", lanes, columns, bias))
+            spec = KERNEL.spec((), KERNEL.Variant("float16", lanes, columns, bias), ARCH)
             text = text_of(spec.source)
             assert lanes * (text["SUMS"] + gradient.FRAGMENT) <= gradient.MOST_REGISTERS
             assert text["HELD"] == 1 or lanes * (text["SUMS"] + 8) <= 192
@@ -262,23 +272,23 @@ def check_variants(lanes, sizes, dtype):
     problem = weight_gradient(2, *sizes, lanes, dtype=dtype)
     all_of_them = set(lowering.variants((), (2, *sizes, lanes), False, ARCH, (dtype,), None))
     for each in (problem, problem._replace(blocks=4, depth=9001)):
-        if gradient.candidates(each, ARCH):
+        if KERNEL.takes(each, ARCH):
             assert {step.spec for step in lowered(each).steps} <= all_of_them
         for bias in {False, lanes in gradient.BIAS_LANES}:
-            call = gradient.launches(each, PROCESSORS, bias)
+            call = KERNEL.sums(each, Gpu(ARCH, PROCESSORS), bias)
             assert {step.spec for step in call.steps} <= all_of_them
     for other in ((*sizes, 1), (*sizes, 9)):
-        assert gradient.variants([()], other, ARCH, [(dtype, "fp32")]) == []
+        assert KERNEL.specs((), Scope(other, ((dtype, "fp32"),), ARCH), ARCH) == []
     for arch, other in (("sm_80", dtype), (ARCH, "float32")):
-        assert gradient.variants([()], (*sizes, lanes), arch, [(other, "fp32")]) == []
+        assert KERNEL.specs((), Scope((*sizes, lanes), ((other, "fp32"),), arch), arch) == []
 
 
 def test_a_bias_has_a_run_behind_each_row():
     problem = weight_gradient(2, 96, 45, 3)
-    main, reduce = gradient.launches(problem, PROCESSORS, True).steps
-    p, sums = parameters(main.placed({"h": ("right", 0)})), parameters(reduce)
-    assert p.pitch == 48 + 4 == 4 * sums.runs and sums.bias == ADDRESSES["bias"]
-    assert text_of(main.spec.source)["BIAS"] and "#define BIAS 1" in reduce.spec.source
+    main, reduce = sums(problem).steps
+    p, read = parameters(main.placed({"h": ("right", 0)})), parameters(reduce)
+    assert p.pitch == 48 + 4 == 4 * read.runs and read.bias == ADDRESSES["bias"]
+    assert text_of(main.spec.source)["BIAS"] and text_of(reduce.spec.source)["BIAS"]
     assert main.pointers == (("left", 0), ("h", 0), ("workspace", 0))
 
 
@@ -286,7 +296,7 @@ def test_a_bias_has_a_run_behind_each_row():
 
 
 def check_compiled(lanes, columns, dtype, bias=False):
-    kernel = compiled(gradient.spec(gradient.Variant(dtype, lanes, columns, bias)), ARCH)
+    kernel = compiled(KERNEL.spec((), KERNEL.Variant(dtype, lanes, columns, bias), ARCH), ARCH)
     assert kernel.registers == 168  # at launch: what the producer hands on must be there
     assert not kernel.serialized and kernel.spilled <= 64, (lanes, columns, kernel.log)
 
@@ -303,4 +313,4 @@ def test_every_kernel_keeps_its_sums_in_registers(lanes, dtype):
     for columns in (8, most // 2 // 8 * 8, most - 8, most):
         for bias in {False, lanes in gradient.BIAS_LANES}:
             check_compiled(lanes, columns, dtype, bias)
-    assert compiled(deinterleave.spec(dtype, lanes), ARCH).spilled == 0
+    assert compiled(Deinterleave().spec((), Deinterleave.Variant(dtype, lanes)), ARCH).spilled == 0

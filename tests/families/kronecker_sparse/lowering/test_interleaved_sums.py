@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from kernlib.families.kronecker_sparse.lowering import deinterleave
-from kernlib.families.kronecker_sparse.lowering import interleaved_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels import deinterleave
+from kernlib.families.kronecker_sparse.kernels import interleaved_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels.deinterleave import Deinterleave
+from kernlib.families.kronecker_sparse.kernels.interleaved_gradient import InterleavedGradient
 from kernlib.families.kronecker_sparse.lowering.choose import Lowered, OutLayout
+from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import (
     ARCH,
     launch_all,
@@ -88,8 +91,8 @@ def test_sums_are_those_of_the_operands(
         for side, rows in ((problem.left, left), (problem.right, right))
     )
     problem = problem._replace(out=out, **dict(zip(("left", "right"), sides, strict=True)))
-    (choice,) = gradient.candidates(problem, ARCH)
-    call = gradient.lower((), problem, ARCH, multiprocessors, choice)
+    (choice,), gpu = InterleavedGradient().choices(problem, ARCH), Gpu(ARCH, multiprocessors)
+    call = InterleavedGradient().launch((), problem, gpu, choice)
     assert parameters(call.steps[0]).vectors == (not apart and min(b, c) % 8 == 0)
     launch_all(emulator, call, {"left": left, "right": right, "out": memory})
     assert relative_error(result, sums_of(left, right, problem)) <= ACCURACY[dtype]
@@ -121,7 +124,7 @@ def test_the_left_operand_is_summed_too(emulator, name, dtype, batch, multiproce
     h[..., :c] = right.view(batch, a, c, d).transpose(2, 3)
     memory, _, result = result_of(problem, False)
     bias = torch.full((a * b * d + 8,), torch.nan, dtype=left.dtype)
-    call = gradient.launches(problem, multiprocessors, True)
+    call = InterleavedGradient().sums(problem, Gpu(ARCH, multiprocessors), True)
     launch_all(emulator, call, {"left": left, "h": h, "out": memory, "bias": bias})
     assert relative_error(result, sums_of(left, right, problem)) <= ACCURACY[dtype]
     assert relative_error(bias[: a * b * d], left.double().sum(0)) <= ACCURACY[dtype]
@@ -141,7 +144,7 @@ def test_each_l_of_an_operand_lies_by_itself(emulator, lanes, dtype, blocks, col
     problem = weight_gradient(blocks, 32, columns, lanes, batch, dtype=dtype)
     layout = problem.right._replace(depth=x.stride(0), alignment=x.data_ptr() % 16)
     problem = problem._replace(right=layout)
-    step = deinterleave.step(problem, "right")
+    step = Deinterleave().step(problem, "right")
     assert parameters(step).vectors == (columns % 8 == 0 and not apart)
     call = Lowered((step,), deinterleave.size(problem))
     lines = launch_all(emulator, call, {"right": x}).view(x.dtype)

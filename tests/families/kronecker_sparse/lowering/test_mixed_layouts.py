@@ -4,13 +4,17 @@ there are such."""
 import pytest
 import torch
 
-from kernlib.families.kronecker_sparse.lowering import chain_gradient, hopper, weight_gradient
+from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.weight_gradient import WeightGradient
+from kernlib.families.kronecker_sparse.lowering import chain_gradient
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
+from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import ARCH, launch_all, relative_error
 from tests.support.emulation.emulator import Emulator, kernels_of
 
 pytestmark = pytest.mark.emulated
+GPU = Gpu(ARCH, 132)
 BARS = {"float16": 4e-4, "bfloat16": 3.2e-3}
 SIDES = [(False, False), (False, True), (True, False), (True, True)]
 
@@ -44,8 +48,9 @@ def test_products(tmp_path_factory, a, b, c, n, last, dtype):
     torch.manual_seed(n)
     x, weight = torch.randn(n, a * c).to(kind), (torch.randn(a, b, c) / c**0.5).to(kind)
     y = torch.full((a * b, n) if last[1] else (n, a * b), float("nan"), dtype=kind)
-    (choice, *_) = hopper.candidates(problem, ARCH, mixed=True)
-    steps = hopper.lower((), problem, ARCH, 3, choice)
+    assert Hopper().takes(problem, ARCH, mixed=True)
+    (choice, *_) = Hopper().choices(problem, ARCH)
+    steps = Hopper().launch((), problem, Gpu(ARCH, 3), choice)
     tensors = {"left": laid(x, last[0]), "right": weight, "out": y}
     launch_all(Emulator(kernels_of(tmp_path_factory)), steps, tensors)
     exact = torch.einsum("ajk,nak->naj", weight.double(), x.double().view(n, a, c))
@@ -62,8 +67,9 @@ def test_gradients(tmp_path_factory, a, b, c, last, dtype):
     torch.manual_seed(n)
     grad, x = torch.randn(n, a * b).to(kind), torch.randn(n, a * c).to(kind)
     out = torch.full((a, b, c), float("nan"), dtype=kind)
-    (choice,) = weight_gradient.candidates(problem, ARCH, mixed=True)
-    steps = weight_gradient.lower((), problem, ARCH, 3, choice)
+    assert WeightGradient().takes(problem, ARCH, mixed=True)
+    (choice,) = WeightGradient().choices(problem, ARCH)
+    steps = WeightGradient().launch((), problem, Gpu(ARCH, 3), choice)
     tensors = {"left": laid(grad, last[0]), "right": laid(x, last[1]), "out": out}
     launch_all(Emulator(kernels_of(tmp_path_factory)), steps, tensors)
     exact = torch.einsum("naj,nak->ajk", grad.double().view(n, a, b), x.double().view(n, a, c))
@@ -78,7 +84,7 @@ def test_others_have_none(last):
         for problem, kind in zip(given, ("hopper", "gradient"), strict=True):
             kinds = {choice["kind"] for choice in lowering.candidates(problem, ARCH)}
             assert (kind in kinds) == alike
-    assert bool(hopper.candidates(product(2, 72, 40, 136, last, "float32"), ARCH, True)) == alike
+    assert Hopper().takes(product(2, 72, 40, 136, last, "float32"), ARCH, True) == alike
 
 
 @pytest.mark.parametrize("dtype", BARS)
@@ -86,8 +92,8 @@ def test_they_are_compiled_ahead_for_chains(dtype):
     specs = chain_gradient.variants(((16, 64, 64, 1), (1, 256, 64, 16)), ARCH, [dtype])
     wanting = [product(16, 64, 64, 8192, last, dtype) for last in ((False, True), (True, False))]
     for problem in wanting:
-        for choice in hopper.candidates(problem, ARCH, mixed=True):
-            assert {*hopper.lower((), problem, ARCH, 132, choice).specs} <= {*specs}
+        for choice in Hopper().choices(problem, ARCH):
+            assert {*Hopper().launch((), problem, GPU, choice).specs} <= {*specs}
     problem = gradient(16, 64, 64, 8192, (True, False), dtype)
-    (choice,) = weight_gradient.candidates(problem, ARCH, mixed=True)
-    assert weight_gradient.lower((), problem, ARCH, 132, choice).steps[0].spec in specs
+    (choice,) = WeightGradient().choices(problem, ARCH)
+    assert WeightGradient().launch((), problem, GPU, choice).steps[0].spec in specs

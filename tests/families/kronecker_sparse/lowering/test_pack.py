@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.lowering import interleaved
-from kernlib.families.kronecker_sparse.lowering import pack as packing
+from kernlib.families.kronecker_sparse.kernels import interleaved
+from kernlib.families.kronecker_sparse.kernels.pack import Pack, Packing
+from kernlib.families.kronecker_sparse.lowering import shapes
 from kernlib.families.kronecker_sparse.lowering.choose import Layout
 from tests.families.kronecker_sparse.lowering.cases import (
     ITEMSIZE,
@@ -140,7 +141,7 @@ def order_of(given):
     """Which k stands at each position along the depth of a matrix instruction: batch last by the
     loads of x in the multiplying kernel's source."""
     if given.lanes > 1 and given.left.lane == 1:
-        return interleaved.depth_order(given.dtype, interleaved.shape_of(given))
+        return interleaved.depth_order(given.dtype, shapes.shape_of(given))
     if given.dtype != "float32" or given.left.line != 1:
         return (0,)
     near, far = (1, 1), (1, 1)
@@ -156,7 +157,7 @@ def order_of(given):
 SHAPES = [
     (dtype, precision, shape)
     for dtype, precision in KINDS
-    for shape in interleaved.shapes(dtype, precision)
+    for shape in shapes.shapes(dtype, precision)
 ]
 
 
@@ -164,7 +165,7 @@ SHAPES = [
 def test_the_order_is_a_permutation(dtype, precision, shape):
     order = interleaved.depth_order(dtype, shape)
     assert sorted(order) == list(range(len(order)))
-    assert interleaved.shapes(dtype, precision)[shape].depth % len(order) == 0
+    assert shapes.shapes(dtype, precision)[shape].depth % len(order) == 0
     assert len(order) * ITEMSIZE[dtype] % 32 == 0
 
 
@@ -195,7 +196,7 @@ def test_a_tile_reads_the_stages_of_its_columns(name):
 
 # Neighbouring l that a thread reads together.
 
-HALF, SINGLE = packing.Packing("float16", 32, 16, 8, 1), packing.Packing("float32", 32, 16, 4, 3)
+HALF, SINGLE = Packing("float16", 32, 16, 8, 1), Packing("float32", 32, 16, 4, 3)
 
 
 def of(lanes, apart=None, dtype="float16", **changes):
@@ -241,11 +242,11 @@ TOGETHER = {  # by name: a problem, its packing, how many
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_threads_read_as_many_l_together_as_are_aligned(name):
-    given, made, together = TOGETHER[name]
-    step = packing.step(given, made)
+    given, packing, together = TOGETHER[name]
+    step = Pack().step(given, packing)
     text = text_of(step.spec.source)
     assert text["TOGETHER"] == together
-    assert step.spec == packing.chosen(given, made) and step.spec in packing.specs(made)
+    assert step.spec in Pack().specs_of([packing])
     assert f" by {together}" in step.spec.description
     assert given.lanes % together == 0
 
@@ -253,4 +254,4 @@ def test_threads_read_as_many_l_together_as_are_aligned(name):
 def test_a_weight_that_no_grid_holds_is_refused():
     given = problem(blocks=2**30, rows=1, columns=256, depth=1024)
     with pytest.raises(UnsupportedError, match=r"1073741824 x 256 x 1024 x 1 numbers .* slices"):
-        packing.step(given, packing.Packing("float16", 256, 64, 1, 1))
+        Pack().step(given, Packing("float16", 256, 64, 1, 1))

@@ -7,10 +7,17 @@ import pytest
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
+from kernlib.families.kronecker_sparse.kernels import (
+    deinterleave,
+    portable,
+    portable_pack,
+    split_k_sum,
+)
+from kernlib.families.kronecker_sparse.kernels.portable import Portable
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering import deinterleave, portable
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, lower
 from kernlib.jit import sources, targets
+from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
     DTYPES,
@@ -43,7 +50,7 @@ def tile(found):
 
 def accesses(found):
     source = main_of(found).spec.source
-    return "/".join(re.findall(r"#define ACCESS_\w+ Access::(\w+)", source))
+    return "/".join(re.findall(r"ACCESS_\w+ = Access::(\w+);", source))
 
 
 ACCESSES = [  # dtype, layout of an operand (2 blocks, 3 lanes, 504 lines, depth 64), its access
@@ -126,7 +133,7 @@ def test_the_tile_fits_the_result(given, expected):
     assert step.grid == (across * count["rows_of_tiles"], 1)
 
 
-# The parameter blocks, against the structs of the CUDA sources.
+# The parameter blocks.
 
 
 def fixed(found):
@@ -147,8 +154,8 @@ def test_the_parameters_are_the_struct_of_the_source():
     assert stem(pack.spec) == "kronecker_sparse_portable_pack"
     pitch = 80  # 77 up to whole chunks
     count = fixed(found)
-    assert count["left_view"] == [11, 12, 2**40, 14]
-    assert count["right_view"] == [5 * 1000 * pitch, 1000 * pitch, pitch, 1]
+    assert count["left_strides"] == [11, 12, 2**40, 14]
+    assert count["right_strides"] == [5 * 1000 * pitch, 1000 * pitch, pitch, 1]
     strides = [count[f"out_{name}_stride"] for name in ("block", "lane", "row", "column", "split")]
     assert strides == [31, 32, 33, 2**34, 0]
     assert [count[name] for name in ("rows", "columns", "depth")] == [2**33 + 7, 1000, 77]
@@ -164,9 +171,7 @@ def test_the_parameters_are_the_struct_of_the_source():
 
     read = parameters(pack)
     assert (read.right, read.packed) == (ADDRESSES["right"], ADDRESSES["workspace"])
-    assert [getattr(read, f"{n}_stride") for n in ("block", "lane", "line", "depth")] == [
-        21, 22, 24, 23,
-    ]  # fmt: skip
+    assert list(read.strides) == [21, 22, 24, 23]
     assert (read.depth, read.lanes, read.lines, read.chunks) == (77, 5, 1000, 20)
     assert (read.total, read.lines_first) == (3 * 5 * 1000 * 20, 0)
     assert pack.grid == (-(-read.total // 256), 1)
@@ -241,8 +246,7 @@ def test_packed_lines_are_whole_chunks():
 @pytest.mark.parametrize("pattern", [(1, 8, 8, 1), (2, 96, 48, 3), (4, 192, 48, 16)])
 def test_splits_cover_the_depth_and_leave_none_empty(pattern, batch, dtype):
     given = weight_gradient(*pattern, batch=batch, dtype=dtype)
-    choice = portable.default(given, portable.candidates(given, ARCH), PROCESSORS)
-    found = portable.lower((), given, ARCH, PROCESSORS, choice)
+    found = Portable().launch_untuned((), given, Gpu(ARCH, PROCESSORS))
     count = fixed(found)
     splits = count["rows_of_tiles"] // count["row_tiles"]
     assert (splits - 1) * count["split_depth"] < batch <= splits * count["split_depth"]
@@ -321,15 +325,15 @@ def test_constants_agree_with_the_source():
     for file, name, value in (
         ("portable/operand.cuh", "THREADS", portable.THREADS),
         ("portable/operand.cuh", "LINE_BYTES", portable.LINE_BYTES),
-        ("portable/pack.cuh", "THREADS", portable.THREADS),
-        ("split_k_sum.cuh", "THREADS", portable.THREADS),
-        ("split_k_sum.cuh", "RUN", portable.REDUCE_RUN),
-        ("portable/portable.cuh", "PART", portable.PART),
+        ("portable/pack.cuh", "THREADS", portable_pack.THREADS),
+        ("split_k_sum.cuh", "THREADS", split_k_sum.THREADS),
+        ("split_k_sum.cuh", "RUN", split_k_sum.RUN),
+        ("portable/config.cuh", "PART", portable.PART),
         ("deinterleave.cuh", "THREADS", deinterleave.THREADS),
         ("deinterleave.cuh", "CHUNK", deinterleave.CHUNK),
     ):
         assert re.search(rf"constexpr int {name} = (\d+);", read[file])[1] == str(value)
-    kinds = re.search(r"enum class Access \{ (.*) \};", read["portable/operand.cuh"])[1]
+    kinds = re.search(r"enum class Access \{ (.*) \};", read["portable/access.cuh"])[1]
     assert tuple(kinds.split(", ")) == portable.ACCESSES
 
 

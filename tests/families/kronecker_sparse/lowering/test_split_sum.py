@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.lowering import portable
+from kernlib.families.kronecker_sparse.kernels import split_k_sum
+from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
 from kernlib.families.kronecker_sparse.lowering.choose import Lowered, OutLayout
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
@@ -23,8 +24,8 @@ GROUPS = [  # splits, threads that share those of a run
 
 
 def step_of(problem, count, bias=False):
-    partial, one = portable.partial_layout(problem, bias)
-    return portable.reduce_step(problem, partial, one, count, bias)
+    partial, one = split_k_sum.layout(problem, bias)
+    return SplitKSum().step(problem, partial, one, count, bias)
 
 
 @pytest.mark.few(len(GROUPS))
@@ -45,7 +46,7 @@ def test_a_bias_has_a_run_behind_each_row(columns):
     problem = weight_gradient(2, 96, columns, 3)
     pitch = -(-columns // 4) * 4
     for bias, line in ((False, pitch), (True, pitch + 4)):
-        partial, one = portable.partial_layout(problem, bias)
+        partial, one = split_k_sum.layout(problem, bias)
         assert partial[:4] == (3 * 96 * line, 96 * line, line, 1) and one == 2 * partial.block
         read = parameters(step_of(problem, 9, bias))
         assert (read.runs, read.total, read.split_stride) == (line // 4, one // 4, one)
@@ -59,7 +60,9 @@ def test_a_bias_is_a_result_of_a_kernel_for_it():
     assert both.pointers == (*alone.pointers, ("bias", 0))
     assert parameters(both).bias == ADDRESSES["bias"]
     assert len({alone.spec, both.spec}) == len({alone.spec.entry, both.spec.entry}) == 2
-    assert {alone.spec, both.spec} == {portable.reduce_spec("float16", b) for b in (False, True)}
+    assert {alone.spec, both.spec} == {
+        SplitKSum().spec((), SplitKSum.Variant("float16", has)) for has in (False, True)
+    }
 
 
 def test_more_results_than_a_launch_counts_are_refused():

@@ -68,7 +68,7 @@ def test_lowering_chooses_among_the_variants(made, epilogue, arch, multiprocesso
     given = epilogue if role == "forward" else ()
     variants = known(epilogue, pattern, last, arch, None)
     candidates = lowering.candidates(asked, arch)
-    assert candidates and lowering.default(asked, candidates, multiprocessors) in candidates
+    assert candidates and lowering.default(asked, multiprocessors, arch) in candidates
     for choice in candidates:
         found = lowering.lower(given, asked, arch, multiprocessors, choice)
         assert {step.spec for step in found.steps} <= variants

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.kronecker_sparse.kernels import via_batch_last as transposed
+from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.via_batch_last import Transposed
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
+from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import (
     ARCH,
     ITEMSIZE,
@@ -32,8 +35,8 @@ EPILOGUE = (kl.Bias(), kl.Scale(), kl.Gelu())
 
 
 def lowered(given, epilogue=(), processors=PROCESSORS):
-    choice = transposed.candidates(given, ARCH)[0]
-    return transposed.lower(epilogue, given, ARCH, processors, choice)
+    (choice, *_), gpu = Transposed().choices(given, ARCH), Gpu(ARCH, processors)
+    return Transposed().launch(epilogue, given, gpu, choice)
 
 
 # Which problems.
@@ -145,9 +148,8 @@ def test_places_in_the_workspace_are_apart_and_aligned(rows, dtype, precision):
     assert entries(found) == ["pack", "transpose", "hopper", "transpose"]
     chunk = 16 // ITEMSIZE[dtype]
     pitch = -(-rows // chunk) * chunk
-    part = lowering.KINDS["hopper"].lower(
-        (), transposed.part_of(given, rows), ARCH, PROCESSORS, transposed.candidates(given, ARCH)[0]
-    )
+    (choice, *_), gpu = Transposed().choices(given, ARCH), Gpu(ARCH, PROCESSORS)
+    part = Hopper().launch((), transposed.part_of(given, rows), gpu, choice)
     sizes = [n * pitch * ITEMSIZE[dtype] for n in (2 * 24 * 16, 2 * 40 * 16)] + [part.workspace]
     for (begin, end), size in zip(spans(found), sizes, strict=True):
         assert begin % 256 == 0 and size <= end - begin < size + 256

@@ -5,10 +5,12 @@ import pytest
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
+from kernlib.families.kronecker_sparse.kernels import transpose as turn
+from kernlib.families.kronecker_sparse.kernels import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels.weight_gradient import WeightGradient
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering import transpose as turn
-from kernlib.families.kronecker_sparse.lowering import weight_gradient as gradient
 from kernlib.families.kronecker_sparse.lowering.choose import Layout, lower
+from kernlib.families.kronecker_sparse.lowering.problem import Scope
 from kernlib.jit import targets
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
@@ -24,9 +26,9 @@ from tests.families.kronecker_sparse.lowering.cases import (
     text_of,
     weight_gradient,
 )
-from tests.support.kernels import stem
 
 EPILOGUE = (kl.Bias(), kl.Gelu())
+NUMBERS = (("float16", "fp32"),)
 
 
 def last(*pattern, **changes):
@@ -108,7 +110,7 @@ WIDTHS = [  # columns, batch first, those of the tile
 def test_one_tile_holds_all_columns_or_few_are_padded(count, first, columns):
     given = weight_gradient(1, 96, count) if first else last(1, 96, count)
     if kind_of(given) == "gradient":
-        (choice,) = gradient.candidates(given, ARCH)
+        (choice,) = WeightGradient().choices(given, ARCH)
         assert choice == {"columns": columns}
     assert gradient.columns_of(count, first) == columns
 
@@ -213,8 +215,7 @@ def test_stages_fit_the_shared_memory():
     made = [
         spec
         for width in range(8, 700, 8)
-        for spec in gradient.variants([()], (width, width, 1), ARCH, [("float16", "fp32")])
-        if stem(spec).endswith("hopper")
+        for spec in WeightGradient().specs((), Scope((width, width, 1), NUMBERS, ARCH), ARCH)
     ]
     assert len(set(made)) == len(gradient.COLUMNS) + len(gradient.WHOLE_COLUMNS)
     for spec in made:
@@ -241,7 +242,7 @@ def test_an_epilogue_needs_the_whole_sum(given):
 def turned(problem, arch=ARCH, multiprocessors=PROCESSORS):
     """What lowering makes of a problem by way of batch last."""
     choices = lowering.candidates(problem, arch)
-    choice = next(each for each in choices if each["kind"] == turn.KIND)
+    choice = next(each for each in choices if each["kind"] == turn.Turned.name)
     return lower((), problem, arch, multiprocessors, choice)
 
 

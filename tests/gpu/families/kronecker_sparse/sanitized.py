@@ -12,9 +12,10 @@ import torch
 import kernlib as kl
 from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse.chain import fused
-from kernlib.families.kronecker_sparse.lowering import by_torch, fused_chain
-from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.kernels import fused_chain
+from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.families.kronecker_sparse.lowering.problem import DEEP
+from kernlib.lowering import kernel
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.kronecker_sparse import cases as ks
 from tests.gpu.watched import launches
@@ -104,19 +105,12 @@ def run_chain(chain: tuple, rows: int = 131) -> None:
     for epilogue in ((kl.Bias(),), (kl.Bias(), kl.Gelu())):
         last = kl.KroneckerSparse(*chain[1], epilogue=epilogue)
         descriptor = kl.KroneckerSparseChain((kl.KroneckerSparse(*chain[0]), last))
-        bias, variants = x.new_ones(last.out_features), []
-        lower, takes = fused_chain.lower, fused_chain.takes
-
-        def noted(*request, takes=takes, variants=variants):
-            variants[:] = takes(*request)
-            return variants
-
-        # So few rows would go to the kernels of one factor.
-        with mock.patch.object(fused_chain, "takes", noted):
+        bias = x.new_ones(last.out_features)
+        with mock.patch.object(fused_chain, "lower", return_value=None) as lower:
             fused.takes(descriptor, (x, *weights), {"bias": bias})
-        for variant in variants:
-            forced = partial(_lowered, lower, variant)
-            with mock.patch.object(fused_chain, "lower", forced):
+        for knobs in _ways(lower.call_args.args[0]):
+            # So few rows would go to the kernels of one factor.
+            with mock.patch.object(fused_chain, "lower", partial(_lowered, knobs)):
                 forget_plans()
                 kl.run_kernel(descriptor, x, *weights, bias=bias)
 
@@ -133,8 +127,21 @@ def run_gradient(chain: tuple, rows: int = 1104) -> None:
     y.backward(torch.ones_like(y))
 
 
-def _lowered(lower, variant, epilogue, first, second, variants, multiprocessors):
-    return lower(epilogue, first, second, [variant], 1)
+def _ways(chain) -> list[dict]:
+    """Choices of a chain's kernel, one for each of its variants."""
+    choices = fused_chain.FusedChain().choices(chain, "sm_90a")
+    return [choice for choice in choices if choice["splits"] == 1]
+
+
+def _lowered(knobs, chain, gpu):
+    one = gpu._replace(multiprocessors=1)
+    return fused_chain.FusedChain().launch(chain.epilogue, chain, one, knobs)
+
+
+def _by_rank(among, problem, gpu, tuned=None):
+    """The tuned option, else the first one."""
+    every = kernel.options(among, problem, gpu.arch)
+    return next((option for option in every if option.choice == tuned), every[0])
 
 
 def main(kernels: str) -> None:
@@ -143,8 +150,7 @@ def main(kernels: str) -> None:
     # Hopper's kernels, small as these batches are, and kernels wherever torch is faster.
     with (
         mock.patch.object(by_torch, "gains", lambda *_: False),
-        mock.patch.object(lowering, "is_small", lambda problem: False),
-        mock.patch.object(lowering.times, "fastest", lambda problem, known: known[0]["kind"]),
+        mock.patch.object(kernel, "choose", _by_rank),
     ):
         with ks.only(*names), launches() as launched:
             for call in CALLS[kernels]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import operation as primitives
-from kernlib.families.kronecker_sparse.lowering import via_batch_last as transposed
+from kernlib.families.kronecker_sparse.kernels import via_batch_last as transposed
 from tests.gpu.families.kronecker_sparse import cases as ks
 
 GUARD = 512  # elements before and behind a tensor: whole 16 bytes
@@ -251,7 +251,7 @@ def test_slices_of_a_batch_by_way_of_batch_last(pattern, numbers, seed, monkeypa
         out = ks.views(wanted.to(x.dtype))["leading dimension"]
         given = (descriptor, x, weight, out)
         problem = ks.problem_of(*given, bias=bias)
-        known = [c for c in ks.candidates(problem) if c["kind"] == transposed.KIND]
+        known = [c for c in ks.candidates(problem) if c["kind"] == transposed.Transposed.name]
         if not known:
             pytest.skip("other GPUs lack this kind")
         out._base.fill_(math.nan)
