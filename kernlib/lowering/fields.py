@@ -8,12 +8,12 @@ import struct
 from collections.abc import Iterable
 from functools import cached_property
 
-# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View and Side are those
-# of kernel_sources/pairwise/scalars.cuh and of kernel_sources/blocksparse/summands.cuh.
+# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View is that of
+# kernel_sources/pairwise/scalars.cuh, Side and Grid those of kernel_sources/blocksparse/side.cuh.
 FORMATS = {
     "i64": ("q", 1), "u64": ("Q", 1), "double": ("d", 1),
     "int": ("i", 1), "u32": ("I", 1), "float": ("f", 1),
-    "View": ("q", 3), "Side": ("q", 4),
+    "View": ("q", 3), "Side": ("q", 4), "Grid": ("i", 4),
 }  # fmt: skip
 _MEMBER = re.compile(r"(\w+) (\w+)(?:\[(\d+)\])?")
 
