@@ -4,7 +4,7 @@
 #include "common/types.cuh"
 
 // WARPS warps of each CTA share them. Of p are counts, the first of which is how many slots hold a
-// block of BLOCK x BLOCK, capacity, batch, out and batch_step, elements from one batch's to the next.
+// block of BLOCK x BLOCK, capacity, batch, out and batch_step, from one batch's values to the next.
 template <int BLOCK, int WARPS, class P>
 __device__ __forceinline__ void clear_rest(const P& p) {
     constexpr int CHUNK = 16 / sizeof(*p.out), SIZE = BLOCK * BLOCK;

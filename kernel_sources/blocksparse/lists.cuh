@@ -25,7 +25,7 @@ struct Range {
     int begin, end;
 };
 
-constexpr u32 ALL = 0xffffffffu;  // lanes
+constexpr u32 ALL = 0xffffffffu;                  // lanes
 constexpr u32 LIVE = (1u << Config::GROUPS) - 1;  // a bit of each line
 constexpr int WORDS_AT_ONCE = 32 / Config::GROUPS;
 

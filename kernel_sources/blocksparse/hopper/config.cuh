@@ -11,6 +11,6 @@ constexpr bool DEPTH_LAST = Config::DEPTH_LAST;  // dense has the depth contiguo
 constexpr int STAGE_BYTES = Config::STAGE_BYTES, WORDS = Config::WORDS;
 constexpr int WARPGROUPS = Config::WARPGROUPS, TILE_LINES = 64 * WARPGROUPS;
 constexpr int PANEL_BYTES = STEP_DEPTH * TILE_COLUMNS * 2;
-constexpr int SUMS = TILE_COLUMNS / 2;   // accumulators of a thread
-constexpr int PARTS = TILE_COLUMNS / 64;
+constexpr int SUMS = TILE_COLUMNS / 2;    // accumulators of a thread
+constexpr int PARTS = TILE_COLUMNS / 64;  // of a result
 static_assert(STAGE_BYTES == WARPGROUPS * PIECE_BYTES + PANEL_BYTES, "as the host lays it out");

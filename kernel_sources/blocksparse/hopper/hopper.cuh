@@ -19,8 +19,8 @@
 // Tensor copies bring pieces and panels to a ring of stages, swizzled as wgmma reads them, along
 // whichever dimension is contiguous. Results go by shared memory and tensor copies too.
 //
-// Facts and struct Fixed: class Hopper of kernlib/families/blocksparse/kernels/hopper.py, which
-// also writes multiply(...), one wgmma of 64 x TILE_COLUMNS by 16.
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x TILE_COLUMNS by 16: class Hopper of
+// kernlib/families/blocksparse/kernels/hopper.py.
 #pragma once
 
 #include "blocksparse/hopper/tile.cuh"

@@ -1,6 +1,6 @@
 // Where a product's tiles lie, and the order that says so: a part of what a launch of hopper.cuh,
-// narrow/narrow.cuh or hopper_words/hopper_words.cuh is given. The sizes are of struct Fixed, as
-// kernlib/families/blocksparse/lowering/hopper.py states it.
+// narrow/narrow.cuh or hopper_words/hopper_words.cuh is given. Its sizes are members of struct
+// Fixed: FIXED of kernlib/families/blocksparse/lowering/hopper.py.
 #pragma once
 
 #include "blocksparse/lists.cuh"
@@ -12,8 +12,8 @@ struct Order {
 // A tile's place: its unit is a head's group of lines, its panel a batch's columns.
 struct Tile {
     int group, column, head, batch;
-    template <class P>
-    __device__ __forceinline__ Tile(const P& p, int unit, int panel)
+
+    __device__ __forceinline__ Tile(const Fixed& p, int unit, int panel)
         : group(unit % p.groups), column(panel % p.column_tiles), head(unit / p.groups),
           batch(panel / p.column_tiles) {}
 };

@@ -20,8 +20,8 @@
 // 192 of 208 registers. While one warpgroup adds, in 192 instructions of a thread, the other one's
 // 768 clocks of wgmma go on. Stages are 64 KB, three of them; results are stored from registers.
 //
-// Facts and struct Fixed: class HopperWords of kernlib/families/blocksparse/kernels/hopper_words.py,
-// which also writes multiply(...), one wgmma of 64 x 128 by 16, operands along the depth.
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x 128 by 16, operands along the depth:
+// class HopperWords of kernlib/families/blocksparse/kernels/hopper_words.py.
 #pragma once
 
 #include "blocksparse/hopper/run.cuh"

@@ -1,6 +1,4 @@
 // What a launch of hopper_words.cuh is given.
-// Struct Fixed: class HopperWords of
-// kernlib/families/blocksparse/kernels/hopper_words.py.
 #pragma once
 
 #include "blocksparse/hopper/place.cuh"

@@ -13,9 +13,8 @@
 // Few blocks are tiles of fewer slots: 102 of 128 in pairs would be 51 multiprocessors' 48 KB a
 // step, one by one they are 102 multiprocessors' 32 KB.
 //
-// Facts and struct Fixed: class SampledHopper of
-// kernlib/families/blocksparse/kernels/sampled_hopper.py, which also writes multiply(...), one wgmma
-// of 64 x COLS by 16.
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x COLS by 16: class SampledHopper of
+// kernlib/families/blocksparse/kernels/sampled_hopper.py.
 #pragma once
 
 #include "blocksparse/hopper/ring.cuh"

@@ -16,8 +16,8 @@
 // on an H100 at 4096 in all dimensions and density .1, .25, .5: 388, 716 and 931 TFLOP/s; at 8192
 // 769, 1014 and 1095.
 //
-// Facts and struct Fixed: class Scaled of kernlib/families/blocksparse/kernels/scaled.py, which
-// also writes multiply(...), one wgmma of 64 x 64 by 32.
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x 64 by 32: class Scaled of
+// kernlib/families/blocksparse/kernels/scaled.py.
 #pragma once
 
 #include "blocksparse/hopper/tile.cuh"

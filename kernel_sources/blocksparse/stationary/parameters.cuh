@@ -5,7 +5,7 @@
 #include "blocksparse/hopper/ring.cuh"
 #include "blocksparse/summands.cuh"
 
-using OutputT = Config::OutputT;   // storage of values
+using OutputT = Config::OutputT;      // storage of values
 constexpr int BLOCK = Config::BLOCK;  // rows and columns of a block: 16, 32 or 64
 constexpr int DEPTH = Config::DEPTH;  // 64 or 128: at most so many; the copy engine fills up with 0
 constexpr bool LEFT_LINES = Config::LEFT_LINES;    // a has the rows contiguous, else the depth

@@ -49,8 +49,9 @@ __device__ __forceinline__ void store_sums(const float (&sums)[2][4], OutputT* t
     }
 }
 
-// Larger blocks: a warp's 32 rows of a block, 2 or 4 KB of rows of shared memory whose 16-byte chunks change
-// places, so that eight rows of a chunk lie in different banks, and so do the chunks of 128 bytes.
+// Larger blocks: a warp's 32 rows of a block, in 2 or 4 KB of shared memory. 16-byte chunks of its
+// rows change places, so that eight rows of a chunk lie in different banks, and so do the chunks of
+// 128 bytes.
 constexpr int CHUNKS = BLOCK / 8, ROWS_AT_ONCE = 32 / CHUNKS;  // of a row; of a store of the warp
 
 __device__ __forceinline__ u32 staged(int row, int chunk) {

@@ -17,8 +17,8 @@
 //
 // Sums are in order of depth, one after the other: bits depend on neither layout nor batch.
 //
-// Facts and struct Fixed: class Tiles of kernlib/families/blocksparse/kernels/tiles.py, which also
-// writes multiply(...), one wgmma of 64 x 256 by 16.
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x 256 by 16: class Tiles of
+// kernlib/families/blocksparse/kernels/tiles.py.
 #pragma once
 
 #include "blocksparse/clear.cuh"
