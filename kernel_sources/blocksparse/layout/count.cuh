@@ -54,6 +54,6 @@ blocksparse_layout_count(const __grid_constant__ Parameters p) {
         word = p.words[index];
     }
     u32 total;
-    sum_ahead(__popc(word), sums, total);
+    sum_ahead<WARPS>(__popc(word), sums, total);
     if (threadIdx.x == 0) p.sums[blockIdx.x] = total;
 }

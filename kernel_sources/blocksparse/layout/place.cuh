@@ -47,7 +47,7 @@ blocksparse_layout_place(const __grid_constant__ Parameters p) {
     if (blockIdx.x < p.tiles) {
         u32 first = first_word(), index = first + threadIdx.x % 32, total;
         u32 bits = index < p.count ? p.words[index] : 0;
-        u32 rank = p.ahead[blockIdx.x] + sum_ahead(__popc(bits), sums, total);
+        u32 rank = p.ahead[blockIdx.x] + sum_ahead<WARPS>(__popc(bits), sums, total);
         rank = min(rank, p.capacity);
         bits = lowest_bits(bits, p.capacity - rank);
         if (index < p.count) {

@@ -30,7 +30,7 @@ blocksparse_layout_scan(const __grid_constant__ Parameters p) {
             own[i] = first + i < p.tiles ? p.sums[first + i] : 0;
             sum += own[i];
         }
-        u32 total, ahead = before + sum_ahead(sum, sums, total);
+        u32 total, ahead = before + sum_ahead<WARPS>(sum, sums, total);
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             if (first + i < p.tiles) p.sums[first + i] = ahead;

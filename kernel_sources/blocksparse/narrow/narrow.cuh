@@ -28,25 +28,23 @@
 
 constexpr int WARPGROUPS = 2, TILE_LINES = 128, TILE_COLUMNS = 256;
 constexpr int GROUPS = TILE_LINES / BLOCK;  // lines of blocks of a tile
-constexpr bool BY_MAPS = false, SCALED = false, SUMS_ACROSS = true;
 
 #include "blocksparse/hopper/parameters.cuh"
+#include "blocksparse/hopper/pieces.cuh"
 #include "common/async_copy.cuh"
 #include "common/mma_half.cuh"
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1), COPIERS = 128;
-constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
 constexpr int CHUNK = 8;                       // elements of 16 bytes
-constexpr int STAGE_DEPTH = 64, STEP = 16;     // of a stage, of one wgmma
+constexpr int STAGE_DEPTH = 64;                // of a stage
 constexpr int PER = STAGE_DEPTH / BLOCK;       // steps of a stage
 constexpr int ACROSS = BLOCK / CHUNK;          // chunks of a block's row
 constexpr int STEPS_OF_BLOCK = BLOCK / STEP;
 constexpr int PANELS = TILE_COLUMNS / WARPGROUPS / 64;  // of 64 columns, of a warpgroup
-constexpr int PIECE_BYTES = 64 * ROW_BYTES;
 constexpr int PANEL_BYTES = STAGE_DEPTH * TILE_COLUMNS * 2;
 constexpr int BLOCK_BYTES = BLOCK * BLOCK * 2;
 constexpr int STAGE_BYTES = PANEL_BYTES + PER * GROUPS * BLOCK_BYTES;
-constexpr int STAGES = 4, OUT_PARTS = 2;       // stages under way, parts of a warpgroup's result
+constexpr int STAGES = 4;                      // under way
 constexpr int WORDS = 4;                       // of a stage: a bit a block; whether it is its
                                                // tile's last; that one's place
 

@@ -41,7 +41,7 @@ struct Place {
         return down < p.rows_of_tiles;
     }
 
-    __device__ __forceinline__ Lines lines(const InputT* data, const Strides& strides, i64 first,
+    __device__ __forceinline__ Lines lines(const InputT* data, const FactorStrides& strides, i64 first,
                                            i64 count, i64 depth, bool depth_first) const {
         return {data + block * strides.block + lane * strides.lane +
                     first * strides.line + depth * strides.depth,

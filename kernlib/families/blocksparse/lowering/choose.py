@@ -9,35 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.kernels.decode import Decode
-from kernlib.families.blocksparse.lowering import (
-    hopper,
-    hopper_words,
-    narrow,
-    portable,
-    sampled,
-    sampled_hopper,
-    stationary,
-    tiles,
-)
-from kernlib.families.blocksparse.lowering.problem import Sdd, Spmm
+from kernlib.families.blocksparse.lowering import narrow, portable, sampled
+from kernlib.families.blocksparse.lowering.problem import Scope, Sdd, Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.kernel import Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
-
-class Scope(NamedTuple):
-    """What is known of products whose kernels are compiled ahead: rows and columns of a block,
-    dtypes, and the precision of float32, None for both."""
-
-    block: tuple[int, int]
-    dtypes: tuple[str, ...]
-    precision: str | None = None
+PACKAGE = "kernlib.families.blocksparse.kernels"
 
 
 class _Module(Kernel):
@@ -72,11 +55,8 @@ class _Module(Kernel):
         return self.module.variants(subject, scope.block, scope.dtypes, arch, *more)
 
 
-SPMM: tuple[Kernel, ...] = (
-    Decode(),
-    *map(_Module, (hopper, hopper_words, narrow, portable)),
-)
-SDD: tuple[Kernel, ...] = tuple(map(_Module, (stationary, tiles, sampled_hopper, sampled)))
+SPMM = (*kernel.kernels(PACKAGE, "spmm"), *map(_Module, (narrow, portable)))
+SDD = (*kernel.kernels(PACKAGE, "sdd"), _Module(sampled))
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:
@@ -120,7 +100,7 @@ def variants(
     """Every spec that :func:`lower` can choose for products of a mode, "sdd", "dsd" or "dds", with
     blocks of so many rows and columns, whatever their sizes, strides and alignment. ``precision``
     is float32's, None for both."""
-    scope, among = Scope(block, dtypes, precision), SDD if mode == "sdd" else SPMM
+    scope, among = Scope(block, dtypes, precision, arch), SDD if mode == "sdd" else SPMM
     every = (spec for each in among for spec in each.specs(epilogue, scope, arch))
     return list(dict.fromkeys(every))
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, order
-from kernlib.families.blocksparse.lowering.problem import Spmm
+from kernlib.families.blocksparse.kernels.order import ORDER
+from kernlib.families.blocksparse.lowering import hopper
+from kernlib.families.blocksparse.lowering.problem import Scope, Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.names import named
@@ -22,7 +23,13 @@ KIND = "narrow"
 SIZES = (16, 32)  # of square blocks
 STEPS = {16: 1.07, 32: 0.96}  # microseconds of 64 along the depth, by blocks, on an H100
 CHUNK = 8  # elements of 16 bytes
-STRIDES = "6q"  # struct Strides
+STRIDES = tuple(
+    f"i64 {name}"
+    for name in (
+        *("value_batch", "value_slot", "value_row"),
+        *("dense_batch", "dense_head", "dense_row"),
+    )
+)
 POINTERS = 2 + len(hopper.LISTS)
 
 
@@ -59,9 +66,17 @@ def lower(
 ) -> Lowered:
     """The launch of a problem that the kernel takes."""
     kernel, values, dense = spec(epilogue, variant(problem)), problem.values, problem.dense
-    strides = values.batch, values.slot, values.row, dense.batch, dense.head, _row(problem)
-    numbers = hopper.numbers(problem, multiprocessors)
-    fixed = parameters(epilogue).pack(*hopper.sides(problem), *strides, *numbers)
+    fields = hopper.fields(epilogue, *STRIDES)
+    numbers = fields.values(
+        value_batch=values.batch,
+        value_slot=values.slot,
+        value_row=values.row,
+        dense_batch=dense.batch,
+        dense_head=dense.head,
+        dense_row=_row(problem),
+        **hopper.numbers(problem, multiprocessors),
+    )
+    fixed = parameters(epilogue).pack(*numbers)
     names = ("out", "values", "dense")
     maps = (hopper.out_map(problem),)
     return hopper.launch(epilogue, problem, kernel, fixed, names, maps, multiprocessors)
@@ -74,7 +89,7 @@ def variants(
     if arch != hopper.ARCH or block[0] != block[1] or block[0] not in SIZES:
         return []
     flags = (False, True)
-    return order.variants(block) + [
+    return ORDER.specs((), Scope(block, dtypes), arch) + [
         spec(epilogue, Variant(dtype, block[0], turned, deep, lines))
         for dtype in dtypes
         if dtype != "float32"
@@ -95,7 +110,18 @@ def spec(epilogue: tuple[Epilogue, ...], made: Variant) -> KernelSpec:
     dtype, block, transposed, depth_last, lines_last = made
     words = [f"{block}x{block}"] + ["transposed"] * transposed
     words += ["depth_last"] * depth_last + ["lines_last"] * lines_last
-    source = f"""{text.preamble(dtype, dtype, epilogue)}
+    facts = {
+        **hopper.walk(block, transposed),
+        **hopper.ring(hopper.stage_bytes(hopper.WIDTHS[0]), 4),
+        "LINES_LAST": lines_last,
+        "SUMS_ACROSS": True,
+        "BY_MAPS": False,
+        "SCALED": False,
+        "PARAMETER_BYTES": parameters(epilogue).size,
+    }
+    source = f"""#include "blocksparse/side.cuh"
+{text.preamble(dtype, dtype, epilogue, **facts)}
+{hopper.fields(epilogue, *STRIDES).text()}
 constexpr int BLOCK = {block};
 constexpr bool TRANSPOSED = {str(transposed).lower()};
 constexpr bool DEPTH_LAST = {str(depth_last).lower()};
@@ -122,8 +148,8 @@ constexpr int PARAMETER_BYTES = {parameters(epilogue).size};
 def parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
     """The parameter struct: the map of the result, operands, the layout's bits and ranks, the
     epilogue's, strides and sizes."""
-    before = hopper.SIDE * len(text.summands(epilogue))
-    return text.parameters(POINTERS, f"<{before}{STRIDES}{hopper.FIXED}", epilogue, maps=1)
+    format = hopper.fields(epilogue, *STRIDES).format
+    return text.parameters(POINTERS, format, epilogue, maps=1)
 
 
 def _row(problem: Spmm) -> int:

@@ -300,7 +300,13 @@ def spec(epilogue: tuple[Epilogue, ...], made: Variant, arch: str) -> KernelSpec
 def _source(epilogue: tuple[Epilogue, ...], made: Variant, arch: str) -> str:
     """The generated CUDA text: types, ``Finish``, constants, one include."""
     tile = made.tile
-    return f"""{text.preamble(made.dtype, "float32" if made.partial else made.dtype, epilogue)}
+    facts = {
+        "TRANSPOSED": made.transposed,
+        "GROUPS": max(1, tile.lines // made.lines),
+        "PARTIAL": made.partial,
+    }
+    out_dtype = "float32" if made.partial else made.dtype
+    return f"""{text.preamble(made.dtype, out_dtype, epilogue, **facts)}
 constexpr int LINES = {made.lines};
 constexpr int DEPTH = {made.depth};
 constexpr bool TRANSPOSED = {str(made.transposed).lower()};

@@ -21,7 +21,7 @@ from kernlib.lowering.steps import Step
 
 THREADS = 128
 FIXED = Fields((
-    "Strides strides",
+    "FactorStrides strides",
     "i64 total",  # threads
     "int lanes", "int columns", "int depth",  # of the weight
     "int spans", "int column_tiles", "int stages",  # of the tiles

@@ -45,7 +45,7 @@ ACCESSES = ("depth", "line", "gather")
 PACK_ROWS = 1024  # from which on a packed right operand is worth a launch
 OPERANDS = ("left", "right", "out")
 FIXED = Fields((
-    "Strides left_strides", "Strides right_strides",
+    "FactorStrides left_strides", "FactorStrides right_strides",
     "i64 out_block_stride", "i64 out_lane_stride", "i64 out_row_stride", "i64 out_column_stride",
     "i64 out_split_stride",
     "i64 rows", "i64 columns", "i64 depth", "i64 split_depth",

@@ -15,7 +15,7 @@ from kernlib.lowering.steps import Step
 
 THREADS = 256
 FIXED = Fields((
-    "Strides strides",
+    "FactorStrides strides",
     "i64 depth",
     "u32 lanes", "u32 lines",
     "u32 chunks", "u32 total",  # in the depth of a line, and in all

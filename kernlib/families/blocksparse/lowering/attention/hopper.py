@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from kernlib.families.blocksparse.lowering import order
+from kernlib.families.blocksparse.kernels import order
+from kernlib.families.blocksparse.kernels.order import ORDER
 from kernlib.families.blocksparse.lowering.attention import score_source as text
 from kernlib.families.blocksparse.lowering.attention.problem import Attention, Operand, Score
 from kernlib.jit.spec import KernelSpec
@@ -153,15 +154,16 @@ def is_ordered(problem: Attention, rows: int, teams: int) -> bool:
 
 def _order(problem: Attention, rows: int, units: int, first: int) -> Step:
     blocks, tiles = problem.blocks, problem.row_tiles(rows)
-    share = min(order.WARP, blocks.row_words) - 1  # of a warp's lanes
     per_group, last = _groups(problem, tiles, units, first)
-    numbers = (
-        *(tiles, units, blocks.grid_rows, blocks.row_words, first, share.bit_length()),
-        *order.keys(blocks.grid_cols, per_group, last),
+    numbers = {"groups": tiles, "units": units, "lines": blocks.grid_rows}
+    return ORDER.step_of(
+        rows // blocks.rows,
+        "row_bits",
+        first,
+        blocks.row_words,
+        **numbers,
+        **order.keys(blocks.grid_cols, per_group, last),
     )
-    made = order.spec(rows // blocks.rows)
-    pointers = (("row_bits", 0), (WORKSPACE, 0))
-    return Step(made, (1, 1), order.PARAMETERS.pack(*numbers), pointers)
 
 
 def _groups(problem: Attention, tiles: int, units: int, teams: int) -> tuple[int, int]:
@@ -265,7 +267,7 @@ def variants(
     widths = [next(w for w in WIDTHS if w >= features)] if features else WIDTHS
     for rows in TILE_ROWS:
         if rows >= block[0]:
-            yield order.spec(rows // block[0])
+            yield ORDER.spec((), ORDER.Variant(rows // block[0]), arch)
         for dtype, wide in product(dtypes, widths):
             if dtype in HALVES:
                 yield spec(score, variant(dtype, block, wide, rows))
