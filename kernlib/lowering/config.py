@@ -22,9 +22,9 @@ class Constant(NamedTuple):
 Fact = bool | int | str | Constant  # a string names a type
 
 
-def text(facts: Mapping[str, Fact]) -> str:
-    """``struct Config`` in C++."""
-    return "\n".join(["struct Config {", *map(_member, facts, facts.values()), "};", ""])
+def text(facts: Mapping[str, Fact], name: str = "Config") -> str:
+    """A struct of facts in C++."""
+    return "\n".join([f"struct {name} {{", *map(_member, facts, facts.values()), "};", ""])
 
 
 def of_header(header: str, facts: Mapping[str, Fact]) -> str:

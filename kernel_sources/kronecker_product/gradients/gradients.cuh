@@ -16,17 +16,17 @@
 // which blocks run. The gradient by x may take the place of x, as a tile is written when nothing
 // of it is read any more.
 //
-// The generated source defines, beside what run.cuh asks for, of two runs, before it includes this
-// file:
-//   X, G                         the runs: of x, whose target are the parts, and of g
-//   SOURCE_TILE, GRADIENT_TILE   elements of shared memory that a tile of each takes
-//   ENTRIES                      of a part: those of all matrices
-//   WANTED                       whether the gradient by x is
-//   STAGES                       list of Stages, in the order in which factors are applied to x
-// ROWS, WIDTHS and the launch's factors are those of x, then those of their transposes.
+// Facts, struct Fixed, the runs X and G, of x and of g, and AllStages, in the order in which factors
+// are applied to x: class Gradients of kernlib/families/kronecker_product/kernels/gradients.py. Rows,
+// Widths and the launch's factors are those of x, then those of their transposes.
 #pragma once
 
 #include "kronecker_product/gradients/contraction.cuh"
+
+// Elements of shared memory that a tile of each takes.
+constexpr int SOURCE_TILE = Config::SOURCE_TILE, GRADIENT_TILE = Config::GRADIENT_TILE;
+constexpr int ENTRIES = Config::ENTRIES;  // of a part: those of all matrices
+constexpr bool WANTED = Config::WANTED;   // whether the gradient by x is
 
 // A factor as it is applied to x, to g, and its gradient. That of x which comes last is applied to
 // nothing, and without a gradient by x that of g which comes first.
@@ -83,7 +83,7 @@ struct Tiles {
 };
 
 template <class... S>
-struct Stages : S::Sums... {
+struct StagesOf : S::Sums... {
     static constexpr int COUNT = sizeof...(S);
     template <int INDEX>
     using At = typename Nth<INDEX, S...>::Type;
@@ -156,7 +156,7 @@ kronecker_product_gradients(const __grid_constant__ Parameters p) {
     AccT* parts = static_cast<AccT*>(p.targets[0]);
     Finish finish(Read<Parameters>{p});
     const bool is_one_sum = p.slabs;  // of all batches, which have the same factors
-    Stages<STAGES> stages;
+    AllStages stages;
     stages.clear();
     i64 part = i64(blockIdx.y) * gridDim.x + blockIdx.x;
     for (i64 batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {

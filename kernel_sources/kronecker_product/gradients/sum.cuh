@@ -8,44 +8,25 @@
 //
 // Floor: parts * entries * 4 bytes (8 of double) over the bandwidth of the L2 cache.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT                 storage of factors and of their gradients, and of parts
-//   FACTORS, MATRICES            how many
-//   PARAMETER_BYTES              what lowering makes of Parameters
+// Facts and struct Fixed: class Sum of kernlib/families/kronecker_product/kernels/sum.py.
 #pragma once
 
 #include "common/types.cuh"
 
+using InputT = Config::InputT;  // storage of factors and of their gradients
+using AccT = Config::AccT;      // of parts
+constexpr int FACTORS = Config::FACTORS, MATRICES = Config::MATRICES;
 constexpr int LANES = 32, GROUPS = 16, THREADS = LANES * GROUPS;
 constexpr int MOST_MERGED = 256;  // entries of a matrix that is several factors
 
-// As it is applied, P x Q; and its gradient.
-struct Factor {
-    i64 row_stride, column_stride, batch_stride;
-    i64 to_row_stride, to_column_stride, to_batch_stride;
-    u32 rows, columns;
-};
-
-// The product of `factors` factors from `first` on. Each of `parts` holds its entries `at` elements
-// behind the first part of the launch that made them, and is `entries` long; its blocks begin at
-// `block`.
-struct Matrix {
-    i64 at, entries;
-    u32 parts, rows, columns, first, factors, block;
-};
-
-// Laid out by kernlib/families/kronecker_product/lowering/parts.py.
-struct Parameters {
-    // written at each launch
+struct Pointers {
     const AccT* parts;
     InputT* gradients[FACTORS];
     const InputT* factors[FACTORS];
-    // fixed by the plan
-    Factor shapes[FACTORS];
-    Matrix matrices[MATRICES];
-    i64 batches;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 struct Shared {
     AccT groups[GROUPS][LANES];

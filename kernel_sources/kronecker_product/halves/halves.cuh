@@ -12,6 +12,9 @@
 // .029), 128^2 .139 (.031, .046); of float16 8^5 .096 (.031, .015), 32^3 .066 (.031, .012), 128^2
 // .076 (.016, .015). A block that has a multiprocessor for itself copies, splits, multiplies and
 // stores one behind the other, at 2.2 instructions a cycle.
+//
+// Facts, struct Fixed and Run: class Halves of
+// kernlib/families/kronecker_product/kernels/halves.py.
 #pragma once
 
 #include "kronecker_product/halves/run.cuh"
@@ -58,7 +61,8 @@ kronecker_product_halves(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     HalfT* tiles = reinterpret_cast<HalfT*>(shared);
     HalfT *other = tiles + TILE * WORDS, *matrices = tiles + (TILE * TILES + AHEAD) * WORDS;
-    Memory memory{tiles, other, matrices, *reinterpret_cast<Scales*>(matrices + MATRICES * WORDS)};
+    Scales& scales = *reinterpret_cast<Scales*>(matrices + Config::MATRICES * WORDS);
+    Memory memory{tiles, other, matrices, scales};
     if (SCALED) clear_columns(memory.scales);
     Finish finish(Read<Parameters>{p});
     for (i64 batch = blockIdx.y; batch < p.batches; batch += gridDim.y)

@@ -11,7 +11,7 @@ template <class R, class P>
 __device__ __forceinline__ void hand_on(const Scales& scales, const P& p, const Tile& at,
                                         const Slab& slab) {
     const RunFixed& run = p.runs[R::INDEX];
-    i64 first = slab.number % run.out.ring * p.places[R::INDEX].slab +
+    i64 first = slab.number % run.target.ring * p.places[R::INDEX].slab +
                 (at.outer * run.inners + at.inner) * run.columns + at.column;
     int restored = exponent_of(scales.restored[R::INDEX]);
     for (int column = threadIdx.x; column < R::COLUMNS; column += THREADS)
@@ -88,7 +88,7 @@ __device__ __forceinline__ void level(Scales& scales, HalfT* tile, const P& p, c
     constexpr int BEFORE = R::INDEX - 1;
     const int own = threadIdx.x * CHUNK % R::COLUMNS;
     const Exponents exponents(p.powers[BEFORE], p.places[BEFORE], at,
-                              slab.number % p.runs[R::INDEX].in.ring, own);
+                              slab.number % p.runs[R::INDEX].source.ring, own);
     find_exponents<R>(scales, exponents, at.columns, own);
     __syncthreads();
     int exponent[CHUNK], shift[CHUNK];

@@ -1,25 +1,13 @@
 // One run of factors in half precision, or by pairs of half-precision numbers: modes of a tile, and
 // its results to device memory.
 //
-// The generated source defines, beside what modes/run.cuh asks for:
-//   HalfT, WORDS                 half_t or bfloat16_t, and how many of them a number is
-//   DataT                        storage of x and of the result
-//   SCALED                       what scale.cuh says; true of two words
-//   TILES                        2 where a mode writes its results to a tile of their own, else 1
-// and, of each run, OUT_FEATURES and OUTPUTS of a column and of a tile, and GROWTH of its modes.
+// A run is a struct as modes/run.cuh has it, and OUT_FEATURES and OUTPUTS of a column and of a tile,
+// and GROWTH of its modes.
 #pragma once
-
-constexpr int THREADS = WARPS * 32;
-using TileT = HalfT;
-using RawT = DataT;
 
 #include "kronecker_product/halves/multiply.cuh"
 #include "kronecker_product/halves/scaling.cuh"
-
-__device__ __forceinline__ RawT& raw_element(TileT* tile, int index) {
-    return *reinterpret_cast<RawT*>(tile + raw_place(index));
-}
-
+#include "kronecker_product/modes/entries.cuh"
 #include "kronecker_product/modes/load.cuh"
 #include "kronecker_product/modes/summands.cuh"
 
@@ -35,16 +23,16 @@ __device__ __forceinline__ void stage_matrix(HalfT* matrix, const Parameters& p,
         const Entries<M> entries(p, batch, row, column);
 #pragma unroll 1
         for (int begin = 0; begin < M::P; begin += 4 * AT_ONCE) {
-            RawT value[AT_ONCE];
+            DataT value[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
-                value[i] = convert<RawT>(entries.of(begin + 4 * i));
+                value[i] = convert<DataT>(entries.of(begin + 4 * i));
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 int to = is_power(M::P)
                              ? raw_place(column * M::P + row) ^ raw_place(begin + 4 * i)
                              : raw_place(column * M::P + row + begin + 4 * i);
-                *reinterpret_cast<RawT*>(matrix + to) = value[i];
+                *reinterpret_cast<DataT*>(matrix + to) = value[i];
             }
         }
     }
@@ -255,7 +243,7 @@ __device__ __forceinline__ void store_tile(const HalfT* tile, const RunFixed& ru
     constexpr int WIDTH = LAST % CHUNK == 0 ? 16 / sizeof(DataT) : 1;
     if constexpr (WIDTH > 1 && is_power(LAST)) {
         if (run.aligned_out && at.columns == R::COLUMNS) {
-            const Side& side = run.out;
+            const Layout& side = run.target;
             i64 stride = R::COLUMNS_LAST ? side.feature_stride : side.column_stride;
             store_whole<R, LAST>(tile, out, stride);
             return;
@@ -265,10 +253,10 @@ __device__ __forceinline__ void store_tile(const HalfT* tile, const RunFixed& ru
     for (int index = threadIdx.x * WIDTH; index < R::OUTPUTS; index += THREADS * WIDTH) {
         int column = R::COLUMNS_LAST ? index % R::COLUMNS : index / R::OUT_FEATURES;
         int feature = R::COLUMNS_LAST ? index / R::COLUMNS : index % R::OUT_FEATURES;
-        DataT* to = out + column * run.out.column_stride + feature * run.out.feature_stride;
+        DataT* to = out + column * run.target.column_stride + feature * run.target.feature_stride;
         auto values = load_vector<DataT, WIDTH>(
             reinterpret_cast<const DataT*>(tile + raw_place(index)));
-        i64 step = R::COLUMNS_LAST ? run.out.column_stride : run.out.feature_stride;
+        i64 step = R::COLUMNS_LAST ? run.target.column_stride : run.target.feature_stride;
         int exist = R::COLUMNS_LAST ? at.columns - column : column < at.columns ? WIDTH : 0;
         if (WIDTH > 1 && run.aligned_out && exist >= WIDTH) {
             __stcg(reinterpret_cast<int4*>(to), *reinterpret_cast<const int4*>(&values));

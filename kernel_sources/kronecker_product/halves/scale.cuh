@@ -6,17 +6,14 @@
 // A run that hands on to another leaves that to it, with the power of each of its columns; the
 // other brings its tile to one power a column first. Of bfloat16, whose range is that of fp32,
 // nothing is scaled.
-//
-// The generated source defines before it includes this file:
-//   SCALED                       whether it is float16, of several modes
-//   MODES, RUNS                  in all; COLUMNS_SCALED, of the widest tile
 #pragma once
 
 #include "kronecker_product/halves/powers.cuh"
-#include "kronecker_product/halves/tile.cuh"
+#include "kronecker_product/halves/scales.cuh"
+#include "kronecker_product/modes/parameters.cuh"
 
-// In shared memory.
-struct Scales {
+template <>
+struct ScalesOf<1> {
     u32 columns[COLUMNS_SCALED];  // bits of the largest magnitude, then of 2^s as float
     u32 norms[MODES];             // bits of n_i
     float restored[RUNS];         // 2^(e_1 + ..) of a run
@@ -29,7 +26,7 @@ __device__ __forceinline__ float inverse(u32 bits) {
 
 // Of a matrix in shared memory, into its norm; what is not finite is not counted.
 template <class M>
-__device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
+__device__ __forceinline__ void find_norm(ScalesOf<1>& scales, const HalfT* matrix) {
 #pragma unroll 1
     for (int q = threadIdx.x; q < M::Q; q += THREADS) {
         float sum = 0;
@@ -45,13 +42,13 @@ __device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
 
 // e_i of a mode, but 0 of the last of all.
 template <class R, class M>
-__device__ __forceinline__ int shift_of_matrix(const Scales& scales) {
+__device__ __forceinline__ int shift_of_matrix(const ScalesOf<1>& scales) {
     float norm = __uint_as_float(scales.norms[M::NUMBER]);
     return norm > 0 && !(M::LAST && R::ENDS) ? exponent_of(norm) + 1 : 0;
 }
 
 template <class R, class M>
-__device__ __forceinline__ void scale_matrix(const Scales& scales, HalfT* matrix) {
+__device__ __forceinline__ void scale_matrix(const ScalesOf<1>& scales, HalfT* matrix) {
     int shift = shift_of_matrix<R, M>(scales);
     if (shift == 0) return;
     float power = power_of_two(-shift);
@@ -67,7 +64,7 @@ __device__ __forceinline__ u32 larger(u32 most, u32 x) { return __vmaxu2(most, x
 
 // The largest magnitudes of the tile's columns.
 template <class R>
-__device__ __forceinline__ void find_largest(Scales& scales, const HalfT* tile) {
+__device__ __forceinline__ void find_largest(ScalesOf<1>& scales, const HalfT* tile) {
     if constexpr (R::COLUMNS_LAST) {
         static_assert(THREADS * CHUNK % R::COLUMNS == 0, "a thread keeps its columns");
         u32 most[CHUNK / 2] = {};
@@ -109,14 +106,14 @@ __device__ __forceinline__ u32 shift_of(float most) {
 
 // Of all columns, between two barriers.
 template <class R>
-__device__ __forceinline__ void scale_tile(Scales& scales, const HalfT*) {
+__device__ __forceinline__ void scale_tile(ScalesOf<1>& scales, const HalfT*) {
     for (int i = threadIdx.x; i < COLUMNS_SCALED; i += THREADS)
         scales.columns[i] = shift_of(convert<float>(half_t{u16(scales.columns[i])}));
 }
 
 // Of a run's matrices in shared memory.
 template <class R, class... M>
-__device__ __forceinline__ void scale_matrices(HalfT* matrices, Scales& scales) {
+__device__ __forceinline__ void scale_matrices(HalfT* matrices, ScalesOf<1>& scales) {
     if (threadIdx.x == 0) ((scales.norms[M::NUMBER] = 0), ...);
     __syncthreads();
     (find_norm<M>(scales, matrices + M::AT), ...);
@@ -129,16 +126,16 @@ __device__ __forceinline__ void scale_matrices(HalfT* matrices, Scales& scales) 
 
 // What a sum is multiplied by before it is rounded, by the column of the tile where SHIFTED.
 template <class R, class M>
-struct Scaling {
+struct ScalingOf<R, M, 1> {
     using Of = float;
     static constexpr bool ENDS = M::LAST && R::ENDS;
     static constexpr bool BEGINS = M::NUMBER == 0;  // what another run hands on is shifted before
     static constexpr bool SHIFTED = SCALED && (ENDS || BEGINS);
     static constexpr bool IS_ONE = !SHIFTED || R::COLUMNS == 1;
-    const Scales& scales;
+    const ScalesOf<1>& scales;
     float own;
 
-    __device__ __forceinline__ explicit Scaling(const Scales& all) : scales(all), own(1) {
+    __device__ __forceinline__ explicit ScalingOf(const ScalesOf<1>& all) : scales(all), own(1) {
         if (SCALED && ENDS) own = all.restored[R::INDEX];
         if (SHIFTED && IS_ONE) own = shifted(0);
     }

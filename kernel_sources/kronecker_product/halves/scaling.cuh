@@ -1,13 +1,12 @@
-// The way numbers of a kernel are scaled.
+// The way numbers of a kernel are scaled: of one word as scale.cuh has it, of two as split.cuh.
 #pragma once
 
-#include "kronecker_product/halves/tile.cuh"
-
-#if PAIRS
-#include "kronecker_product/halves/split.cuh"
-#else
 #include "kronecker_product/halves/scale.cuh"
-#endif
+#include "kronecker_product/halves/split.cuh"
+
+using Scales = ScalesOf<WORDS>;
+template <class R, class M>
+using Scaling = ScalingOf<R, M, WORDS>;
 
 // What is found of a tile's columns begins at nothing.
 __device__ __forceinline__ void clear_columns(Scales& scales) {

@@ -1,9 +1,8 @@
 // Several runs of factors in one launch, as modes/slabs.cuh has it, in half precision. float16 goes
 // from run to run as it is scaled, with the exponent that each column of a tile was scaled by.
 //
-// The generated source defines, beside what run.cuh and modes/tickets.cuh ask for, before it
-// includes this file:
-//   Run0, Run1, ...              of RUNS runs, and RUN_LIST, all of them
+// Facts, struct Fixed and AllRuns: class HalfSlabs of
+// kernlib/families/kronecker_product/kernels/halves.py.
 #pragma once
 
 #include "kronecker_product/halves/handed.cuh"
@@ -45,10 +44,10 @@ kronecker_product_half_slabs(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     HalfT* tiles = reinterpret_cast<HalfT*>(shared);
     HalfT *other = tiles + TILE * WORDS, *matrices = tiles + TILE * TILES * WORDS;
-    Taken& taken = *reinterpret_cast<Taken*>(matrices + MATRICES * WORDS);
+    Taken& taken = *reinterpret_cast<Taken*>(matrices + Config::MATRICES * WORDS);
     Scales& scales = *reinterpret_cast<Scales*>(&taken + 1);
     Finish finish(Read<Parameters>{p});
     Block block{p, finish, {tiles, other, matrices, scales}, -1, -1};
-    Runs<RUN_LIST>::stage(block);
-    take_tickets<Runs<RUN_LIST>>(p, taken, block);
+    AllRuns::stage(block);
+    take_tickets<AllRuns>(p, taken, block);
 }

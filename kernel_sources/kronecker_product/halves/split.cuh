@@ -5,16 +5,14 @@
 // A matrix is scaled so that the sum of a column's magnitudes is below 2^t, t = GROWTH of its mode,
 // and at least 2^(t - 2) if its entries are of one size; a column of the tile, so that its largest
 // number times 2^(all t) is below 2^15. Then nothing between the modes is above that.
-//
-// The generated source defines before it includes this file MODES, RUNS and COLUMNS_SCALED, as for
-// scale.cuh.
 #pragma once
 
 #include "kronecker_product/halves/powers.cuh"
-#include "kronecker_product/halves/tile.cuh"
+#include "kronecker_product/halves/scales.cuh"
+#include "kronecker_product/modes/parameters.cuh"
 
-// In shared memory.
-struct Scales {
+template <>
+struct ScalesOf<2> {
     Vector<float, 2> restoring[COLUMNS_SCALED];  // powers that undo a column's and the matrices'
     u32 columns[COLUMNS_SCALED];  // bits of the largest magnitude
     u32 norms[MODES];             // bits of the largest sum of a chunk's magnitudes
@@ -52,7 +50,7 @@ __device__ __forceinline__ void split_chunk(HalfT* tile, int at, const float (&p
 
 // Of a matrix in shared memory the largest sum of a chunk's magnitudes, infinite ones apart.
 template <class M>
-__device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
+__device__ __forceinline__ void find_norm(ScalesOf<2>& scales, const HalfT* matrix) {
     float most = 0;
 #pragma unroll 1
     for (int index = threadIdx.x * CHUNK; index < M::MATRIX; index += THREADS * CHUNK) {
@@ -71,7 +69,7 @@ __device__ __forceinline__ void find_norm(Scales& scales, const HalfT* matrix) {
 
 // The exponent of a matrix.
 template <class M>
-__device__ __forceinline__ int shift_of_matrix(const Scales& scales) {
+__device__ __forceinline__ int shift_of_matrix(const ScalesOf<2>& scales) {
     u32 norm = scales.norms[M::NUMBER];
     constexpr int CHUNKS = ceil_log2(M::P / CHUNK);
     int exponent = M::GROWTH - 1 - CHUNKS - exponent_of(__uint_as_float(norm));
@@ -79,7 +77,7 @@ __device__ __forceinline__ int shift_of_matrix(const Scales& scales) {
 }
 
 template <class M>
-__device__ __forceinline__ void split_matrix(const Scales& scales, HalfT* matrix) {
+__device__ __forceinline__ void split_matrix(const ScalesOf<2>& scales, HalfT* matrix) {
     float one = power_of_two(shift_of_matrix<M>(scales)), power[CHUNK];
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) power[i] = one;
@@ -107,7 +105,7 @@ __device__ __forceinline__ void each_chunk(const Take& take) {
 
 // The largest magnitudes of the tile's columns, infinite ones too.
 template <class R>
-__device__ __forceinline__ void find_largest(Scales& scales, const HalfT* tile) {
+__device__ __forceinline__ void find_largest(ScalesOf<2>& scales, const HalfT* tile) {
     constexpr int STEP = THREADS * CHUNK;
     const int own = threadIdx.x * CHUNK, lane = threadIdx.x % 32;
     if constexpr (R::COLUMNS_LAST) {
@@ -152,7 +150,7 @@ __device__ __forceinline__ void find_largest(Scales& scales, const HalfT* tile) 
 
 // The exponent of a column of a run's tile: none for zeros and for what is not finite.
 template <class R>
-__device__ __forceinline__ int shift_of_column(const Scales& scales, int column) {
+__device__ __forceinline__ int shift_of_column(const ScalesOf<2>& scales, int column) {
     u32 most = scales.columns[column];
     int exponent = min(14 - R::GROWTH - exponent_of(__uint_as_float(most)), 127);
     return most && most <= LARGEST ? exponent : 0;
@@ -160,7 +158,7 @@ __device__ __forceinline__ int shift_of_column(const Scales& scales, int column)
 
 // Numbers as they were copied to pairs, and the powers that undo what is done to columns.
 template <class R>
-__device__ __forceinline__ void scale_tile(Scales& scales, HalfT* tile) {
+__device__ __forceinline__ void scale_tile(ScalesOf<2>& scales, HalfT* tile) {
     if (threadIdx.x < R::COLUMNS) {
         int shift = shift_of_column<R>(scales, threadIdx.x);
         scales.restoring[threadIdx.x] = powers_of_two(scales.restored[R::INDEX] - shift);
@@ -183,7 +181,7 @@ __device__ __forceinline__ void scale_tile(Scales& scales, HalfT* tile) {
 
 // Of a run's matrices in shared memory, which are pairs then.
 template <class R, class... M>
-__device__ __forceinline__ void scale_matrices(HalfT* matrices, Scales& scales) {
+__device__ __forceinline__ void scale_matrices(HalfT* matrices, ScalesOf<2>& scales) {
     if (threadIdx.x == 0) ((scales.norms[M::NUMBER] = 0), ...);
     __syncthreads();
     (find_norm<M>(scales, matrices + M::AT * WORDS), ...);
@@ -194,13 +192,13 @@ __device__ __forceinline__ void scale_matrices(HalfT* matrices, Scales& scales) 
 
 // What the last mode's sums are multiplied by.
 template <class R, class M>
-struct Scaling {
+struct ScalingOf<R, M, 2> {
     using Of = Vector<float, 2>;
     static_assert(R::COLUMNS <= THREADS, "a thread makes a column's powers");
-    const Scales& scales;
+    const ScalesOf<2>& scales;
     Of own;
 
-    __device__ __forceinline__ explicit Scaling(const Scales& all) : scales(all), own() {
+    __device__ __forceinline__ explicit ScalingOf(const ScalesOf<2>& all) : scales(all), own() {
         if (M::LAST && R::COLUMNS == 1) own = all.restoring[0];
     }
     __device__ __forceinline__ Of of(int column) const {

@@ -10,7 +10,15 @@
 #pragma once
 
 #include "kronecker_product/halves/pair.cuh"
+#include "kronecker_product/modes/config.cuh"
 #include "kronecker_product/modes/thread.cuh"
+#include "kronecker_product/types.cuh"
+
+using HalfT = Config::HalfT;           // half_t or bfloat16_t
+using DataT = Config::DataT;           // storage of x and of the result
+constexpr int WORDS = Config::WORDS;   // of HalfT, that a number is
+constexpr int TILES = Config::TILES;   // 2 where a mode writes results to a tile of their own
+constexpr bool SCALED = Config::SCALED;  // of two words, or float16 of several modes
 
 constexpr int CHUNK = 8;         // numbers of 16 bytes
 constexpr int LINE = 8 * CHUNK;  // of all banks
@@ -29,15 +37,20 @@ __device__ constexpr int place(int index) {
 // Of a number of fp32 as it is copied.
 __device__ constexpr int raw_place(int index) { return folded(index * WORDS); }
 
-__device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
-__device__ constexpr bool is_power(int x) { return (x & (x - 1)) == 0; }
+template <>
+struct Stored<HalfT> {
+    using RawT = DataT;
+    static constexpr int WORDS = ::WORDS;
+    __device__ static constexpr int place(int index) { return raw_place(index); }
+};
+
 __device__ constexpr int ceil_log2(int x) { return x <= 1 ? 0 : 1 + ceil_log2(ceil_div(x, 2)); }
 
 // Makes (L, Q, R) of a tile (L, P, R) by a matrix P x Q, the product of the PARTS factors from
 // FIRST on, which lies AT numbers behind the first matrix, transposed. NUMBER counts modes. P and Q
 // are multiples of 8, R too or 1.
-template <int L_, int P_, int Q_, int R_, int FIRST_, int PARTS_, bool LAST_, int AT_, int NUMBER_>
-struct Mode {
+template <int L_, int P_, int Q_, int R_, int FIRST_, int PARTS_, int LAST_, int AT_, int NUMBER_>
+struct Mode<L_, P_, Q_, R_, FIRST_, PARTS_, LAST_, AT_, NUMBER_> {
     static constexpr int L = L_, P = P_, Q = Q_, R = R_, FIRST = FIRST_, PARTS = PARTS_, AT = AT_;
     static constexpr int NUMBER = NUMBER_;
     static constexpr bool LAST = LAST_;

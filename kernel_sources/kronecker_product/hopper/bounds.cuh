@@ -5,9 +5,6 @@
 // by a power of two as |x| asks for, and behind each matrix divided by one as |F| does. The last
 // launch undoes all that. As sqrt(P) of P numbers of random signs are left, a matrix of 128 takes
 // 2^4 of the 2^29 that half precision's normal numbers differ by; an identity takes 2.
-//
-// The generated source defines before it includes this file:
-//   BEFORE, BEHIND               launches before this one, and behind it, of such a product
 #pragma once
 
 #include "kronecker_product/hopper/matrices.cuh"

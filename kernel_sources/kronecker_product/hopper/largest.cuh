@@ -4,26 +4,26 @@
 // Floor on an H200: (bytes of x) over 4.3 TB/s, of what may still be in the L2 cache for the first
 // product.
 //
-// The generated source defines before it includes this file:
-//   THREADS, INSIDE              whether columns lie behind features
-//   PARAMETER_BYTES              what lowering makes of Parameters
+// Facts and struct Fixed: class Largest of kernlib/families/kronecker_product/kernels/largest.py.
 #pragma once
 
 #include "common/types.cuh"
 
+constexpr int THREADS = Config::THREADS;
+constexpr bool INSIDE = Config::INSIDE;  // whether columns lie behind features
 constexpr int CHUNK = 8;  // neighbours, of 16 bytes
 constexpr int COLUMNS = INSIDE ? 64 : 1, CHUNKS = INSIDE ? COLUMNS / CHUNK : 1;
 constexpr int STEP = THREADS / CHUNKS * (INSIDE ? 1 : CHUNK);  // features
 constexpr int COUNT = INSIDE ? CHUNK : 1;                      // maxima of a thread
 constexpr u32 FINITE = 0x7bff;                                 // bits of the largest number
 
-struct Parameters {
+struct Pointers {
     const half_t* x;
     u32* largest;  // bits of fp32, zeros before
-    i64 features, columns, feature_stride, column_stride;
-    i64 aligned;  // whether neighbours of 16 bytes are
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // So many neighbours; zeros behind them.
 __device__ __forceinline__ Vector<half_t, CHUNK> load_chunk(const half_t* from, i64 stride,

@@ -3,14 +3,12 @@
 //
 // fp32 and float16 are scaled by a power of two, so that the exponent of a matrix's largest number
 // is EXPONENT.
-//
-// The generated source defines, beside what panel.cuh asks for, before it includes this file:
-//   BEFORE, BEHIND               launches before this one, and behind it, that float16 is handed on
-//                                between (bounds.cuh)
 #pragma once
 
 #include "kronecker_product/hopper/panel.cuh"
 
+// Launches before this one, and behind it, that float16 is handed on between (bounds.cuh).
+constexpr int BEFORE = Config::BEFORE, BEHIND = Config::BEHIND;
 constexpr bool BOUNDED = BEFORE + BEHIND > 0;
 // Of all matrices of a launch that hands on: sums of columns, each in 128 places, and the largest.
 constexpr int SUMS_OF_COLUMNS = BEHIND > 0 ? 128 : 0, GROWTHS = BEHIND > 0 ? 2 : 0;
@@ -20,17 +18,12 @@ constexpr int SUM_BITS = 9;  // behind the point: 128 numbers below 2^15 are les
 __device__ __forceinline__ int growth_of(u32 sum) { return 32 - __clz(int(sum)) - SUM_BITS; }
 
 // P x P, the product of the PARTS factors from FIRST on; its columns by quad_place with QUADS.
-template <int P_, int FIRST_, int PARTS_, int SIZE_, int EXPONENT_, bool QUADS_ = false>
-struct Merged {
+template <int P_, int FIRST_, int PARTS_, int SIZE_, int EXPONENT_, int QUADS_>
+struct Merged<P_, FIRST_, PARTS_, SIZE_, EXPONENT_, QUADS_> {
     static constexpr int P = P_, Q = P_, FIRST = FIRST_, PARTS = PARTS_, SIZE = SIZE_;
     static constexpr int EXPONENT = EXPONENT_, BYTES = SIZE * SIZE * 2;  // of a word
     static constexpr bool QUADS = QUADS_;
 };
-
-template <bool FIRST, class A, class B>
-struct Chosen { using Type = A; };
-template <class A, class B>
-struct Chosen<false, A, B> { using Type = B; };
 
 constexpr u32 FINITE = 0x7f7fffffu;  // bits of the largest number
 

@@ -2,8 +2,8 @@
 // two words a number the products of the lower ones come first, while sums are small, and sums are
 // at most 64 deep: the matrix unit truncates what it accumulates, by 2^-24 of it on average.
 //
-// The generated source defines `multiply`, of 64 columns and with its left operand in shared memory
-// or in registers (kernlib/lowering/wgmma.py), before it includes this file.
+// The generated source has `multiply`, of 64 columns and with its left operand in shared memory or
+// in registers (kernlib/lowering/wgmma.py).
 #pragma once
 
 #include "kronecker_product/hopper/matrices.cuh"

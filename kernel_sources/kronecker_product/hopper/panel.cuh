@@ -6,14 +6,7 @@
 // lines where the factors that run along them are narrower than a panel. With the factors on the
 // left they are columns of x instead.
 //
-// The generated source defines, beside what modes/parameters.cuh asks for, before it includes this
-// file:
-//   HalfT, WORDS                 half_t or bfloat16_t, and how many of them a number is
-//   SCALED                       whether it is half_t
-//   LINES                        of all tiles, 64 or 128
-//   GROUPS, WORKERS              of threads with a tile each; the threads that are in one
-//   PANEL                        numbers of the largest tile
-// and, behind matrices.cuh, of each run a struct with
+// A run is a struct that the generated source has, with
 //   INDEX, BEGINS, ENDS          its number, and whether it is the first one and the last
 //   SourceT, TargetT             storage of what it reads and writes
 //   COLUMNS                      of a tile, 64 or 128
@@ -38,6 +31,13 @@
 #include "kronecker_product/modes/entries.cuh"
 #include "kronecker_product/modes/thread.cuh"
 
+using HalfT = Config::HalfT;              // half_t or bfloat16_t
+constexpr int WORDS = Config::WORDS;      // of HalfT, that a number is
+constexpr bool SCALED = Config::SCALED;   // whether it is half_t
+constexpr int LINES = Config::LINES;      // of all tiles, 64 or 128
+constexpr int GROUPS = Config::GROUPS;    // of threads with a tile each
+constexpr int WORKERS = Config::WORKERS;  // the threads that are in one
+constexpr int PANEL = Config::PANEL;      // numbers of the largest tile
 constexpr int WARPGROUPS = LINES / 64;  // of a tile
 constexpr int GROUP_THREADS = 128 * WARPGROUPS;
 constexpr int LINE_BYTES = 128;  // 64 numbers of 2 bytes
@@ -81,7 +81,7 @@ struct Origin {
 template <class R, bool ALIGNED>
 struct Strides {
     i64 feature_stride, column_stride;
-    __device__ __forceinline__ explicit Strides(const Side& side)
+    __device__ __forceinline__ explicit Strides(const Layout& side)
         : feature_stride(side.feature_stride), column_stride(side.column_stride) {}
     __device__ __forceinline__ i64 feature() const {
         return ALIGNED && !R::INSIDE ? 1 : feature_stride;

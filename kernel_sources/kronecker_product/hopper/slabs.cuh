@@ -2,14 +2,14 @@
 // the next in the L2 cache, as modes/slabs.cuh has it: where its result will be, or in a ring. Each
 // group of threads takes tickets of its own (modes/counters.cuh).
 //
-// The generated source defines, beside what hopper.cuh asks for but Run, before it includes this
-// file:
-//   Run0, Run1, ...              of RUNS runs, and RUN_LIST, all of them
-//   SLAB_ROWS                    rows of a slab
+// Facts, struct Fixed, AllRuns and AllMatrices: class HopperSlabs of
+// kernlib/families/kronecker_product/kernels/hopper.py.
 #pragma once
 
 #include "kronecker_product/hopper/tile.cuh"
 #include "kronecker_product/modes/counters.cuh"
+
+constexpr int SLAB_ROWS = Config::SLAB_ROWS;  // rows of a slab
 
 // A group's tickets, each of several tiles of a row.
 struct Tickets {
@@ -57,7 +57,7 @@ struct Tickets {
 };
 
 // Rows of a ring are those of slabs in turn.
-__device__ __forceinline__ i64 row_of(const Side& side, u32 slab, u32 own) {
+__device__ __forceinline__ i64 row_of(const Layout& side, u32 slab, u32 own) {
     const u32 place = side.ring ? slab % u32(side.ring) : slab;
     return i64(place) * SLAB_ROWS + own;
 }
@@ -65,12 +65,12 @@ template <class R>
 __device__ __forceinline__ Origin origin_of(const Parameters& p, const Taken& taken) {
     const RunFixed& run = p.runs[R::INDEX];
     const u32 slab = taken.slab, own = taken.tile / R::ROW_TILES;
-    const i64 source = row_of(run.in, slab, own), target = row_of(run.out, slab, own);
+    const i64 source = row_of(run.source, slab, own), target = row_of(run.target, slab, own);
     const i64 row = i64(slab) * SLAB_ROWS + own;
     return {source, target, row, feature_of_tile<R>(taken.tile % R::ROW_TILES)};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 kronecker_product_hopper_slabs(const __grid_constant__ Parameters p) {
-    run_block<Tickets, RUN_LIST>(p);
+    run_block<Tickets>(p, AllRuns{});
 }

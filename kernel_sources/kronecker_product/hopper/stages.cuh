@@ -3,14 +3,12 @@
 // A warp of each group's own copies its tiles, one after another, while the group computes another.
 // Where tiles wait for each other (slabs.cuh), a second warp tells of those that have been written,
 // so that no group waits for its own stores.
-//
-// The generated source defines before it includes this file:
-//   STAGES, STAGE_BYTES          of a group; of a stage
-//   THREADS                      of a block: workers and helpers
-//   WORKER_REGISTERS, HELPER_REGISTERS
 #pragma once
 
 #include "kronecker_product/hopper/panel.cuh"
+
+constexpr int STAGES = Config::STAGES, STAGE_BYTES = Config::STAGE_BYTES;  // of a group; of each
+constexpr int THREADS = Config::THREADS;  // of a block: workers and helpers
 
 // A tile: of a run, below 0 at the end, and of a slab of rows; whether it is its ticket's last.
 struct alignas(16) Taken {
@@ -94,7 +92,7 @@ __device__ __forceinline__ void copy_units(const Parameters& p, const Origin& or
     using SourceT = typename R::SourceT;
     using W = Walk<R, 32>;
     const RunFixed& run = p.runs[R::INDEX];
-    const Strides<R, ALIGNED> strides(run.in);
+    const Strides<R, ALIGNED> strides(run.source);
     const W walk(threadIdx.x % 32);
     const SourceT* from = static_cast<const SourceT*>(p.sources[R::INDEX]) +
                           strides.first(origin.source, origin.feature) +

@@ -31,7 +31,7 @@ struct Summands {
         float given[COUNT];
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            const Side& side = p.sides_of_summands[k];
+            const Layout& side = p.sides_of_summands[k];
             i64 at = row * side.column_stride + feature * side.feature_stride;
             given[k] = finish.reads(k) ? convert<float>(p.summands[k][at]) : 0.0f;
         }
@@ -198,7 +198,7 @@ template <class R, bool ALIGNED>
 __device__ __forceinline__ void store_sums(const Sums<R>& sums, const Parameters& p,
                                            unsigned char* panel, const Origin& origin) {
     using TargetT = typename R::TargetT;
-    const Strides<R, ALIGNED> strides(p.runs[R::INDEX].out);
+    const Strides<R, ALIGNED> strides(p.runs[R::INDEX].target);
     TargetT* out = static_cast<TargetT*>(p.targets[R::INDEX]) +
                    strides.first(origin.target, origin.feature);
     const i64 columns = columns_left<R>(p.runs[R::INDEX], origin.target, 0);

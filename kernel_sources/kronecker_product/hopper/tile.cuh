@@ -8,13 +8,13 @@
 // bfloat16 nothing is scaled. Float16 that launches hand on is scaled as bounds.cuh says. Tiles are
 // of one row, or columns of x are scaled each for itself: it is a row's own numbers that decide
 // about it.
-//
-// The generated source defines before it includes this file MATRIX_BYTES, of all runs' matrices,
-// MATRIX_LIST, these, and SCALES, the columns of a tile that are scaled for themselves, or 1.
 #pragma once
 
 #include "kronecker_product/hopper/stages.cuh"
 #include "kronecker_product/hopper/store.cuh"
+
+constexpr int MATRIX_BYTES = Config::MATRIX_BYTES;  // of all runs' matrices
+constexpr int SCALES = Config::SCALES;  // columns of a tile that are scaled for themselves, or 1
 
 constexpr int OF_TILES = 2 * RUNS, GROWTHS_AT = OF_TILES + 2 * SCALES * GROUPS;
 constexpr int LARGEST = GROWTHS_AT + GROWTHS * (1 + SUMS_OF_COLUMNS);  // numbers
@@ -144,10 +144,21 @@ struct Group {
     }
 };
 
+template <class... R>
+struct Runs {};
+
+// The matrices of all runs.
+template <class... M>
+struct MatrixList {
+    __device__ __forceinline__ static void stage(const Parameters& p, const Shared& s) {
+        stage_matrices<M...>(p, s.matrices, s.of_matrices, s.growths);
+    }
+};
+
 // What a worker does, once its block's matrices are staged.
 template <class... R>
 __device__ __forceinline__ void work(const Parameters& p, const Shared& s) {
-    stage_matrices<MATRIX_LIST>(p, s.matrices, s.of_matrices, s.growths);
+    AllMatrices::stage(p, s);
     if (BOUNDED && threadIdx.x == 0 && blockIdx.x == 0)
         (say_shift<R>(p, shift_of_matrices<R>(s.of_matrices), s.growths), ...);
     const Finish finish(Read<Parameters>{p});
@@ -157,16 +168,16 @@ __device__ __forceinline__ void work(const Parameters& p, const Shared& s) {
 
 // A block. `Schedule(p, group)` gives a group's tiles.
 template <class Schedule, class... R>
-__device__ __forceinline__ void run_block(const Parameters& p) {
+__device__ __forceinline__ void run_block(const Parameters& p, const Runs<R...>&) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Shared s(shared);
     s.begin();
     if (threadIdx.x < WORKERS) {
-        take_registers<WORKER_REGISTERS>();
+        take_registers<Config::WORKER_REGISTERS>();
         work<R...>(p, s);
         return;
     }
-    release_registers<HELPER_REGISTERS>();
+    release_registers<Config::HELPER_REGISTERS>();
     const int helper = (threadIdx.x - WORKERS) / 32;
     const Stages stages = s.stages(helper % GROUPS);
     if (helper < GROUPS) {

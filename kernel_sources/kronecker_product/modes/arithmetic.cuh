@@ -7,13 +7,22 @@
 
 // Four values of a fragment's rows: slices g and g + 8, both of two neighbours in depth, which are
 // a fragment's depths t and t + 4: sums do not know their order.
-struct Operand {
-    AccT value[4];
+template <class T>
+struct OperandOf {
+    T value[4];
 };
+using Operand = OperandOf<AccT>;
 
-#ifdef DOUBLE
+// What tensor cores take of a matrix and of slices.
+template <class T>
+struct FactorOf;
+template <class T>
+struct SlicesOf;
+using Factor = FactorOf<AccT>;
+using Slices = SlicesOf<AccT>;
 
-struct Factor {
+template <>
+struct FactorOf<double> {
     double value[2];
     __device__ __forceinline__ void set(const Vector<double, 2>& pair) {
         value[0] = pair.element[0];
@@ -25,23 +34,23 @@ struct Factor {
 // The words of an element of a matrix, of which double has one.
 __device__ __forceinline__ void split(double value, double& high, double&) { high = value; }
 
-struct Slices {
+template <>
+struct SlicesOf<double> {
     double value[4];
-    __device__ __forceinline__ explicit Slices(const Operand& x) {
+    __device__ __forceinline__ explicit SlicesOf(const OperandOf<double>& x) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) value[i] = x.value[i];
     }
 };
 
-__device__ __forceinline__ void add_products(double (&d)[4], const Slices& a, const Factor& b,
-                                             bool) {
+__device__ __forceinline__ void add_products(double (&d)[4], const SlicesOf<double>& a,
+                                             const FactorOf<double>& b, bool) {
     multiply_fragments(d, a.value, b.value);
 }
 
-#else
-
 // High words and, of three products, low ones.
-struct Factor {
+template <>
+struct FactorOf<float> {
     u32 high[2], low[2];
     __device__ __forceinline__ void set(const Vector<float, 2>& pair) {
 #pragma unroll
@@ -69,9 +78,10 @@ __device__ __forceinline__ void split(float value, float& high, float& low) {
     low = __uint_as_float(words[1]);
 }
 
-struct Slices {
+template <>
+struct SlicesOf<float> {
     u32 high[4], low[4];
-    __device__ __forceinline__ explicit Slices(const Operand& x) {
+    __device__ __forceinline__ explicit SlicesOf(const OperandOf<float>& x) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             high[i] = __float_as_uint(x.value[i]);
@@ -82,8 +92,8 @@ struct Slices {
 };
 
 // Of the first products of a sum of zero nothing but these are left.
-__device__ __forceinline__ void add_products(float (&d)[4], const Slices& a, const Factor& b,
-                                             bool is_first) {
+__device__ __forceinline__ void add_products(float (&d)[4], const SlicesOf<float>& a,
+                                             const FactorOf<float>& b, bool is_first) {
     if (PRODUCTS == 1) {
         multiply_fragments<float>(d, a.high, b.high);
         return;
@@ -96,5 +106,3 @@ __device__ __forceinline__ void add_products(float (&d)[4], const Slices& a, con
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] = is_first ? step[i] : d[i] + step[i];
 }
-
-#endif

@@ -1,13 +1,18 @@
 // Zeros, for the counters of slabs.cuh.
+//
+// Facts and struct Fixed: class Clear of kernlib/families/kronecker_product/kernels/clear.py.
 #pragma once
 
 #include "common/types.cuh"
 
-struct Parameters {
+constexpr int THREADS = Config::THREADS;
+
+struct Pointers {
     u32* counters;
-    i64 count;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 kronecker_product_clear(const __grid_constant__ Parameters p) {

@@ -51,7 +51,7 @@ struct Ticket {
     __device__ __forceinline__ void each_count(const Parameters& p, const Counters& counters,
                                                const Await& await) const {
         if (run > 0) await(counters.done(run - 1, slab), u32(p.runs[run - 1].tiles));
-        const i64 ring = p.runs[run].out.ring, before = slab - ring;
+        const i64 ring = p.runs[run].target.ring, before = slab - ring;
         if (run < RUNS - 1 && ring > 0 && before >= 0)
             await(counters.done(run + 1, before), u32(p.runs[run + 1].tiles));
     }

@@ -1,10 +1,10 @@
 // Entries of matrices from device memory.
-//
-// The generated source defines before it includes this file ROWS and WIDTHS, rows and columns of
-// all factors.
 #pragma once
 
 #include "kronecker_product/modes/parameters.cuh"
+
+using Rows = Config::Rows;      // Sizes of all factors
+using Widths = Config::Widths;
 
 // An entry of a mode's matrix, the product of its factors' entries; zero beside the matrix, where
 // the first entry is read: of many entries none waits in a branch of its own for the one before.
@@ -18,10 +18,10 @@ __device__ __forceinline__ T entry_of(const Parameters& p, i64 batch, int row, i
     for (int part = M::FIRST + M::PARTS - 1; part >= M::FIRST; --part) {
         const Matrix& m = p.matrices[part];
         value *= convert<AccT>(p.factors[part][batch * m.batch_stride +
-                                               row % ROWS[part] * m.row_stride +
-                                               column % WIDTHS[part] * m.column_stride]);
-        row /= ROWS[part];
-        column /= WIDTHS[part];
+                                               row % Rows::at(part) * m.row_stride +
+                                               column % Widths::at(part) * m.column_stride]);
+        row /= Rows::at(part);
+        column /= Widths::at(part);
     }
     return exists ? value : T(0);
 }

@@ -1,9 +1,15 @@
-// Tiles from device memory to shared memory, as numbers of RawT, each at its raw_place().
+// Tiles from device memory to shared memory, as numbers of RawT, each at its place.
 #pragma once
 
 #include "common/async_copy.cuh"
-#include "kronecker_product/modes/entries.cuh"
+#include "kronecker_product/modes/config.cuh"
+#include "kronecker_product/modes/parameters.cuh"
 #include "kronecker_product/modes/thread.cuh"
+
+template <class T>
+__device__ __forceinline__ typename Stored<T>::RawT& raw_element(T* tile, int index) {
+    return *reinterpret_cast<typename Stored<T>::RawT*>(tile + Stored<T>::place(index));
+}
 
 // Column and feature of an element of the tile that is read.
 template <class R>
@@ -57,25 +63,25 @@ struct Unrolled {
 
 // Elements `begin` up to `end` of a whole tile, from aligned memory; all of them, if not PART.
 // Copies are under way then.
-template <class R, int LAST, bool PART>
-__device__ __forceinline__ void copy_tile(TileT* tile, const typename R::SourceT* x, i64 stride,
+template <class R, int LAST, bool PART, class T>
+__device__ __forceinline__ void copy_tile(T* tile, const typename R::SourceT* x, i64 stride,
                                           int begin, int end) {
     using SourceT = typename R::SourceT;
     using OwnWalk = Walk<LAST, 16 / sizeof(SourceT)>;
     constexpr int STEP = OwnWalk::STEP;
     using Steps = Unrolled<R::INPUTS, STEP>;
     const OwnWalk walk;
-    const int own = raw_place(walk.own);
+    const int own = Stored<T>::place(walk.own);
     x += walk.of_thread(stride);
 #pragma unroll 1
     for (int first = begin / STEP & -Steps::AT_ONCE; first * STEP < end; first += Steps::AT_ONCE) {
-        const int to = own ^ raw_place(first * STEP);
+        const int to = own ^ Stored<T>::place(first * STEP);
         const SourceT* from = x + OwnWalk::template of_step<Steps::STEPS>(first, stride);
 #pragma unroll
         for (int next = 0; next < Steps::AT_ONCE; ++next) {
             int index = walk.own + (first + next) * STEP;
             if ((PART || !Steps::WHOLE) && (index < begin || index >= end)) continue;
-            copy_async<16>(tile + (to ^ raw_place(next * STEP)),
+            copy_async<16>(tile + (to ^ Stored<T>::place(next * STEP)),
                            from + OwnWalk::template of_step<Steps::STEPS>(next, stride), 16);
         }
     }
@@ -86,7 +92,7 @@ template <class R>
 struct Gather {
     using SourceT = typename R::SourceT;
     const SourceT* x;
-    const Side& side;
+    const Layout& side;
     int columns;
     bool columns_first;  // which neighbours in memory are, though not in the tile
 
@@ -109,8 +115,8 @@ struct Gather {
 };
 
 // Elements `begin` up to `end`, COUNT neighbours at a time, by copies that are under way then.
-template <class R, int COUNT>
-__device__ __forceinline__ void copy_elements(TileT* tile, const Gather<R>& gather, int begin,
+template <class R, int COUNT, class T>
+__device__ __forceinline__ void copy_elements(T* tile, const Gather<R>& gather, int begin,
                                               int end) {
     using SourceT = typename R::SourceT;
     constexpr int SIZE = sizeof(SourceT);
@@ -123,10 +129,11 @@ __device__ __forceinline__ void copy_elements(TileT* tile, const Gather<R>& gath
 }
 
 // By registers, as many at once as wait for memory together.
-template <class R, int COUNT>
-__device__ __forceinline__ void load_elements(TileT* tile, const Gather<R>& gather, int begin,
+template <class R, int COUNT, class T>
+__device__ __forceinline__ void load_elements(T* tile, const Gather<R>& gather, int begin,
                                               int end) {
     using SourceT = typename R::SourceT;
+    using RawT = typename Stored<T>::RawT;
     constexpr int AT_ONCE = COUNT == 1 ? 8 : 2;
 #pragma unroll 1
     for (int first = begin + threadIdx.x * COUNT; first < end; first += AT_ONCE * THREADS * COUNT) {
@@ -160,16 +167,16 @@ __device__ __forceinline__ void load_elements(TileT* tile, const Gather<R>& gath
 
 // Elements `begin` up to `end` of a tile, in multiples of CHUNK, which are a PART or all of them.
 // Copies may be under way still.
-template <class R, bool PART = false>
-__device__ __forceinline__ void load_tile(TileT* tile, const Parameters& p, const RunFixed& run,
+template <class R, bool PART = false, class T>
+__device__ __forceinline__ void load_tile(T* tile, const Parameters& p, const RunFixed& run,
                                           const void* source, const Tile& at, int begin, int end) {
     using SourceT = typename R::SourceT;
     constexpr int CHUNK = 16 / sizeof(SourceT);
-    constexpr bool IS_COPY = sizeof(SourceT) == sizeof(RawT);
+    constexpr bool IS_COPY = sizeof(SourceT) == sizeof(typename Stored<T>::RawT);
     // Of the tile's last dimension, in which 16-byte copies run.
     constexpr int LAST = R::COLUMNS_LAST ? R::COLUMNS : R::IN_FEATURES;
     const SourceT* x = static_cast<const SourceT*>(source) + at.in;
-    const Side& side = run.in;
+    const Layout& side = run.source;
     if constexpr (IS_COPY && is_power(LAST) && LAST % CHUNK == 0) {
         if (run.aligned && at.columns == R::COLUMNS) {
             i64 stride = R::COLUMNS_LAST ? side.feature_stride : side.column_stride;
@@ -195,8 +202,8 @@ __device__ __forceinline__ void load_tile(TileT* tile, const Parameters& p, cons
 
 // The part of the next tile of a block that the current one leaves free, or the REST of it: tiles
 // lie in turn at the front and AHEAD elements behind it.
-template <class R, bool REST>
-__device__ __forceinline__ void read_ahead(TileT* tiles, const Parameters& p, const Tile& at,
+template <class R, bool REST, class T>
+__device__ __forceinline__ void read_ahead(T* tiles, const Parameters& p, const Tile& at,
                                            bool is_behind) {
     constexpr int FIRST = TILE - AHEAD;
     int begin, end;
@@ -207,6 +214,7 @@ __device__ __forceinline__ void read_ahead(TileT* tiles, const Parameters& p, co
         begin = is_behind ? FIRST : 0;
         end = is_behind ? TILE : AHEAD;
     }
-    load_tile<R, true>(tiles + is_behind * AHEAD * WORDS, p, p.runs[R::INDEX], p.sources[R::INDEX],
-                       at, min(begin, R::INPUTS), min(end, R::INPUTS));
+    tiles += is_behind * AHEAD * Stored<T>::WORDS;
+    load_tile<R, true>(tiles, p, p.runs[R::INDEX], p.sources[R::INDEX], at,
+                       min(begin, R::INPUTS), min(end, R::INPUTS));
 }

@@ -9,8 +9,7 @@
 // and AHEAD elements behind it, and as much of the next one is read ahead as the current one leaves
 // free.
 //
-// The generated source defines, beside what run.cuh asks for, Run and AHEAD before it includes this
-// file.
+// Facts, struct Fixed and Run: class Modes of kernlib/families/kronecker_product/kernels/modes.py.
 #pragma once
 
 #include "kronecker_product/modes/run.cuh"

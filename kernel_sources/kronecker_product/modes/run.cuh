@@ -5,14 +5,7 @@
 //
 // One column c is a whole row of x, or what one of the elements behind the run's own takes part in.
 //
-// The generated source defines before it includes this file, beside what parameters.cuh asks for:
-//   PRODUCTS                     of one multiplication in float: 1, or 3 for fp32 by 3xTF32
-//   WARPS, MIN_BLOCKS            of a CTA, and CTAs a multiprocessor holds
-//   TILE, AHEAD                  elements of shared memory of a tile, and behind it
-//   MOST_SPLIT                   elements of a matrix that is kept as high and low words
-//   ROWS[], WIDTHS[]             of all factors
-//   EPILOGUE, Finish             of the last run; DOUBLE where AccT is double
-// and behind it each run:
+// A run is a struct that the generated source has, with
 //   SourceT, TargetT             storage of what is read and written
 //   COLUMNS, COLUMNS_LAST        of a tile, and whether they are its last dimension
 //   IN_FEATURES, INPUTS          of a column, and of a tile
@@ -21,8 +14,7 @@
 //   Modes                        list of Modes in their order
 #pragma once
 
-constexpr int THREADS = WARPS * 32;
-
+#include "kronecker_product/modes/entries.cuh"
 #include "kronecker_product/modes/multiply.cuh"
 #include "kronecker_product/modes/load.cuh"
 #include "kronecker_product/modes/summands.cuh"
@@ -136,13 +128,13 @@ __device__ __forceinline__ void read_summands(Given<COUNT> (&given)[M::WARP_COLU
 // Elements from a tile's first result to the first one of a slice. Of slices that are bits side by
 // side it is the sum of what it is for each.
 template <class R, class M>
-__device__ __forceinline__ i64 offset_of(const Side& out, int slice) {
+__device__ __forceinline__ i64 offset_of(const Layout& out, int slice) {
     const Slice<R, M> of(slice);
     return of.column * out.column_stride + of.feature(0) * out.feature_stride;
 }
 
 template <class R, class M>
-__device__ __forceinline__ i64 offset_of(const Side& out, const Warp<M>& warp, int begin, int i,
+__device__ __forceinline__ i64 offset_of(const Layout& out, const Warp<M>& warp, int begin, int i,
                                          int half) {
     if constexpr (M::LINEAR) {
         constexpr int STEP = WARPS / M::GROUPS * 16;
@@ -160,7 +152,7 @@ __device__ __forceinline__ void store(const Parameters& p, typename R::TargetT* 
                                       const Warp<M>& warp, int begin) {
     constexpr bool FINISHED = EPILOGUE && R::ENDS;
     const RunFixed& run = p.runs[R::INDEX];
-    const i64 step = Slice<R, M>::BEHIND * run.out.feature_stride;
+    const i64 step = Slice<R, M>::BEHIND * run.target.feature_stride;
     const int lane = warp.column(0);
 #pragma unroll
     for (int i = 0; i < M::ROWS; ++i) {
@@ -177,7 +169,7 @@ __device__ __forceinline__ void store(const Parameters& p, typename R::TargetT* 
                 first = at.outer * run.feature_outer + at.inner * run.feature_inner +
                         (at.column + of.column) / run.feature_divisor * run.feature_column;
             typename R::TargetT* to =
-                out + offset_of<R, M>(run.out, warp, begin, i, half) + lane * step;
+                out + offset_of<R, M>(run.target, warp, begin, i, half) + lane * step;
 #pragma unroll
             for (int j = 0; j < M::WARP_COLUMNS; ++j) {
 #pragma unroll

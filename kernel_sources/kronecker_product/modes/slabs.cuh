@@ -3,9 +3,8 @@
 // next run in a ring of so few slabs that what waits stays in the L2 cache. Two passes of plain
 // copies take 2.0 times the time of one on an H200, through such a ring 1.33 times.
 //
-// The generated source defines, beside what run.cuh and tickets.cuh ask for, before it includes
-// this file:
-//   Run0, Run1, ...              of RUNS runs, and RUN_LIST, all of them
+// Facts, struct Fixed and AllRuns: class Slabs of
+// kernlib/families/kronecker_product/kernels/modes.py.
 #pragma once
 
 #include "kronecker_product/modes/run.cuh"
@@ -38,6 +37,6 @@ kronecker_product_slabs(const __grid_constant__ Parameters p) {
     AccT* tile = reinterpret_cast<AccT*>(shared);
     Finish finish(Read<Parameters>{p});
     Block block{p, finish, tile, tile + TILE, -1, -1};
-    Runs<RUN_LIST>::stage(block);
-    take_tickets<Runs<RUN_LIST>>(p, *reinterpret_cast<Taken*>(block.matrices + MATRICES), block);
+    AllRuns::stage(block);
+    take_tickets<AllRuns>(p, *reinterpret_cast<Taken*>(block.matrices + Config::MATRICES), block);
 }

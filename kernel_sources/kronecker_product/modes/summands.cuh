@@ -38,7 +38,7 @@ struct Beside {
                                       int q, bool exists) {
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            const Side& side = p.sides_of_summands[k];
+            const Layout& side = p.sides_of_summands[k];
             step[k] = S::BEHIND * side.feature_stride;
             from[k] = nullptr;
             if (exists && finish.reads(k))

@@ -1,19 +1,18 @@
 // The work of a block of a launch of several runs (counters.cuh).
-//
-// The generated source defines, beside what run.cuh asks for:
-//   TICKET_BYTES                 of shared memory, for what one thread finds for all
-//   RESTAGED                     whether shared memory has room for one run's matrices at a time,
-//                                or they differ from batch to batch
 #pragma once
 
 #include "kronecker_product/modes/counters.cuh"
+
+// Whether shared memory has room for one run's matrices at a time, or they differ from batch to
+// batch.
+constexpr bool RESTAGED = Config::RESTAGED;
 
 // What one thread finds for all: the run, below 0 at the end, and the tile.
 struct alignas(16) Taken {
     int run;
     Tile at;
 };
-static_assert(sizeof(Taken) <= TICKET_BYTES, "as lowering leaves room for it");
+static_assert(sizeof(Taken) <= Config::TICKET_BYTES, "as lowering leaves room for it");
 
 // The runs of a launch, for a Block that knows how to stage and compute each of them.
 template <class... R>

@@ -5,8 +5,13 @@
 // two that tell apart the quarters of a line. Quarters, of 8 floats, stay together.
 #pragma once
 
-#include "common/types.cuh"
+#include "kronecker_product/modes/config.cuh"
 #include "kronecker_product/modes/thread.cuh"
+#include "kronecker_product/types.cuh"
+
+using AccT = Config::AccT;
+constexpr int PRODUCTS = Config::PRODUCTS;      // of one in float: 1, or 3 for fp32 by 3xTF32
+constexpr int MOST_SPLIT = Config::MOST_SPLIT;  // elements of a matrix that is two words each
 
 constexpr int IN_PLACE_MOST = 32;  // columns that one warp keeps sums of
 constexpr int LINE_BITS = sizeof(AccT) == 8 ? 4 : 5;
@@ -20,20 +25,18 @@ __device__ constexpr int place(int index) {
 }
 
 // What is copied to a tile is what its modes read.
-using TileT = AccT;
-using RawT = AccT;
-constexpr int WORDS = 1;
-__device__ constexpr int raw_place(int index) { return place(index); }
-__device__ __forceinline__ RawT& raw_element(TileT* tile, int index) { return tile[place(index)]; }
-
-__device__ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
-__device__ constexpr bool is_power(int x) { return (x & (x - 1)) == 0; }
+template <>
+struct Stored<AccT> {
+    using RawT = AccT;
+    static constexpr int WORDS = 1;
+    __device__ static constexpr int place(int index) { return ::place(index); }
+};
 
 // A mode: of a tile (L, P, R) it makes (L, Q, R) by a matrix P x Q, the Kronecker product of the
 // PARTS factors from FIRST on, which lies AT elements behind the first matrix. The last one's
 // results go to device memory.
-template <int L_, int P_, int Q_, int R_, int FIRST_, int PARTS_, bool LAST_, int AT_>
-struct Mode {
+template <int L_, int P_, int Q_, int R_, int FIRST_, int PARTS_, int LAST_, int AT_>
+struct Mode<L_, P_, Q_, R_, FIRST_, PARTS_, LAST_, AT_> {
     static constexpr int L = L_, P = P_, Q = Q_, R = R_, FIRST = FIRST_, PARTS = PARTS_, AT = AT_;
     static constexpr bool LAST = LAST_;
     static constexpr int SLICES = L * R, ROW_TILES = ceil_div(SLICES, 16);

@@ -10,6 +10,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_product import operation, plans
+from kernlib.families.kronecker_product.lowering import grouping
 from kernlib.runtime import products
 from tests.support import fakes
 from tests.support.emulation import gpus
@@ -18,6 +19,16 @@ from tests.support.emulation import gpus
 def install(monkeypatch, folder: Path) -> fakes.Gpus:
     """Put the GPUs in place; ``specs`` of what is returned are those that were launched."""
     return gpus.install(monkeypatch, folder, operation, products, plans)
+
+
+def group(monkeypatch, kernel, groups: tuple) -> None:
+    """Let a kernel have these groups of factors."""
+    by_time = grouping.groups
+
+    def chosen(one, *rest):
+        return groups if one is kernel else by_time(one, *rest)
+
+    monkeypatch.setattr(grouping, "groups", chosen)
 
 
 def operands(shapes, rows: int, side: str, dtype, batch=()) -> list[torch.Tensor]:

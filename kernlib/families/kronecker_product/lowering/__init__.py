@@ -1,7 +1,6 @@
 """From a product's sizes and strides to its launches, without torch.
 
-In reading order: ``problem``, ``grouping`` and ``runs``; the kernels for any sizes, ``variant``,
-``modes``, ``halves`` and ``slabs``; those of wgmma, ``largest``, ``hopper_variant`` and ``hopper``;
-``estimates``, ``by_torch`` and ``choose``, which chooses between all these; and, of gradients by
-factors, ``gradient_variant``, ``parts`` and ``gradients``.
+In reading order: ``problem``, ``grouping`` and ``runs``; ``parameters``, which all kernels share;
+``slabs`` and ``passes``, which cut a product for the kernels of several groups; ``estimates`` and
+``by_torch``; ``choose``, which chooses between kernels; and ``gradients``, those by factors.
 """

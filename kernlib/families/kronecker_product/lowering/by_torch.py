@@ -10,8 +10,7 @@ of ``estimates.py``, of both ways.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
@@ -21,6 +20,7 @@ from kernlib.families.kronecker_product.lowering.grouping import CHUNK, Size
 from kernlib.families.kronecker_product.lowering.problem import Layout, Problem
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.kernel import Gpu
 
 # That torch must be faster by: the ratio of two estimates is wrong by 1.2 as a rule, either way. Of
 # 120 ragged products, those of the fit, 8 take more than 1.05 times the time of the fastest way
@@ -57,22 +57,24 @@ PASS_BYTES = 2.5e6  # the same of passes over x or the result, in device memory
 SUMMAND = 5  # passes that leave out a summand where its scale is 0, beside those that add it
 
 
-def gains(
-    problem: Problem,
-    launches: Sequence[estimates.Launch],
-    device: tuple[str, int],
-    passes: int,
-) -> bool:
+class Timed(Protocol):
+    """What knows how long its launches take."""
+
+    def time(self, problem: Problem, gpu: Gpu) -> float:
+        """In microseconds."""
+
+
+def gains(problem: Problem, kernels: Timed, gpu: Gpu, passes: int) -> bool:
     """Whether torch, with so many passes over the result behind its products, takes less time than
-    kernels do, on a GPU of an arch and so many multiprocessors. What nobody measured is kernels',
-    and so are half types and factors that vary with the batch, of which torch would make copies."""
-    if problem.dtype not in RATES or not estimates.are_known(problem, device):
+    kernels do. What nobody measured is kernels', and so are half types and factors that vary with
+    the batch, of which torch would make copies."""
+    if problem.dtype not in RATES or not estimates.are_known(problem, gpu):
         return False
     made = fastest(problem, passes)
     if made is None:
         return False
     gain = GAIN if estimates.are_ragged(problem) else WHOLE_GAIN
-    return gain * torch_time(problem, made, passes) < estimates.kernel_time(launches)
+    return gain * torch_time(problem, made, passes) < kernels.time(problem, gpu)
 
 
 def fastest(problem: Problem, passes: int) -> list[Product] | None:

@@ -1,86 +1,134 @@
-"""The launches of a Kronecker product: one for each run of factors, through a workspace where there
-are several."""
+"""The launches of a Kronecker product: planners group its factors for kernels, of which one is
+chosen.
+
+A planner is a kernel to :func:`kernlib.lowering.kernel.choose`. Those that have all factors in one
+launch are kernels themselves; :class:`Apart` has a launch for each group of factors, through a
+workspace where there are several.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_product.lowering import (
-    by_torch,
-    estimates,
-    grouping,
-    halves,
-    hopper,
-    hopper_variant,
-    modes,
-    slabs,
-)
-from kernlib.families.kronecker_product.lowering.grouping import Size
+from kernlib.families.kronecker_product.kernels.base import OneRun
+from kernlib.families.kronecker_product.kernels.halves import HALVES, HalfSlabs
+from kernlib.families.kronecker_product.kernels.hopper import Hopper, HopperSlabs
+from kernlib.families.kronecker_product.kernels.modes import MODES, Slabs
+from kernlib.families.kronecker_product.lowering import by_torch, estimates, grouping
+from kernlib.families.kronecker_product.lowering.grouping import Group, Size
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import Run, split
-from kernlib.families.kronecker_product.lowering.variant import Variant, spec
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import kernel
 from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.kernel import Gpu, Kernel
 from kernlib.lowering.steps import WORKSPACE, Lowered
 
-COLUMNS = 1024  # that the time of a run is estimated for
-LEAST_NARROW, WIDE_ROWS = 4, 32  # such factors, so wide, of which other kernels take two at once
-MOST_WHOLE = 1 << 15, 1 << 12  # features of tf32's rows, and columns, that a block keeps whole
+
+class Apart(Kernel):
+    """A launch of one kernel for each group of factors, of which there are ``most`` at most."""
+
+    role = "product"
+
+    def __init__(self, of_run: OneRun, most: float = math.inf):
+        self.of_run, self.name, self.most = of_run, of_run.name, most
+
+    def runs(self, problem: Problem, arch: str) -> list[Run]:
+        """The runs of factors, first to last; none where the kernel does not take one, or there
+        are too many."""
+        groups = grouping.groups(self.of_run, grouping.product_of(problem), arch) or ()
+        return split(problem, groups) if len(groups) <= self.most else []
+
+    def takes(self, problem: Problem, arch: str) -> bool:
+        """Whether the kernel takes all factors."""
+        return bool(self.runs(problem, arch))
+
+    def launch(
+        self, epilogue: tuple[Epilogue, ...], problem: Problem, gpu: Gpu, choice: Choice
+    ) -> Lowered:
+        """The launches, in their order."""
+        runs, steps = self.runs(problem, gpu.arch), []
+        second, size = _buffers(runs)
+        for index, run in enumerate(runs):
+            source = (WORKSPACE, 0 if index % 2 else second) if index else ("x", 0)
+            target = ("out", 0) if run.ends else (WORKSPACE, second if index % 2 else 0)
+            columns = self.of_run.default(run, gpu)
+            lowered = self.of_run.launch(epilogue * run.ends, run, gpu, columns)
+            steps.append(lowered.steps[0].placed({"x": source, "out": target}))
+        return Lowered(tuple(steps), size)
+
+    def specs(self, epilogue: tuple[Epilogue, ...], scope: Group, arch: str) -> list[KernelSpec]:
+        """The specifications of all groups' kernels."""
+        groups = grouping.groups(self.of_run, scope, arch) or ()
+        if len(groups) > self.most:
+            return []
+        specs = []
+        for first, last in groups:
+            begins, ends = last == len(scope.sizes), first == 0
+            group = scope._replace(sizes=scope.sizes[first:last], begins=begins, ends=ends)
+            group = group._replace(inside=scope.inside or not begins)
+            specs += self.of_run.specs(epilogue * ends, group, arch)
+        return specs
 
 
-def takes(sizes: tuple[grouping.Size, ...], dtype: str, arch: str) -> bool:
+class ModesApart(Apart):
+    """Kernels for any sizes, in several launches, which are chosen by their time."""
+
+    def time(self, problem: Problem, gpu: Gpu) -> float:
+        """Microseconds, as such launches were measured."""
+        launches = []
+        for run in self.runs(problem, gpu.arch):
+            variant = self.of_run.variant(run, **self.of_run.default(run, gpu), arch=gpu.arch)
+            blocks = self.of_run.blocks(run, variant, gpu)
+            launches.append(estimates.launch((run,), variant, blocks))
+        return estimates.kernel_time(launches)
+
+    def estimate(self, problem: Problem, choice: Choice, gpu: Gpu) -> float:
+        """Microseconds where such products were measured, and what waits between two launches is
+        not too much; else zero, by rule, behind all that goes before it."""
+        if not (estimates.are_known(problem, gpu) and estimates.are_ragged(problem)):
+            return 0.0
+        _, size = _buffers(self.runs(problem, gpu.arch))
+        return self.time(problem, gpu) if size <= estimates.MOST_BYTES else estimates.TOO_MUCH
+
+
+def _buffers(runs: list[Run]) -> tuple[int, int]:
+    """Bytes before the second of two buffers, which launches use in turn, and those of both."""
+    sizes = [run.elements * DTYPES[run.dtype].sums.bytes for run in runs[:-1]]
+    second = round_up(max(sizes[::2], default=0), 256)
+    return second, second + max(sizes[1::2], default=0)
+
+
+WHOLE_ROWS = Apart(HALVES, most=1)
+# In order: of equally fast ones the first is chosen. By rule all that is of half-precision numbers
+# goes before kernels for any sizes.
+OF_HALVES: tuple[Kernel, ...] = (HopperSlabs(), Hopper(), WHOLE_ROWS, HalfSlabs())
+OF_SUMS: tuple[Kernel, ...] = (Slabs(), ModesApart(MODES))
+PRODUCTS = OF_HALVES + OF_SUMS
+
+
+def takes(sizes: tuple[Size, ...], dtype: str, arch: str) -> bool:
     """Whether kernels take factors of these rows and columns, on either side."""
-    limits = (
-        grouping.arithmetic_of(dtype, "fp32"),
-        modes.most_features(dtype),
-        modes.room(dtype, arch),
-    )
-    return all(grouping.fits((each,), *limits) for size in sizes for each in (size, size[::-1]))
+    both = (each for size in sizes for each in (size, size[::-1]))
+    return all(MODES.takes(Group((each,), 1, dtype, "fp32", False), arch) for each in both)
 
 
 def runs(problem: Problem, arch: str) -> tuple[tuple[int, int], ...]:
-    """The runs of factors that are applied in one pass each, first to last. Raises UnsupportedError
-    for a factor that no block's shared memory holds."""
-    sizes = problem.sizes
-    found = _runs(sizes, problem.dtype, problem.precision, arch)
-    if found is None:
-        largest = max(sizes, key=math.prod)
+    """The groups of factors that kernels for any sizes apply in one pass each, first to last.
+    Raises UnsupportedError for a factor that no block's shared memory holds."""
+    groups = grouping.groups(MODES, grouping.product_of(problem), arch)
+    if groups is None:
+        largest = max(problem.sizes, key=math.prod)
         raise UnsupportedError(
             f"a factor {largest[0]} x {largest[1]} in {problem.dtype} does not fit the shared "
             f"memory of a block of {arch}"
         )
-    return found
-
-
-def _runs(sizes: tuple, dtype: str, precision: str, arch: str) -> tuple | None:
-    """Those of any number of columns, so that the bits of one do not depend on it."""
-    arithmetic = grouping.arithmetic_of(dtype, precision)
-    most, room = modes.most_features(dtype), modes.room(dtype, arch)
-    item, sums = DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes
-
-    def cost(run: tuple[Size, ...], elements: int, begins: bool, ends: bool) -> float | None:
-        if not grouping.fits(run, arithmetic, most, room):
-            return None
-        return grouping.cycles(
-            run,
-            elements,
-            (item * begins, item * ends),
-            (sums * (not begins), sums * (not ends)),
-            arithmetic,
-            grouping.fits(run, arithmetic, most, room // 2),
-            max(grouping.widest(run), modes.TILE_BYTES // sums),
-        )
-
-    return grouping.groups(sizes, COLUMNS * _features(sizes), cost)
-
-
-def _features(sizes: tuple[Size, ...]) -> int:
-    return math.prod(rows for rows, _ in sizes)
+    return groups
 
 
 def lower(
@@ -94,238 +142,46 @@ def lower(
     """The launches of a call: of the kind that a choice names, if that takes it, else by rule. By
     rule None where torch is faster, which may compute it with so many ``passes`` over the result
     behind its products; it may not with None."""
-    given = epilogue, problem, arch, multiprocessors
-    named = _KINDS.get(str((choice or {}).get("kind")))
-    found = named(*given) if named else None
-    if found is not None:
-        return found
-    for lower_by in (_hopper_by_rule, _by_halves):
-        found = lower_by(*given)
-        if found is not None:
-            return found
-    return _by_rule(*given, passes)
+    gpu = Gpu(arch, multiprocessors)
+    option = kernel.choose(PRODUCTS if choice else OF_HALVES, problem, gpu, choice)
+    if not choice and (option is None or not option.kernel.pays(problem, gpu)):
+        option = kernel.choose(OF_SUMS, problem, gpu)
+    if option is None:
+        runs(problem, arch)  # raises
+    planner = option.kernel
+    is_compared = passes is not None and planner in OF_SUMS and option.choice != choice
+    if is_compared and by_torch.gains(problem, planner, gpu, passes):
+        return None
+    return planner.launch(epilogue, problem, gpu, option.knobs)
 
 
 def candidates(
     epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> list[tuple[Choice, Lowered]]:
     """The choices that there are for a call, with the launches of each."""
-    given = epilogue, problem, arch, multiprocessors
-    made = ((kind, lower_by(*given)) for kind, lower_by in _KINDS.items())
-    return [({"kind": kind}, lowered) for kind, lowered in made if lowered is not None]
-
-
-def _by_halves(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
-) -> Lowered | None:
-    """One launch, of one run of factors or several."""
-    device, sizes = (arch, multiprocessors), problem.sizes
-    found = _half_runs(sizes, problem.dtype, problem.precision, problem.inside, arch)
-    if found is None:
-        return None
-    if len(found) == 1:
-        (run,) = split(problem, found)
-        columns = halves.columns_of(run, problem.dtype, *device)
-        made = halves.variant(sizes, problem.dtype, problem.inside, columns, arch)
-        operands = (("x", 0), ("out", 0), *((f"factor{number}", 0) for number in range(len(sizes))))
-        return Lowered((halves.step(epilogue, run, made, *device, operands),))
-    made = _half_slabs(sizes, problem.dtype, problem.inside, found, arch, _is_varied(problem))
-    return None if made is None else slabs.lower(epilogue, problem, found, made, *device)
-
-
-def _slabs_of(problem: Problem, found: tuple, arch: str) -> slabs.Variant | None:
-    """The kernel that takes runs of factors in one launch; None where there is none."""
-    if len(found) < 2:
-        return None
-    sizes = problem.sizes
-    own = tuple(sizes[first:last] for first, last in found)
-    kinds = problem.dtype, problem.precision, problem.inside, arch, _is_varied(problem)
-    return slabs.variant(own, *kinds)
-
-
-def _by_slabs(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
-) -> Lowered | None:
-    found = runs(problem, arch)
-    made = _slabs_of(problem, found, arch)
-    if made is None:
-        return None
-    return slabs.lower(epilogue, problem, found, made, arch, multiprocessors)
-
-
-def _by_modes(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
-) -> Lowered:
-    return _apart(epilogue, problem, runs(problem, arch), arch, multiprocessors)
-
-
-def _by_rule(
-    epilogue: tuple[Epilogue, ...],
-    problem: Problem,
-    arch: str,
-    multiprocessors: int,
-    passes: int | None,
-) -> Lowered | None:
-    """By one launch for all runs, where that gains, or one for each; None for torch."""
-    found, device = runs(problem, arch), (arch, multiprocessors)
-    lowered = _apart(epilogue, problem, found, *device)
-    own = zip(_launches(problem, found, *device), lowered.steps, strict=True)
-    launches = [estimates.Launch((run,), one, step.grid[0]) for (run, one), step in own]
-    made = _slabs_of(problem, found, arch)
-    whole = None if made is None else slabs.lower(epilogue, problem, found, made, *device)
-    if whole is not None:
-        one = estimates.Launch(tuple(split(problem, found)), made, whole.steps[-1].grid[0])
-        if estimates.are_known(problem, device) and estimates.are_ragged(problem):
-            times = estimates.kernel_time([one]), estimates.kernel_time(launches)
-            gains = times[0] < times[1] or lowered.workspace > estimates.MOST_BYTES
-        else:
-            gains = slabs.gains(problem, found, made, *device)
-        lowered, launches = (whole, [one]) if gains else (lowered, launches)
-    if passes is not None and by_torch.gains(problem, launches, device, passes):
-        return None
-    return lowered
-
-
-def _hopper_by_rule(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
-) -> Lowered | None:
-    kind = problem.dtype, problem.precision, problem.inside, arch
-    gains = by_wgmma(problem.sizes, *kind)
-    return hopper.lower(epilogue, problem, arch, multiprocessors) if gains else None
-
-
-def by_wgmma(sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str) -> bool:
-    """Whether the kernels of wgmma are faster than those for every GPU, where both take a product:
-    measured on an H200, of 1024 rows. They are not where rows that a block keeps whole are read and
-    written once (1024 x 16^4 of float16 in half the time), nor where several matrices are narrower
-    than the tiles that they are multiplied as (32^4 on either side)."""
-    found = hopper_variant.passes(sizes, dtype, precision, inside, arch)
-    if len(found) < 2:
-        return len(found) == 1
-    if _is_whole(sizes, dtype, precision, inside, arch):
-        return len(found) == 2 and inside and dtype != "float32"
-    if inside and (dtype, precision) != ("float32", "tf32"):
-        narrow = [part.rows for part in found if part.rows < hopper_variant.PANEL]
-        return len(narrow) < LEAST_NARROW or min(narrow) < WIDE_ROWS
-    return len([part for part in found[1:] if part.rows < hopper_variant.PANEL]) < 2
-
-
-def _is_whole(sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str) -> bool:
-    """Whether a block of the other kernels keeps rows, and is fast."""
-    if (dtype, precision) == ("float32", "tf32"):
-        is_short = _features(sizes) <= MOST_WHOLE[inside]
-        return is_short and max(rows for rows, _ in sizes) < WIDE_ROWS
-    runs = _half_runs(sizes, dtype, precision, inside, arch)
-    return runs is not None and len(runs) == 1
-
-
-def _is_varied(problem: Problem) -> bool:
-    """Whether factors differ from batch to batch."""
-    return any(factor.batch_stride for factor in problem.factors)
-
-
-def _half_runs(
-    sizes: tuple[Size, ...], dtype: str, precision: str, inside: bool, arch: str
-) -> tuple | None:
-    return halves.runs(sizes, dtype, precision, inside, COLUMNS * _features(sizes), arch)
-
-
-def _half_slabs(sizes, dtype: str, inside: bool, found: tuple, arch: str, is_varied: bool):
-    own = tuple(sizes[first:last] for first, last in found)
-    return halves.variant_of_slabs(own, dtype, inside, arch, is_varied)
-
-
-def _apart(
-    epilogue: tuple[Epilogue, ...],
-    problem: Problem,
-    found: tuple[tuple[int, int], ...],
-    arch: str,
-    multiprocessors: int,
-) -> Lowered:
-    """One launch for each run."""
-    sums = DTYPES[problem.dtype].accumulator
-    launches, steps = _launches(problem, found, arch, multiprocessors), []
-    kept = [part.elements * DTYPES[sums].bytes for part, _ in launches[:-1]]
-    second = round_up(max(kept[::2], default=0), 256)  # two buffers, in turn
-    whole = second + max(kept[1::2], default=0)
-    for index, ((part, made), (first, last)) in enumerate(zip(launches, found, strict=True)):
-        source = (WORKSPACE, 0 if index % 2 else second) if index else ("x", 0)
-        ends = index == len(launches) - 1
-        target = ("out", 0) if ends else (WORKSPACE, second if index % 2 else 0)
-        operands = (source, target, *((f"factor{number}", 0) for number in range(first, last)))
-        own = epilogue if ends else ()
-        steps.append(modes.step(own, part, made, arch, multiprocessors, operands))
-    return Lowered(tuple(steps), whole)
-
-
-def _launches(
-    problem: Problem, found: tuple[tuple[int, int], ...], arch: str, multiprocessors: int
-) -> list[tuple[Run, Variant]]:
-    """Each run, and the kernel that takes it alone."""
-    parts, made = split(problem, found), []
-    for index, part in enumerate(parts):
-        kind = problem.dtype, problem.precision
-        columns = modes.columns_of(part, *kind, arch, multiprocessors)
-        dtypes = _dtypes(problem.dtype, index == 0, index == len(parts) - 1)
-        own = part.sizes, dtypes, problem.precision, part.inside, columns, arch
-        made.append((part, modes.variant(*own)))
-    return made
-
-
-# The kinds of kernels that a choice names.
-_KINDS: dict[str, Callable[..., Lowered | None]] = {
-    "hopper": hopper.lower,
-    "halves": _by_halves,
-    "slabs": _by_slabs,
-    "modes": _by_modes,
-}
+    gpu = Gpu(arch, multiprocessors)
+    return [
+        (option.choice, option.kernel.launch(epilogue, problem, gpu, option.knobs))
+        for option in kernel.options(PRODUCTS, problem, arch)
+    ]
 
 
 def variants(
     epilogue: tuple[Epilogue, ...],
-    sizes: tuple[grouping.Size, ...],
+    sizes: tuple[Size, ...],
     inside: bool,
     kinds: list[tuple[str, str]],
     arch: str,
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose by rule for factors of these sizes and ``kinds`` of
     numbers: (dtype, precision). None for factors that kernels do not take."""
-    made = []
+    specs: list[KernelSpec] = []
     for dtype, precision in kinds:
-        if by_wgmma(sizes, dtype, precision, inside, arch):
-            made += hopper.specs(epilogue, sizes, dtype, precision, inside, arch)
-        found = _half_runs(sizes, dtype, precision, inside, arch)
-        if found is not None and len(found) == 1:
-            for bits in range(halves.most_columns(sizes, dtype, inside, arch).bit_length()):
-                one = halves.variant(sizes, dtype, inside, 1 << bits, arch)
-                made.append(halves.spec(epilogue, one, arch))
-            continue
-        if found is not None:
-            many = [_half_slabs(sizes, dtype, inside, found, arch, each) for each in (False, True)]
-            made += [slabs.clear(), *(halves.spec(epilogue, one, arch) for one in many if one)]
-        parts = _runs(sizes, dtype, precision, arch) or ()
-        for index, (first, last) in enumerate(parts):
-            ends, own = index == len(parts) - 1, sizes[first:last]
-            dtypes = _dtypes(dtype, index == 0, ends)
-            within = inside or index > 0
-            for bits in range(modes.most_columns(own, within, dtype, precision, arch).bit_length()):
-                one = modes.variant(own, dtypes, precision, within, 1 << bits, arch)
-                made.append(spec(epilogue if ends else (), one, arch))
-        made += _in_slabs(epilogue, sizes, inside, dtype, precision, parts, arch)
-    return list(dict.fromkeys(made))
-
-
-def _in_slabs(epilogue, sizes, inside: bool, dtype: str, precision: str, parts, arch: str) -> list:
-    """The kernels of runs in one launch, if there are several."""
-    if len(parts) < 2:
-        return []
-    own = tuple(sizes[first:last] for first, last in parts)
-    found = [slabs.variant(own, dtype, precision, inside, arch, each) for each in (False, True)]
-    made = [spec(epilogue, each, arch) for each in found if each is not None]
-    return [slabs.clear(), *made] if made else []
-
-
-def _dtypes(dtype: str, begins: bool, ends: bool) -> tuple[str, str, str]:
-    """Those of x, factors and result of a launch: between two they are those of the sums."""
-    sums = DTYPES[dtype].accumulator
-    return dtype if begins else sums, dtype, dtype if ends else sums
+        elements = grouping.COLUMNS * math.prod(rows for rows, _ in sizes)
+        scope = Group(sizes, elements, dtype, precision, inside)
+        for planner in PRODUCTS:
+            of_planner = planner.specs(epilogue, scope, arch)
+            specs += of_planner
+            if of_planner and planner is WHOLE_ROWS:
+                break  # it goes before all others, whatever the sizes
+    return list(dict.fromkeys(specs))

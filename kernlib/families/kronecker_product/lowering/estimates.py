@@ -1,4 +1,5 @@
-"""How long kernels for any sizes take: launches, tiles and bytes, by constants fitted to what 60
+"""How long kernels take, in microseconds: those that factors are grouped for, by the rates of an
+H200; and launches of kernels for any sizes, by tiles and bytes and constants fitted to what 60
 products of 2 to 8 factors of 2 to 128 rows and columns, on 1 to 2353 rows, and 16 of sizes that are
 powers of two took in CUDA graphs on an H100, in float32 and float64; those of matrices to the 60
 measured anew, in float16 too. Two thirds of the estimates are within 13 % of ragged products, nine
@@ -9,16 +10,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kernlib.families.kronecker_product.lowering.grouping import CHUNK, Mode
+from kernlib.families.kronecker_product.lowering.grouping import (
+    CHUNK,
+    MULTIPROCESSORS,
+    Group,
+    Mode,
+    modes,
+)
+from kernlib.families.kronecker_product.lowering.parameters import is_vectors
 from kernlib.families.kronecker_product.lowering.problem import Problem
-from kernlib.families.kronecker_product.lowering.runs import Run
-from kernlib.families.kronecker_product.lowering.variant import Part, Variant, is_vectors
+from kernlib.families.kronecker_product.lowering.runs import Part, Run
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.kernel import Gpu
 
-GPU = "sm_90a", 132  # of which there are measurements, and its multiprocessors
+GPU = Gpu("sm_90a", 132)  # of which there are measurements
+TOO_MUCH = 1e15  # microseconds of what takes more than MOST_BYTES
 MOST_BYTES = 1 << 30  # beside x and result, of what waits between two launches or products
+
+# Cycles of one multiprocessor of an H200, to compare groups of factors by. Of an element that is
+# read or written in shared memory, what else a warp does with it counted in: 1 / 9 and 1 / 17 as
+# measured with rows of 8^5, estimates for the others; of a term at 566 (half types), 282 (TF32) and
+# 61 (double) TFLOP/s; of a byte of device memory at 4.2 TB/s.
+CLOCK = 2048.0  # cycles a microsecond: 1980, as a power of two, which rounds no time
+SHARED_CYCLES = {"fp32": 1 / 16, "tf32": 1 / 16, "fp64": 1 / 8, "half": 1 / 17, "pairs": 1 / 9}
+TERM_CYCLES = {
+    "fp32": 3 / 608,
+    "tf32": 1 / 608,
+    "fp64": 1 / 131,
+    "half": 1 / 1221,
+    "pairs": 3 / 1221,
+}
+BYTE_CYCLES = 1 / 18
+TILE_CYCLES = 1500.0  # of a tile, beside what is done with its elements
+LAUNCH_CYCLES = 4000.0  # on all multiprocessors
+
+
+def group_time(
+    group: Group,
+    arithmetic: str,
+    ends: tuple[float, float],
+    handed: tuple[float, float],
+    is_hidden: bool,
+    tile: int,
+) -> float:
+    """Microseconds of a group of factors on all multiprocessors, by tiles of so many elements.
+    ``ends`` are the bytes of an element that are read from device memory and written to it, which
+    are ``is_hidden`` where a multiprocessor holds two blocks, that move and compute side by side;
+    ``handed`` those from the group before and to the next, which wait for each other: by way of the
+    L2 cache, at no more than the rate of device memory."""
+    features, applied = math.prod(rows for rows, _ in group.sizes), modes(group.sizes)
+    columns = group.elements / features
+    terms = sum(mode.terms for mode in applied) * columns
+    passed = sum(mode.inputs + mode.outputs for mode in applied) * columns
+    work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES[arithmetic]
+    moved, waited = (
+        (applied[0].inputs * read + applied[-1].outputs * written) * columns * BYTE_CYCLES
+        for read, written in (ends, handed)
+    )
+    hidden = 7 / 8 if is_hidden else 1 / 2  # a single block hides what it reads ahead
+    tiles = group.elements / tile * TILE_CYCLES
+    cycles = work + moved - hidden * min(work, moved) + waited + tiles
+    return (cycles / MULTIPROCESSORS + LAUNCH_CYCLES) / CLOCK
 
 
 class Rates(NamedTuple):
@@ -64,17 +118,26 @@ SHARED_BYTES = 1.6e6
 
 
 class Launch(NamedTuple):
-    """One of kernels for any sizes: runs of factors, the kernel, and how many blocks it has."""
+    """One of kernels for any sizes: runs of factors, the dtype, the parts of the kernel, its warps,
+    bytes of an element, and how many blocks it has."""
 
     runs: tuple[Run, ...]
-    made: Variant
+    dtype: str
+    parts: tuple[Part, ...]
+    warps: int
+    itemsize: int
     blocks: int
 
 
-def are_known(problem: Problem, device: tuple[str, int]) -> bool:
-    """Whether times were measured that are like a problem's on a GPU of an arch and so many
-    multiprocessors: not of TF32, from the left, or of factors that vary with the batch."""
-    if device != GPU or problem.dtype not in RATES or problem.precision != "fp32":
+def launch(runs: tuple[Run, ...], variant: Any, blocks: int) -> Launch:
+    """That of a variant of such a kernel, of so many blocks."""
+    return Launch(runs, variant.dtype, variant.parts, variant.warps, variant.itemsize, blocks)
+
+
+def are_known(problem: Problem, gpu: Gpu) -> bool:
+    """Whether times were measured that are like a problem on a GPU: not of TF32, from the left, or
+    of factors that vary with the batch."""
+    if gpu != GPU or problem.dtype not in RATES or problem.precision != "fp32":
         return False
     return not problem.inside and not any(factor.batch_stride for factor in problem.factors)
 
@@ -91,10 +154,10 @@ def kernel_time(launches: Sequence[Launch]) -> float:
     for index, launch in enumerate(launches):
         several = len(launch.runs) > 1
         whole += LAUNCH * (1 + several)  # behind one that clears counters
-        for run, part in zip(launch.runs, launch.made.parts, strict=True):
+        for run, part in zip(launch.runs, launch.parts, strict=True):
             whole += _run_time(launch, run, part, several)
         if index < len(launches) - 1:
-            handed = launch.runs[-1].elements * launch.made.itemsize
+            handed = launch.runs[-1].elements * launch.itemsize
             whole += 2 * max(0.0, handed - CACHE) / MEMORY_BYTES
     return whole
 
@@ -102,15 +165,15 @@ def kernel_time(launches: Sequence[Launch]) -> float:
 def _run_time(launch: Launch, run: Run, part: Part, several: bool) -> float:
     """A run's: each block takes tiles in turn, one warp at the rate of another, however many there
     are on a multiprocessor."""
-    modes, made = part.modes, launch.made
+    applied, rates, warps = part.modes, RATES[launch.dtype], launch.warps
     tiles = run.batch * run.outer * run.inner * ceil_div(run.columns, part.columns)
-    tile = sum(_mode_time(mode, RATES[made.dtype], made.warps) for mode in modes)
+    tile = sum(_mode_time(mode, rates, warps) for mode in applied)
     reads, writes = is_vectors(run, part)
-    alone = modes[0].inputs * (not reads) + modes[-1].outputs * (not writes)
-    tile += alone * SINGLE / made.warps + TICKET * several
-    matrices = RATES[made.dtype].matrix * sum(mode.matrix for mode in modes)
+    alone = applied[0].inputs * (not reads) + applied[-1].outputs * (not writes)
+    tile += alone * SINGLE / warps + TICKET * several
+    matrices = rates.matrix * sum(mode.matrix for mode in applied)
     whole = ceil_div(tiles, launch.blocks) * tile + matrices
-    moved = _moved(run, part, made.itemsize, several)
+    moved = _moved(run, part, launch.itemsize, several)
     return whole + moved * GPU[1] / min(GPU[1], launch.blocks)
 
 

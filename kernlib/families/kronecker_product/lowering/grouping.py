@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.lowering.arithmetic import round_up
+from kernlib.lowering.kernel import Gpu, Kernel
 
 CHUNK = 8  # numbers that tensor cores take at once
 MERGED = 16  # rows and columns of small neighbours that are applied as one matrix
 MOST_SPLIT = 1024  # elements of a matrix that is kept as two words each
+COLUMNS = 1024  # that the time of a group is estimated for
+MULTIPROCESSORS = 132  # of the GPU whose times groups are chosen by
 Size = tuple[int, int]  # rows and columns of a factor
-
-# Cycles of one multiprocessor of an H200, to compare runs by. Of an element that is read or written
-# in shared memory, what else a warp does with it counted in: 1 / 9 and 1 / 17 as measured with rows
-# of 8^5, estimates for the others; of a term at 566 (half types), 282 (TF32) and 61 (double)
-# TFLOP/s; of a byte of device memory at 4.2 TB/s.
-SHARED_CYCLES = {"fp32": 1 / 16, "tf32": 1 / 16, "fp64": 1 / 8, "half": 1 / 17, "pairs": 1 / 9}
-TERM_CYCLES = {
-    "fp32": 3 / 608,
-    "tf32": 1 / 608,
-    "fp64": 1 / 131,
-    "half": 1 / 1221,
-    "pairs": 3 / 1221,
-}
-BYTE_CYCLES = 1 / 18
-TILE_CYCLES = 1500.0  # of a tile, beside what is done with its elements
-LAUNCH_CYCLES = 4000.0  # on all multiprocessors
-MULTIPROCESSORS = 132
 
 # What is asked of a value again and again while kernels are chosen, some ten times of each.
 cached = lru_cache(maxsize=1024)
@@ -144,58 +130,53 @@ def fits(run: tuple[Size, ...], arithmetic: str, most: int, room: int) -> bool:
     return width <= most and width + matrices(run, arithmetic) <= room
 
 
-def groups(
-    sizes: tuple[Size, ...], elements: int, cost: Callable[..., float | None]
-) -> tuple[tuple[int, int], ...] | None:
-    """The runs of factors, each ``(first, behind its last)``, that take the least time, in the
-    order of their launches: the last factors first. None where a factor fits none.
+class Group(NamedTuple):
+    """Neighbouring factors that one kernel applies, to so many elements: to those of x if it
+    ``begins``, and for the result if it ``ends``. The columns lie ``inside``, behind the features,
+    or in front of them."""
 
-    ``cost(run, elements, begins, ends)`` is the time of a run of factors on so many elements, which
-    are those of x if it ``begins`` and gives the result if it ``ends``; None for one that does not
-    fit."""
-    count = len(sizes)
+    sizes: tuple[Size, ...]
+    elements: int
+    dtype: str
+    precision: str
+    inside: bool
+    begins: bool = True
+    ends: bool = True
+
+    @property
+    def arithmetic(self) -> str:
+        """As :func:`arithmetic_of` names it."""
+        return arithmetic_of(self.dtype, self.precision)
+
+
+def product_of(problem: Problem) -> Group:
+    """All factors of a problem, on as many columns as times are estimated for."""
+    kind = problem.dtype, problem.precision, problem.inside
+    return Group(problem.sizes, COLUMNS * problem.in_features, *kind)
+
+
+@cached
+def groups(kernel: Kernel, product: Group, arch: str) -> tuple[tuple[int, int], ...] | None:
+    """The groups of neighbours, each ``(first, behind its last)``, in which a kernel takes the
+    least time for all factors, in the order of launches: the last factors first. None where it
+    does not take a factor. Times are those of one GPU, so that what a row's bits depend on is the
+    same on all."""
+    count, gpu = len(product.sizes), Gpu(arch, MULTIPROCESSORS)
     best: dict[int, tuple[float, tuple]] = {count: (0.0, ())}
-    sizes_at = {count: elements}
+    elements = {count: product.elements}
     for first in range(count - 1, -1, -1):
-        rows, columns = sizes[first]
-        sizes_at[first] = sizes_at[first + 1] // rows * columns
+        rows, columns = product.sizes[first]
+        elements[first] = elements[first + 1] // rows * columns
     for first in range(count - 1, -1, -1):
         for last in range(first + 1, count + 1):
             if last not in best:
                 continue
-            own = cost(sizes[first:last], sizes_at[last], last == count, first == 0)
-            if own is None:
+            ends = last == count, first == 0
+            sizes = product.sizes[first:last]
+            group = Group(sizes, elements[last], *product[2:5], *ends)
+            if not kernel.takes(group, arch):
                 continue
-            whole = best[last][0] + own
-            if first not in best or whole < best[first][0]:
-                best[first] = whole, (*best[last][1], (first, last))
+            time = best[last][0] + kernel.estimate(group, {}, gpu)
+            if first not in best or time < best[first][0]:
+                best[first] = time, (*best[last][1], (first, last))
     return best[0][1] if 0 in best else None
-
-
-def cycles(
-    run: tuple[Size, ...],
-    elements: int,
-    ends: tuple[float, float],
-    handed: tuple[float, float],
-    arithmetic: str,
-    is_hidden: bool,
-    tile: int,
-) -> float:
-    """The time of a run on all multiprocessors, by tiles of so many elements. ``ends`` are the
-    bytes of an element that are read from device memory and written to it, which are ``is_hidden``
-    where a multiprocessor holds two blocks, that move and compute side by side; ``handed`` those
-    from the run before and to the next, which wait for each other: by way of the L2 cache, at no
-    more than the rate of device memory."""
-    features = math.prod(rows for rows, _ in run)
-    columns, found = elements / features, modes(run)
-    terms = sum(mode.terms for mode in found) * columns
-    passed = sum(mode.inputs + mode.outputs for mode in found) * columns
-    work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES[arithmetic]
-    moved, waited = (
-        (found[0].inputs * read + found[-1].outputs * written) * columns * BYTE_CYCLES
-        for read, written in (ends, handed)
-    )
-    hidden = 7 / 8 if is_hidden else 1 / 2  # a single block hides what it reads ahead
-    tiles = elements / tile * TILE_CYCLES
-    whole = work + moved - hidden * min(work, moved) + waited + tiles
-    return whole / MULTIPROCESSORS + LAUNCH_CYCLES

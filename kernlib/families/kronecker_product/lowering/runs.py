@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import NamedTuple
 
-from kernlib.families.kronecker_product.lowering.grouping import Size
+from kernlib.families.kronecker_product.lowering import grouping
+from kernlib.families.kronecker_product.lowering.grouping import Group, Mode, Size
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
+from kernlib.lowering.dtypes import DTYPES
 
 
 class Run(NamedTuple):
-    """One run: columns of ``outer`` times ``inner`` indices, and which output feature each result
-    is, as strides of outer index, inner one, column and own feature, of a column divided by
-    ``divisor`` first. ``summands`` are those of the last run, which alone has an epilogue, and
+    """One run, of the factors from ``first`` on: columns of ``outer`` times ``inner`` indices, and
+    which output feature each result is, as strides of outer index, inner one, column and own
+    feature, of a column divided by ``divisor`` first. It reads x if it ``begins``, and writes the
+    result if it ``ends``. ``summands`` are those of the last run, which alone has an epilogue, and
     ``back`` is where the gradient by x goes, if one is asked for."""
 
     batch: int
@@ -27,6 +31,11 @@ class Run(NamedTuple):
     feature: tuple[int, int, int, int]
     divisor: int = 1
     back: Layout | None = None
+    dtype: str = "float32"
+    precision: str = "fp32"
+    first: int = 0
+    begins: bool = True
+    ends: bool = True
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -39,10 +48,50 @@ class Run(NamedTuple):
         width = math.prod(factor.columns for factor in self.factors)
         return self.batch * self.outer * self.inner * self.columns * width
 
+    @property
+    def names(self) -> list[tuple[str, int]]:
+        """The pointers of a Step to its factors."""
+        return [(f"factor{self.first + index}", 0) for index in range(len(self.factors))]
+
+
+def ends_of(run: Run | Group) -> tuple[str, str]:
+    """Dtypes of what a run reads and writes: between two launches they are those of the sums."""
+    between = DTYPES[run.dtype].accumulator
+    return run.dtype if run.begins else between, run.dtype if run.ends else between
+
+
+class _Part(NamedTuple):
+    source: str
+    target: str
+    columns: int
+    inside: bool
+    sizes: tuple[Size, ...]
+
+
+class Part(_Part):
+    """One run as a kernel has it: dtypes of what it reads and writes, the tile's columns and
+    whether they are its last dimension, and sizes of the factors."""
+
+    @cached_property
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes of its run, in the order in which they are applied."""
+        return grouping.modes(self.sizes, self.columns, self.inside)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Of a column that is read, and that is written."""
+        return tuple([math.prod(size[side] for size in self.sizes) for side in (0, 1)])
+
+    @property
+    def words(self) -> list[str]:
+        """Words that tell it from other parts, for names and descriptions."""
+        sizes = ["x".join(map(str, size)) for size in self.sizes]
+        return [*sizes, f"{self.columns}c" + "i" * self.inside]
+
 
 def split(
     problem: Problem,
-    found: tuple[tuple[int, int], ...],
+    groups: tuple[tuple[int, int], ...],
     slab: int = 0,
     back: Layout | None = None,
 ) -> list[Run]:
@@ -51,8 +100,8 @@ def split(
     where they end for any number. With ``back``, the layout of a gradient by x, each run knows that
     of the gradient by what it reads: in the workspace it takes the place of that."""
     columns = slab or problem.columns
-    made, x = [], problem.x
-    for first, last in found:
+    runs, x = [], problem.x
+    for first, last in groups:
         before = math.prod(factor.rows for factor in problem.factors[:first])
         behind = math.prod(factor.columns for factor in problem.factors[last:])
         own = problem.factors[first:last]
@@ -64,9 +113,11 @@ def split(
             out = Layout(features * columns, 0, *strides)
         beside = () if first else problem.summands
         part = problem._replace(columns=columns, x=x, out=out, summands=beside)
-        made.append(_run(part, back, before, sizes, behind, own, slab))
+        run = _run(part, back, before, sizes, behind, own, slab)
+        ends = {"first": first, "begins": not runs, "ends": first == 0}
+        runs.append(run._replace(dtype=problem.dtype, precision=problem.precision, **ends))
         x, back = out, back and out
-    return made
+    return runs
 
 
 def _run(

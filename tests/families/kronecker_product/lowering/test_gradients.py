@@ -6,8 +6,9 @@ import torch
 
 import kernlib as kl
 from kernlib import ahead
-from kernlib.families.kronecker_product.lowering import gradient_variant as variant
-from kernlib.families.kronecker_product.lowering import gradients, modes
+from kernlib.families.kronecker_product.kernels import gradients as kernels
+from kernlib.families.kronecker_product.kernels import modes
+from kernlib.families.kronecker_product.lowering import gradients
 from kernlib.families.kronecker_product.lowering.problem import Layout
 from kernlib.jit import compiler, targets
 from kernlib.runtime import products
@@ -129,13 +130,12 @@ SEVERAL = {
 def test_several_runs(case, gpus, monkeypatch, seed):
     """What is made of x again, and two runs whose gradients meet in the workspace."""
     side, batch, dtype, precision = SEVERAL[case]
-    fits = variant.fits
+    fits = kernels.fits
 
     def few(sizes, *rest):
         return len(sizes) < 3 and fits(sizes, *rest)
 
-    monkeypatch.setattr(variant, "fits", few)
-    gradients.runs.cache_clear()
+    monkeypatch.setattr(kernels, "fits", few)
     shapes = ((8, 8), (4, 6), (7, 8))
     tensors = operands(shapes, 5, side, dtype, batch)
     padded = torch.nn.functional.pad(tensors[0].detach(), (3, 2))[..., 3:-2]
@@ -143,7 +143,6 @@ def test_several_runs(case, gpus, monkeypatch, seed):
     descriptor = kl.KroneckerProduct(shapes, side=side, precision=precision)
     gate = 3e-3 if precision == "tf32" else GATES[dtype]
     check(descriptor, tensors, gate, ["modes", "gradients", "gradients", "sum"], gpus)
-    gradients.runs.cache_clear()
 
 
 @pytest.mark.emulated
@@ -168,7 +167,7 @@ def test_blocks_take_tile_after_tile(gpus, monkeypatch, seed):
     monkeypatch.setattr(modes, "WIDEST_TILE", 2)
     shapes = ((4, 3), (5, 6))
     tensors = operands(shapes, 75, "right", F32)
-    monkeypatch.setattr(variant.Variant, "resident", lambda self, arch: 1)
+    monkeypatch.setattr(kernels.Variant, "resident", lambda self, arch: 1)
     check(kl.KroneckerProduct(shapes), tensors, GATES[F32], ["gradients", "sum"], gpus)
     assert gpus.launches[-2].grid == (3, 1)
 

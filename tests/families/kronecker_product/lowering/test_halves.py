@@ -8,9 +8,10 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.lowering import halves, slabs
+from kernlib.families.kronecker_product.kernels import halves
+from kernlib.families.kronecker_product.lowering import slabs
 from tests.families.kronecker_product.cases import GATES, assert_near, product
-from tests.families.kronecker_product.emulated import kinds, operands, run
+from tests.families.kronecker_product.emulated import group, kinds, operands, run
 from tests.support.speeds import slow_but
 
 pytestmark = pytest.mark.emulated
@@ -80,7 +81,7 @@ def test_strides_batches_and_epilogues(side, dtype, gpus, seed):
 def test_tiles_are_read_ahead(ahead, dtype, gpus, monkeypatch, seed):
     """By the only block there is, of a multiprocessor that holds one."""
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
-    monkeypatch.setattr(halves.Halves, "resident", lambda self, arch: 1)
+    monkeypatch.setattr(halves.Variant, "resident", lambda self, arch: 1)
     monkeypatch.setattr(halves, "columns_of", lambda *_: 4)
     monkeypatch.setattr(halves, "ahead_of", lambda made, arch: min(ahead, made.tile))
     x, *factors = operands(((8, 8), (8, 8)), 27, "right", dtype)
@@ -155,12 +156,16 @@ RUNS = {
 def test_slabs_pass_from_run_to_run(case, restaged, gpus, monkeypatch, seed):
     """With rows of any scale, and factors whose product alone is of the size of a number."""
     side, shapes, found, rows, dtype, batch = RUNS[case]
-    monkeypatch.setattr(halves, "runs", lambda *_: found)
+    group(monkeypatch, halves.HALVES, found)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
     if restaged:
-        made = halves.variant_of_slabs
-        monkeypatch.setattr(halves, "variant_of_slabs", lambda *given: made(*given[:-1], True))
+        variant = halves.HalfSlabs.variant
+
+        def restage(self, kind, groups, is_varied, arch):
+            return variant(self, kind, groups, True, arch)
+
+        monkeypatch.setattr(halves.HalfSlabs, "variant", restage)
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, *factors = operands(shapes, rows, side, dtype, batch)
     padded = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, dtype=dtype)  # rows that lie unaligned

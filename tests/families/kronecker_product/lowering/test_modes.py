@@ -7,7 +7,8 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.lowering import by_torch, modes, slabs, variant
+from kernlib.families.kronecker_product.kernels import modes
+from kernlib.families.kronecker_product.lowering import by_torch, parameters, slabs
 from kernlib.runtime import products
 from tests.families.kronecker_product.cases import assert_near, product
 from tests.families.kronecker_product.emulated import kinds, operands, run
@@ -126,8 +127,12 @@ def test_slabs_pass_from_run_to_run_in_one_launch(case, restaged, gpus, monkeypa
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
     if restaged:
-        made = slabs.variant
-        monkeypatch.setattr(slabs, "variant", lambda *given: made(*given[:-1], True))
+        variant = modes.Slabs.variant
+
+        def restage(self, kind, groups, is_varied, arch):
+            return variant(self, kind, groups, True, arch)
+
+        monkeypatch.setattr(modes.Slabs, "variant", restage)
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     tensors = operands(shapes, rows, side, dtype, batch)
     if "stride" in case:
@@ -146,7 +151,7 @@ def test_slabs_pass_from_run_to_run_in_one_launch(case, restaged, gpus, monkeypa
 def test_tiles_are_read_ahead(shapes, ahead, gpus, monkeypatch, seed):
     """By the only block there is, of a multiprocessor that holds one."""
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
-    monkeypatch.setattr(variant.Variant, "resident", lambda self, arch: 1)
+    monkeypatch.setattr(modes.Variant, "resident", lambda self, arch: 1)
     monkeypatch.setattr(modes, "columns_of", lambda *_: 4)
     monkeypatch.setattr(modes, "ahead_of", lambda made, arch: min(ahead, made.tile))
     tensors = operands(shapes, 27, "right", F32)
@@ -164,7 +169,7 @@ def test_what_kernels_do_not_hold_is_torchs(gpus):
 
 
 def test_a_batch_may_be_larger_than_a_grid(gpus, monkeypatch, seed):
-    monkeypatch.setattr(modes, "GRID_BATCH", 3)
+    monkeypatch.setattr(parameters, "GRID_BATCH", 3)
     tensors = operands(((3, 4), (2, 2)), 2, "left", F32, (7,))
     descriptor = kl.KroneckerProduct(((3, 4), (2, 2)), side="left")
     check(descriptor, tensors, run(descriptor, *tensors))

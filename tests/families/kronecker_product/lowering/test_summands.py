@@ -9,9 +9,10 @@ import kernlib as kl
 from kernlib import ahead
 from kernlib.descriptors.epilogues import Add
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.lowering import halves, modes, slabs
+from kernlib.families.kronecker_product.kernels import halves, modes
+from kernlib.families.kronecker_product.lowering import slabs
 from tests.families.kronecker_product.cases import GATES, assert_near, operands, product
-from tests.families.kronecker_product.emulated import kinds
+from tests.families.kronecker_product.emulated import group, kinds
 from tests.support.emulation.gpus import gpu, host
 from tests.support.speeds import slow_but
 
@@ -185,7 +186,7 @@ def test_slabs_take_their_part_of_y(case, batch, gpus, monkeypatch, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("side, rows", [("right", 5), ("left", 67)])
 def test_slabs_of_half_types_do_so_too(side, rows, gpus, monkeypatch, seed):
-    monkeypatch.setattr(halves, "runs", lambda *_: ((1, 2), (0, 1)))
+    group(monkeypatch, halves.HALVES, ((1, 2), (0, 1)))
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
@@ -202,7 +203,7 @@ def test_slabs_of_half_types_do_so_too(side, rows, gpus, monkeypatch, seed):
 def test_the_last_of_several_launches_adds_y(side, gpus, monkeypatch, seed):
     monkeypatch.setattr(modes, "room", lambda dtype, arch: 1200)
     monkeypatch.setattr(modes, "most_features", lambda dtype: 512)
-    monkeypatch.setattr(slabs, "lower", lambda *_: None)
+    monkeypatch.setattr(modes.Slabs, "takes", lambda *_: False)
     x, factors = operands(MANY, 3, side, F32)
     wanted = product(x, factors, side)
     y = torch.randn(wanted.shape).mT.contiguous().mT

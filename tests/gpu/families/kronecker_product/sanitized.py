@@ -9,7 +9,8 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.lowering import by_torch, choose, halves, modes, slabs
+from kernlib.families.kronecker_product.kernels import halves, hopper, modes
+from kernlib.families.kronecker_product.lowering import by_torch, grouping, slabs
 from kernlib.runtime.devices import Model
 from tests.gpu.families.kronecker_product.cases import TYPES, operands, product
 
@@ -47,13 +48,15 @@ def cut_into_slabs() -> None:
     slabs.SLAB_BYTES = slabs.RESTAGED_BYTES = 1
     slabs.COLUMNS_INSIDE = 8
     plans.model = lambda device: Model("", 4)
-    whole = halves.runs
+    by_time = grouping.groups
 
-    def runs(sizes, *rest):
-        middle = len(sizes) // 2
-        return whole(sizes, *rest) and ((middle, len(sizes)), (0, middle))
+    def halved(kernel, whole, arch):
+        groups, count = by_time(kernel, whole, arch), len(whole.sizes)
+        if kernel is not halves.HALVES or groups is None:
+            return groups
+        return (count // 2, count), (0, count // 2)
 
-    halves.runs = runs
+    grouping.groups = halved
 
 
 def main(side: str, numbers: str) -> None:
@@ -63,7 +66,7 @@ def main(side: str, numbers: str) -> None:
     for shapes in SHAPES:
         for rows, batch in ((1, ()), (9, ()), (33, ()), (5, (2,))):
             call(shapes, numbers, side, rows, batch)
-    choose.by_wgmma = lambda *_: True  # also where others are faster
+    hopper.is_faster = lambda *_: True  # also where others are faster
     for shapes in WGMMA:
         for rows in (2, 19):  # of which nobody has a plan
             call(shapes, numbers, side, rows, ())
