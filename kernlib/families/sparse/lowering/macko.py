@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse.lowering.problem import Problem
-from kernlib.families.sparse.lowering.sum import OVERLAPPING
+from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text

@@ -18,8 +18,7 @@ from kernlib.families.sparse.lowering.codes import (
     WIDEST_IN_PARTS,
     Code,
 )
-from kernlib.families.sparse.lowering.problem import Problem
-from kernlib.families.sparse.lowering.sum import OVERLAPPING
+from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text

@@ -24,8 +24,7 @@ from kernlib.families.sparse.lowering.codes import (
     Code,
     grid,
 )
-from kernlib.families.sparse.lowering.problem import Problem
-from kernlib.families.sparse.lowering.sum import OVERLAPPING
+from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text

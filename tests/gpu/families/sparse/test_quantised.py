@@ -11,7 +11,8 @@ import torch
 import kernlib as kl
 from kernlib import sparse
 from kernlib.families.sparse.formats import quantised_gpu
-from kernlib.families.sparse.lowering import bitmap, choose
+from kernlib.families.sparse.kernels import bitmap
+from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.value_codes import QUANTISED
 from kernlib.families.sparse.matrix import rounded
 from kernlib.jit import service
