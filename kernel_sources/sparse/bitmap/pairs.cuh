@@ -1,4 +1,4 @@
-// sparse/bitmap/many.cuh for wide tiles: of one that is cut two CTAs of a cluster compute the parts,
+// sparse/bitmap/many.cuh for wide tiles: where one is cut, two CTAs of a cluster compute its parts,
 // whose sums meet in shared memory.
 //
 // Facts and struct Fixed: class BitmapPairs of kernlib/families/sparse/kernels/bitmap_many.py.

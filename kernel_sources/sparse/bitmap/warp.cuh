@@ -10,8 +10,8 @@ __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(~0u, valu
 // So that the compiler does not know how to make a value again.
 __device__ __forceinline__ void keep(u32& value) { asm volatile("" : "+r"(value)); }
 
-// True in one thread of a warp, from sm_90 on. The copy engine's instructions take their operands of
-// a whole warp: behind `lane == 0` the compiler would loop over lanes.
+// True in one thread of a warp, from sm_90 on. The copy engine's instructions take their operands
+// of a whole warp: behind `lane == 0` the compiler would loop over lanes.
 __device__ __forceinline__ bool elect_lane() {
     u32 elected;
     asm volatile("{\n\t"

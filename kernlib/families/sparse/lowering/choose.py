@@ -17,6 +17,7 @@ from kernlib.lowering.kernel import Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
 PACKAGE = "kernlib.families.sparse.kernels"
+CODECS = f"{PACKAGE}.codecs"
 
 
 def formats() -> tuple[str, ...]:
@@ -29,6 +30,18 @@ def formats() -> tuple[str, ...]:
 def kernels(format: str) -> tuple[Kernel, ...]:
     """The kernels of a format, by rank; none of the dense one."""
     return tuple(each for each in kernel.kernels(PACKAGE, "product") if format in each.formats)
+
+
+def codecs(format: str) -> tuple[Kernel, ...]:
+    """The kernels that make and undo a format; none of the dense one."""
+    return tuple(each for each in kernel.kernels(CODECS, "codec") if format in each.formats)
+
+
+def codec_specs(format: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
+    """The specs of :func:`codecs` for some dtypes."""
+    scope = Scope(format, dtypes, "")
+    every = (spec for each in codecs(format) for spec in each.specs((), scope, ""))
+    return list(dict.fromkeys(every))
 
 
 def takes(problem: Problem, arch: str) -> bool:
