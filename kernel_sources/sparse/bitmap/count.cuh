@@ -20,14 +20,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_bitmap_count(const __grid_constant__ Parameters p) {
     u32 chunk = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (chunk >= p.chunks) return;
-    Matrix m = {p.dense, p.rows, p.cols, p.row_stride, p.kchunks, p.vectors};
     i64 row = i64(chunk / p.kchunks) * CHUNK_ROWS;
     i64 column = i64(chunk % p.kchunks) * CHUNK_COLUMNS;
     u32 count = 0;
 #pragma unroll 1
     for (int first = 0; first < CHUNK_ROWS; first += 8) {
         Piece x[8];
-        read_pieces(m, row + first, column, x);
+        read_pieces(p, row + first, column, x);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
 #pragma unroll

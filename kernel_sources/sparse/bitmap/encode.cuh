@@ -46,11 +46,10 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 sparse_bitmap_encode(const __grid_constant__ Parameters p) {
     __shared__ Chunk chunk;
     u32 begin = p.offsets[blockIdx.x], units = p.offsets[blockIdx.x + 1] - begin;
-    Matrix m = {p.dense, p.rows, p.cols, p.row_stride, p.kchunks, p.vectors};
     int warp = threadIdx.x / 32;
     i64 first = i64(blockIdx.x / p.kchunks) * CHUNK_ROWS + warp * WARP_ROWS;
     Piece x[WARP_ROWS];
-    read_pieces(m, first, i64(blockIdx.x % p.kchunks) * CHUNK_COLUMNS, x);
+    read_pieces(p, first, i64(blockIdx.x % p.kchunks) * CHUNK_COLUMNS, x);
     put_words(chunk, x, warp);
     __syncthreads();
     Ranks ranks(chunk.words, warp);

@@ -7,8 +7,8 @@ import torch
 
 from kernlib.families.sparse.formats.bitmap_cpu import chunks_of
 from kernlib.families.sparse.formats.encoding import bits, readable
-from kernlib.families.sparse.formats.launching import launch
 from kernlib.families.sparse.kernels.codecs.bitmap import Count, Decode, Encode
+from kernlib.families.sparse.launching import launch
 
 
 def chunk_counts(dense: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.sparse.formats.encoding import bits, counted
-from kernlib.families.sparse.formats.launching import launch
 from kernlib.families.sparse.kernels.codecs.macko import Count, Decode, Encode
+from kernlib.families.sparse.launching import launch
 from kernlib.runtime.dtypes import KERNEL_TYPES
 
 

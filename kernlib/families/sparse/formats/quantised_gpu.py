@@ -7,9 +7,9 @@ import torch
 
 from kernlib.families.sparse.formats import quantised_cpu as cpu
 from kernlib.families.sparse.formats.encoding import bits
-from kernlib.families.sparse.formats.launching import launch
 from kernlib.families.sparse.kernels.codecs.quantised import Pack, Unpack
-from kernlib.families.sparse.lowering.value_codes import ValueCode
+from kernlib.families.sparse.launching import launch
+from kernlib.families.sparse.lowering.quantised import ValueCode
 from kernlib.runtime.dtypes import KERNEL_TYPES
 
 

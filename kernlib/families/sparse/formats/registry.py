@@ -21,7 +21,7 @@ from kernlib.families.sparse.formats.encoding import counted, matrix
 from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.lowering.codes import SLICES
 from kernlib.families.sparse.lowering.problem import Scope
-from kernlib.families.sparse.lowering.value_codes import QUANTISED, VALUES
+from kernlib.families.sparse.lowering.quantised import QUANTISED, VALUES
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.runtime.dtypes import KERNEL_TYPES
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 
 from kernlib.families.sparse.formats.encoding import counted
-from kernlib.families.sparse.formats.launching import launch
 from kernlib.families.sparse.formats.tiling import Tiling
 from kernlib.families.sparse.kernels.codecs.slices import Count, Read, Write
+from kernlib.families.sparse.launching import launch
 from kernlib.families.sparse.lowering.codes import LANES, Code
 from kernlib.lowering.arithmetic import ceil_div
 

@@ -11,7 +11,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.sparse.kernels import bitmap_many
 from kernlib.families.sparse.kernels.sum import Sum
 from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, Scope
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text

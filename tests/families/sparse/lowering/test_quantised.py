@@ -6,7 +6,7 @@ import pytest
 import kernlib as kl
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.lowering import choose
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.jit import sources, targets
 from tests.families.sparse.lowering.test_bitmap import HALF, fixed, problem
 from tests.support.compiled_kernels import compiled

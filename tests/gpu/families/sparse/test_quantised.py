@@ -12,7 +12,7 @@ import kernlib as kl
 from kernlib import sparse
 from kernlib.families.sparse.kernels import bitmap
 from kernlib.families.sparse.lowering import choose
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.families.sparse.matrix import rounded
 from kernlib.jit import service
 from kernlib.runtime import devices

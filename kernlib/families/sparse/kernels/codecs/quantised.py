@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kernlib.families.sparse.kernels.codecs.bitmap import chunks_of
 from kernlib.families.sparse.kernels.codecs.codec import Codec
 from kernlib.families.sparse.lowering.problem import Scope
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.lowering.config import Constant, Fact
 from kernlib.lowering.dtypes import BITS, DTYPES
 from kernlib.lowering.fields import Fields
