@@ -3,7 +3,7 @@
 // one piece that a bulk copy brings to shared memory as it is. Rows behind the last vector and
 // features behind the last one are zero.
 //
-// In ORDER 0 features lie in their own order. In ORDER 1 those of each 32 lie in the order of
+// In order 0 features lie in their own order. In order 1 those of each 32 lie in the order of
 // sparse/bitmap/fragments.cuh: position 16 * p + 8 * h + 2 * t + e holds feature
 // 8 * t + 4 * p + 2 * h + e.
 //
@@ -11,11 +11,7 @@
 // 8 MB for 512 x 4096, some 2 us. A thread takes UNITS times 16 bytes, all on their way at a time;
 // 8 of them share lines of 128 bytes on both sides.
 //
-// The generated source defines before it includes this file:
-//   ORDER              of features, 0 or 1
-//   OVERLAPS           1 for a launch that may overlap the one before (sm_90 and later)
-//   PARAMETER_BYTES    Parameters as lowering lays them out
-//   Fixed              of lowering: what a plan fixes
+// Facts and struct Fixed: class Pack of kernlib/families/sparse/kernels/pack.py.
 #pragma once
 
 #include "common/hopper.cuh"
@@ -31,9 +27,8 @@ struct Pointers {
     unsigned char* packed;
 };
 
-// Laid out by kernlib/families/sparse/lowering/pack.py.
 struct Parameters : Pointers, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 union Unit {
     Vector<u16, CHUNK> elements;
@@ -57,16 +52,13 @@ __device__ __forceinline__ void exchange(Unit& unit) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_pack(const __grid_constant__ Parameters p) {
-#if OVERLAPS
-    launch_dependents();  // which wait where they read what is packed here
-#endif
+    // They wait where they read what is packed here.
+    if constexpr (Config::OVERLAPS) launch_dependents();
     u32 block = blockIdx.x / p.tiles, tile = blockIdx.x - block * p.tiles;
     u32 unit = threadIdx.x % CHUNKS, first = tile * (PASS * UNITS) + threadIdx.x / CHUNKS;
     i64 feature = i64(block) * (CHUNK * CHUNKS) + unit * CHUNK;
     Unit units[UNITS] = {};
-#if OVERLAPS
-    wait_for_prerequisites();
-#endif
+    if constexpr (Config::OVERLAPS) wait_for_prerequisites();
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) {
         u32 n = first + i * PASS;
@@ -81,7 +73,7 @@ sparse_pack(const __grid_constant__ Parameters p) {
             for (int e = 0; e < CHUNK; ++e)
                 if (feature + e >= p.cols) units[i].elements.element[e] = 0;
         }
-        if constexpr (ORDER == 1) {  // word j of unit t to word t of unit j, of each four units
+        if constexpr (Config::ORDER == 1) {  // word j of unit t to word t of unit j, of each four
             exchange<1>(units[i]);
             exchange<2>(units[i]);
         }

@@ -11,10 +11,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.lowering import gradient, gradient_tensor
-from kernlib.families.sparse.formats import bitmap_gpu as bitmap_codec
-from kernlib.families.sparse.formats import macko_gpu as macko_codec
-from kernlib.families.sparse.formats import slices_gpu as slices_codec
-from kernlib.families.sparse.lowering.codes import U2, U4, U8
+from kernlib.families.sparse.lowering import choose as sparse_choose
 from kernlib.jit import service
 from kernlib.jit.entry import Entry
 from kernlib.jit.spec import KernelSpec
@@ -99,12 +96,9 @@ def internal() -> Iterator[tuple[str, Callable]]:
         yield f"pair gradient {slope} {arch}", direct
         by_tensor = partial(gradient_tensor.variants, slope, arch, ("float32", "bfloat16"))
         yield f"pair gradient by tensor cores {slope} {arch}", by_tensor
-    for size in (2, 4):
-        yield f"bitmap codec {size}", partial(bitmap_codec.specs, size)
-    for dtype in (torch.float32, *HALVES):
-        yield f"macko codec {dtype}", partial(macko_codec.specs, dtype)
-    for code, size in product((U8, U4, U2), (2, 4)):
-        yield f"{code.name} codec {size}", partial(slices_codec.specs, code, size)
+    for name in sparse_choose.formats():
+        dtypes = ("float16", "bfloat16", "float32")
+        yield f"{name} codec", partial(sparse_choose.codec_specs, name, dtypes)
 
 
 def cases() -> Iterator[tuple[str, Callable]]:

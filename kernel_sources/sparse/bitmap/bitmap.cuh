@@ -16,57 +16,14 @@
 // 69 at 0.5; 67, 83 and 113 us for 8 vectors. Three loads of whole words a lane for its four values
 // were 226 wavefronts, but with what selects the halves no faster.
 //
-// The generated source defines before it includes this file:
-//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish
-//   WARPS                  of a CTA: chunks side by side
-//   COLUMN_TILES           tiles of 8 vectors; 0 for a single vector
-//   SUMS                   whether the result goes to the workspace, as float [range][n][row]; else
-//                          a CTA takes all ranges of its slabs
-//   COPY_ENGINE            1 where bulk copies fill the ring (sm_90 and later), 0 for cp.async
-//   PARAMETER_BYTES        Parameters as lowering lays them out
+// Facts and struct Fixed: class Bitmap of kernlib/families/sparse/kernels/bitmap.py; of values in
+// fewer bits see quantised/quantised.cuh.
 #pragma once
 
-#include "common/async_copy.cuh"
-#include "common/hopper.cuh"
-#include "common/mma.cuh"
-#include "common/parameters.cuh"
-#include "sparse/bitmap/instructions.cuh"
-
-constexpr int THREADS = 32 * WARPS;
-constexpr int CHUNK_COLUMNS = 256, WORDS = 128, BITMAP_BYTES = 4 * WORDS;
-constexpr int TILES = COLUMN_TILES == 0 ? 1 : COLUMN_TILES;
-constexpr int PARTIAL = COLUMN_TILES == 0 ? 16 : 128 * TILES;  // sums of a warp's chunk
-constexpr int RING_OFFSET = 128;  // behind the sums: the first slot's barrier
-// Slabs whose sums may wait; one more where only __syncthreads() keeps warps from the oldest.
-constexpr int DEPTH = COLUMN_TILES == 0 ? 4 : COPY_ENGINE ? 2 : 3;
-
-struct Pointers {
-    const unsigned char* data;
-    const u32* offsets;
-    const InputT* x;
-    void* out;  // or the workspace
-};
-
-struct Fixed {
-    i64 rows, x_stride, out_vector_stride, out_row_stride;
-    int cols, columns, kchunks, slabs;
-    int stages, slot_bytes;          // of a warp's ring
-    int cta_units, longer_ctas;      // units of a CTA, or slabs: the first ones have one more
-    int range_chunks, wider_ranges;  // and chunks of a range
-    int ranges, running;             // running: where those sums are, in bytes of shared memory
-};
-
-// Laid out by kernlib/families/sparse/lowering/bitmap.py.
-struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
-
-#include "sparse/bitmap/ring.cuh"
-#ifdef CODES
-#include "sparse/quantised/fragments.cuh"
-#else
-#include "sparse/bitmap/fragments.cuh"
-#endif
 #include "sparse/bitmap/meeting.cuh"
+#include "sparse/quantised/quantised.cuh"
+
+constexpr int RING_OFFSET = 128;  // behind the sums: the first slot's barrier
 
 // x of a warp's 256 columns: the right operands of the mma of each 16 of them, in the order in
 // which bitmap/fragments.cuh takes columns.
@@ -74,7 +31,7 @@ struct Vectors {
     Vector<u32, 4> part[TILES][CHUNK_COLUMNS / 32];
 
     // All loads first, and nothing with a branch between them, as they would take 0.3 us each.
-    __device__ __forceinline__ void read(const Parameters& p, int chunk) {
+    __device__ __forceinline__ void read(const Parameters& p, int chunk, u32) {
         int lane = threadIdx.x % 32, first = chunk * CHUNK_COLUMNS + lane % 4 * 8;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -96,12 +53,12 @@ struct Vectors {
                 for (int block = 0; block < CHUNK_COLUMNS / 32; ++block)
                     keep(part[tile][block], p.cols - first - block * 32);
         }
-#if defined(CODES) && !IN_DIGITS
+        if constexpr (CODES == INT4) {
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile)
+            for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-            for (int block = 0; block < CHUNK_COLUMNS / 32; ++block) arrange(part[tile][block]);
-#endif
+                for (int block = 0; block < CHUNK_COLUMNS / 32; ++block) arrange(part[tile][block]);
+        }
     }
 
     // The first `count` of 8 elements; what lies behind a vector may be anything.
@@ -122,38 +79,25 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
     int warp = uniform(threadIdx.x / 32), cta = blockIdx.x;
     Share share(p, cta);
     u32 units = share.units;
-#if COPY_ENGINE
-    launch_dependents();
-#endif
+    if constexpr (COPY_ENGINE) launch_dependents();
     u32 sums_of_slabs = uniform(shared_address(shared));
     Ring ring(p, share, sums_of_slabs + DEPTH * WARPS * PARTIAL * 4 + RING_OFFSET, warp);
-    Lane lane(shared_address(ranks[warp]));
+    Select<CODES == PLAIN, Lane, CodeLane> lane(shared_address(ranks[warp]));
     Walk walk = share.at(p, 0);
-#if IN_DIGITS
-    Digits x;
-#else
-    Vectors x;
-#endif
+    Select<IN_DIGITS, Digits, Vectors> x;
     int until_written = warp + 2;  // turns until this warp writes a slab's sums
-#if COPY_ENGINE
-    wait_for_prerequisites();  // the matrix is read before, x and the epilogue's numbers after this
-#endif
+    // The matrix is read before, x and the epilogue's numbers after this.
+    if constexpr (COPY_ENGINE) wait_for_prerequisites();
     Meeting meeting(p, share, sums_of_slabs, uniform(shared_address(barriers)), warp);
     u32 turn = 0;
 #pragma unroll 1
     while (turn < units) {  // ranges
         bool takes_part = warp < walk.chunks;
-#if IN_DIGITS
         if (takes_part) x.read(p, walk.first + warp, shared_address(ranks[warp]));
-#else
-        if (takes_part) x.read(p, walk.first + warp);
-#endif
-#if COPY_ENGINE
-        if (turn == 0) {
+        if (COPY_ENGINE && turn == 0) {
             ring.wait();
             ring.fill();
         }
-#endif
         int first = walk.slab, end = min(share.end, first + int(units - turn));
 #pragma unroll 1
         for (; walk.slab < end; ++walk.slab) {
@@ -161,16 +105,16 @@ sparse_bitmap(const __grid_constant__ Parameters p) {
             ring.wait();
             if (takes_part) add_chunk(sums, ring.chunk, x, lane);
             meeting.put(sums, turn);
-#if COPY_ENGINE
-            __syncwarp();
-            if (elect_lane()) {
-                meeting.arrive(turn);
+            if constexpr (COPY_ENGINE) {
+                __syncwarp();
+                if (elect_lane()) {
+                    meeting.arrive(turn);
+                    ring.copy();
+                }
+            } else {
+                __syncthreads();
                 ring.copy();
             }
-#else
-            __syncthreads();
-            ring.copy();
-#endif
             ring.advance();
             ring.step();
             // The slab before, once the other warps have had time for it.

@@ -2,36 +2,31 @@
 //
 // Floor: rows * cols * itemsize bytes over 4.3 TB/s.
 //
-// The generated source defines before it includes this file:
-//   BitsT              an integer as wide as values
-//   PARAMETER_BYTES    what kernlib/families/sparse/formats/bitmap_gpu.py makes of Parameters
+// Facts and struct Fixed: class Count of kernlib/families/sparse/kernels/codecs/bitmap.py.
 #pragma once
 
 #include "sparse/bitmap/read.cuh"
 
 constexpr int THREADS = 256;
 
-struct Parameters {
+struct Pointers {
     const BitsT* dense;
     u32* counts;
-    i64 rows, cols, row_stride;
-    u32 chunks;
-    int kchunks, vectors, unused;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_bitmap_count(const __grid_constant__ Parameters p) {
     u32 chunk = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (chunk >= p.chunks) return;
-    Matrix m = {p.dense, p.rows, p.cols, p.row_stride, p.kchunks, p.vectors};
     i64 row = i64(chunk / p.kchunks) * CHUNK_ROWS;
     i64 column = i64(chunk % p.kchunks) * CHUNK_COLUMNS;
     u32 count = 0;
 #pragma unroll 1
     for (int first = 0; first < CHUNK_ROWS; first += 8) {
         Piece x[8];
-        read_pieces(m, row + first, column, x);
+        read_pieces(p, row + first, column, x);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
 #pragma unroll

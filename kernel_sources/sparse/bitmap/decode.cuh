@@ -3,23 +3,20 @@
 //
 // Floor: the bytes of data + rows * cols * itemsize, over 4.3 TB/s.
 //
-// The generated source defines before it includes this file:
-//   BitsT              an integer as wide as values
-//   PARAMETER_BYTES    what kernlib/families/sparse/formats/bitmap_gpu.py makes of Parameters
+// Facts and struct Fixed: class Decode of kernlib/families/sparse/kernels/codecs/bitmap.py.
 #pragma once
 
 #include "sparse/bitmap/fetch.cuh"
 #include "sparse/bitmap/layout.cuh"
 
-struct Parameters {
+struct Pointers {
     const unsigned char* data;
-    const u32* offsets;   // in 16 bytes
+    const u32* offsets;  // in 16 bytes
     BitsT* out;
     const unsigned char* data_end;
-    i64 rows, cols;
-    int kchunks, vectors; // vectors: whether rows of out take aligned 16-byte stores
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // As one access: of a Vector whose elements were made one by one the compiler makes four.
 __device__ __forceinline__ void store_words(void* to, const u32* word) {

@@ -3,21 +3,18 @@
 //
 // Floor: rows * cols * itemsize + the bytes of data, over 4.3 TB/s.
 //
-// The generated source defines before it includes this file:
-//   BitsT              an integer as wide as values
-//   PARAMETER_BYTES    what kernlib/families/sparse/formats/bitmap_gpu.py makes of Parameters
+// Facts and struct Fixed: class Encode of kernlib/families/sparse/kernels/codecs/bitmap.py.
 #pragma once
 
 #include "sparse/bitmap/read.cuh"
 
-struct Parameters {
+struct Pointers {
     const BitsT* dense;
-    const u32* offsets;   // in 16 bytes
+    const u32* offsets;  // in 16 bytes
     unsigned char* data;
-    i64 rows, cols, row_stride;
-    int kchunks, vectors;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // The words of a warp's rows. The four lanes of a block put its four together, and store one each.
 __device__ __forceinline__ void put_words(Chunk& chunk, Piece (&x)[WARP_ROWS], int warp) {
@@ -49,11 +46,10 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 sparse_bitmap_encode(const __grid_constant__ Parameters p) {
     __shared__ Chunk chunk;
     u32 begin = p.offsets[blockIdx.x], units = p.offsets[blockIdx.x + 1] - begin;
-    Matrix m = {p.dense, p.rows, p.cols, p.row_stride, p.kchunks, p.vectors};
     int warp = threadIdx.x / 32;
     i64 first = i64(blockIdx.x / p.kchunks) * CHUNK_ROWS + warp * WARP_ROWS;
     Piece x[WARP_ROWS];
-    read_pieces(m, first, i64(blockIdx.x % p.kchunks) * CHUNK_COLUMNS, x);
+    read_pieces(p, first, i64(blockIdx.x % p.kchunks) * CHUNK_COLUMNS, x);
     put_words(chunk, x, warp);
     __syncthreads();
     Ranks ranks(chunk.words, warp);

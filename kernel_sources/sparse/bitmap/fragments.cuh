@@ -9,7 +9,11 @@
 // neighbours.
 #pragma once
 
+#include "common/mma.cuh"
+#include "sparse/bitmap/chunk.cuh"
 #include "sparse/bitmap/instructions.cuh"
+
+using InputT = Config::InputT;  // of values
 
 constexpr u32 BYTES = 0x01010101;
 
@@ -76,8 +80,9 @@ __device__ __forceinline__ void load_four(u32& left, u32& right, u32 bits, u32 a
 }
 
 // Adds the products of a chunk's 16 rows and 256 columns with x.
-template <class X, class S>
-__device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const X& x, const Lane& lane) {
+template <class X, int TILES>
+__device__ __forceinline__ void add_chunk(float (&sums)[TILES][4], u32 chunk, const X& x,
+                                          const Lane& lane) {
     make_ranks(chunk, lane);
     __syncwarp();
     u32 words = chunk + lane.unit;

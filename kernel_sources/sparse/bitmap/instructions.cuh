@@ -142,8 +142,7 @@ __device__ __forceinline__ void multiply_bytes(int (&d)[4], const u32 (&a)[4], c
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-#if E4M3
-// Four numbers of a byte each, as halves.
+// Four numbers of a byte each, as halves, from sm_89 on.
 __device__ __forceinline__ void halves_of_e4m3(u32& first, u32& second, u32 bytes) {
     asm("{\n\t"
         ".reg .b16 low, high;\n\t"
@@ -152,4 +151,3 @@ __device__ __forceinline__ void halves_of_e4m3(u32& first, u32& second, u32 byte
         "cvt.rn.f16x2.e4m3x2 %1, high;\n\t"
         "}" : "=r"(first), "=r"(second) : "r"(bytes));
 }
-#endif

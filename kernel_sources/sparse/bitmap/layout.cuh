@@ -6,10 +6,10 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "sparse/bitmap/chunk.cuh"
 
-constexpr int CHUNK_ROWS = 16, CHUNK_COLUMNS = 256;
-constexpr int WORDS = 128;       // of the bitmap
-constexpr int POSITIONS = CHUNK_ROWS * CHUNK_COLUMNS;
+using BitsT = Config::BitsT;     // an integer as wide as values
+
 constexpr int WIDTH = 8;         // columns of a lane
 constexpr int WARP_ROWS = 4;     // of a warp
 constexpr int CHUNK_THREADS = 32 * CHUNK_ROWS / WARP_ROWS;

@@ -1,6 +1,8 @@
 // From the sums of bitmap/many.cuh to memory. A warpgroup has 64 rows of all COLUMNS vectors.
 #pragma once
 
+#include "sparse/bitmap/many_config.cuh"
+
 constexpr int ROW_PITCH = 64 * 2 + 16;  // of a vector's 64 rows in shared memory: apart from banks
 
 __device__ __forceinline__ int warpgroup_of(int warp) { return warp / 4; }
@@ -68,7 +70,6 @@ __device__ __forceinline__ void store(float (&sums)[SUMS], const Parameters& p, 
     }
 }
 
-#if PAIRS
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
                  "barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -105,6 +106,3 @@ __device__ __forceinline__ bool exchange(float (&sums)[SUMS], Shared& s, int par
     }
     return has;
 }
-#else
-__device__ __forceinline__ bool exchange(float (&)[SUMS], Shared&, int, int) { return true; }
-#endif

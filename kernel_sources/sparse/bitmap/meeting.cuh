@@ -3,6 +3,8 @@
 // running sums of slabs, over the ranges that a CTA has walked, if there is another.
 #pragma once
 
+#include "sparse/bitmap/ring.cuh"
+
 using Sums = float[TILES][4];
 
 struct Meeting {
@@ -21,20 +23,17 @@ struct Meeting {
           finish(Read<Parameters>{p}) {
         int lane = threadIdx.x % 32;
         own = sums + warp * PARTIAL * 4 + (COLUMN_TILES == 0 ? lane / 4 * 4 : lane * 16);
-#if IN_DIGITS
-        own += lane % 4 * 32;
-#endif
+        if (IN_DIGITS) own += lane % 4 * 32;
         keep(own);
         u32 behind = sums + p.running + lane * (COLUMN_TILES == 0 ? 4 : 16);
         running = static_cast<float*>(__cvta_shared_to_generic(behind));
-#if COPY_ENGINE
+        if constexpr (!COPY_ENGINE) return;
         if (threadIdx.x < DEPTH) {
             barrier_init(&full[threadIdx.x], WARPS);
             barrier_init(&empty[threadIdx.x], 1);
             fence_barrier_init();
         }
         __syncthreads();
-#endif
     }
 
     // This warp's sums of the slab that is the CTA's number `turn`: of a single vector 16 rows.
@@ -42,15 +41,11 @@ struct Meeting {
     __device__ __forceinline__ void put(const Sums& sums, u32 turn) {
         int place = int(turn % DEPTH);
         u32 to = own + place * WARPS * PARTIAL * 4;
-#if COPY_ENGINE
-        barrier_wait(&empty[place], turn / DEPTH % 2 ^ 1);
-#endif
-        if (COLUMN_TILES == 0) {
-#if IN_DIGITS
+        if constexpr (COPY_ENGINE) barrier_wait(&empty[place], turn / DEPTH % 2 ^ 1);
+        if constexpr (IN_DIGITS) {
             store_one(to, threadIdx.x % 4, sums[0][0]);
-#else
+        } else if constexpr (COLUMN_TILES == 0) {
             store_pair(to, threadIdx.x % 4, sums[0][0], sums[0][2]);  // rows g and g + 8
-#endif
         } else {
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) store_sums(to + tile * 512, sums[tile]);
@@ -65,9 +60,7 @@ struct Meeting {
     __device__ __forceinline__ void write(const Walk& walk, int slab, u32 turn) {
         int lane = threadIdx.x % 32, place = int(turn % DEPTH);
         const float* from = partials + place * WARPS * PARTIAL;
-#if COPY_ENGINE
-        barrier_wait(&full[place], turn / DEPTH % 2);
-#endif
+        if constexpr (COPY_ENGINE) barrier_wait(&full[place], turn / DEPTH % 2);
         if (COLUMN_TILES == 0) {
             float sum[1] = {};
 #pragma unroll
@@ -79,9 +72,7 @@ struct Meeting {
             for (int tile = 0; tile < TILES; ++tile)
                 write_tile(from + tile * 128, walk, slab, tile);
         }
-#if COPY_ENGINE
-        barrier_arrive_by_warp(&empty[place]);
-#endif
+        if constexpr (COPY_ENGINE) barrier_arrive_by_warp(&empty[place]);
     }
 
     __device__ __forceinline__ void write_tile(const float* from, const Walk& walk, int slab,

@@ -6,45 +6,41 @@
 // Of a value's bits: whether it is neither 0.0 nor -0.0.
 __device__ __forceinline__ bool is_entry(BitsT bits) { return BitsT(bits << 1) != 0; }
 
-struct Matrix {
-    const BitsT* dense;
-    i64 rows, cols, row_stride;  // columns lie side by side
-    int kchunks;                 // chunks of a slab
-    int vectors;                 // whether rows take aligned 16-byte loads
-};
-
-__device__ __forceinline__ Piece read_piece(const Matrix& m, i64 row, i64 column) {
+// Of parameters that have dense, whose columns lie side by side, rows, cols, row_stride, and
+// vectors: whether rows take aligned 16-byte loads.
+template <class P>
+__device__ __forceinline__ Piece read_piece(const P& p, i64 row, i64 column) {
     Piece x = {};
-    if (row >= m.rows || column >= m.cols) return x;
-    const BitsT* from = m.dense + row * m.row_stride + column;
-    if (m.vectors && column + WIDTH <= m.cols) {
+    if (row >= p.rows || column >= p.cols) return x;
+    const BitsT* from = p.dense + row * p.row_stride + column;
+    if (p.vectors && column + WIDTH <= p.cols) {
 #pragma unroll
         for (int i = 0; i < WIDTH / PER_ACCESS; ++i)
             x.part[i] = load_vector<BitsT, PER_ACCESS>(from + i * PER_ACCESS);
     } else {
 #pragma unroll
         for (int e = 0; e < WIDTH; ++e)
-            if (column + e < m.cols) x[e] = from[e];
+            if (column + e < p.cols) x[e] = from[e];
     }
     return x;
 }
 
 // Of the rows that a warp reads at once. Where none lies beyond an edge nothing branches, so that
 // all loads are on their way before the first is used.
-template <int N>
-__device__ __forceinline__ void read_pieces(const Matrix& m, i64 row, i64 chunk_column,
+template <class P, int N>
+__device__ __forceinline__ void read_pieces(const P& p, i64 row, i64 chunk_column,
                                             Piece (&x)[N]) {
     i64 column = chunk_column + threadIdx.x % 32 * WIDTH;
-    if (m.vectors && row + N <= m.rows && chunk_column + CHUNK_COLUMNS <= m.cols) {
-        const BitsT* from = m.dense + row * m.row_stride + column;
+    if (p.vectors && row + N <= p.rows && chunk_column + CHUNK_COLUMNS <= p.cols) {
+        const BitsT* from = p.dense + row * p.row_stride + column;
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int i = 0; i < WIDTH / PER_ACCESS; ++i)
                 x[n].part[i] =
-                    load_vector<BitsT, PER_ACCESS>(from + n * m.row_stride + i * PER_ACCESS);
+                    load_vector<BitsT, PER_ACCESS>(from + n * p.row_stride + i * PER_ACCESS);
     } else {
 #pragma unroll
-        for (int n = 0; n < N; ++n) x[n] = read_piece(m, row + n, column);
+        for (int n = 0; n < N; ++n) x[n] = read_piece(p, row + n, column);
     }
 }

@@ -1,6 +1,11 @@
 // A warp's chunks on their way from device memory, some ahead of the one it decodes.
 #pragma once
 
+#include "common/async_copy.cuh"
+#include "common/hopper.cuh"
+#include "sparse/bitmap/config.cuh"
+#include "sparse/bitmap/instructions.cuh"
+
 // A unit: a slab of a range of chunk columns. Walked, as a division costs as much as 30 entries.
 struct Walk {
     int slab, range, first, chunks;
@@ -56,23 +61,19 @@ struct Ring {
     const u32* place;       // its chunk's, if there is one
     bool exists;
     u32 from, to;           // read when it is next: used later, so that no warp waits for them
-#ifdef CODES
-    // 0, of which the compiler knows no more than that lanes may differ: what is read of an address
-    // that is the same in all of them it may move to where all have it, and wait there.
-    int apart = threadIdx.x % 32 * (gridDim.y - 1);
-#endif
+    // 0, of which the compiler knows no more, of codes, than that lanes may differ: what is read of
+    // an address that is the same in all of them it may move to where all have it, and wait there.
+    int apart = CODES == PLAIN ? 0 : threadIdx.x % 32 * (gridDim.y - 1);
 
     __device__ __forceinline__ Ring(const Parameters& p, const Share& share, u32 slots, int warp)
         : p(p), share(share), parity(0), warp(warp), left(share.units) {
         int bytes = p.stages * p.slot_bytes, lane = threadIdx.x % 32;
         begin = uniform(slots + warp * bytes);
         end = begin + bytes;
-#if COPY_ENGINE
-        if (lane < p.stages) {
+        if (COPY_ENGINE && lane < p.stages) {
             barrier_init(barrier(begin + lane * p.slot_bytes), 1);
             fence_barrier_init();
         }
-#endif
         __syncwarp();
         // The places of the first chunks together: one after the other they would take 1 us each.
         if (lane <= p.stages && lane < share.units) {
@@ -84,9 +85,7 @@ struct Ring {
         chunk = begin;
         if (leads()) copy();
         advance();
-#if !COPY_ENGINE
-        fill();
-#endif
+        if constexpr (!COPY_ENGINE) fill();
     }
 
     // Asks for the chunks of all slots behind the first. With the copy engine once the first is
@@ -106,11 +105,8 @@ struct Ring {
 
     // The one thread of a warp that asks and arrives.
     __device__ static bool leads() {
-#if COPY_ENGINE
-        return elect_lane();
-#else
+        if constexpr (COPY_ENGINE) return elect_lane();
         return true;
-#endif
     }
 
     __device__ __forceinline__ void enter(const Walk& ahead) {
@@ -124,13 +120,8 @@ struct Ring {
     __device__ __forceinline__ void read_place() {
         from = to = 0;
         if (!exists) return;
-#ifdef CODES
         from = place[apart];
         to = place[apart + 1];
-#else
-        from = place[0];
-        to = place[1];
-#endif
     }
 
     // Asks for the chunk whose place has been read, by the thread that leads(): no bytes where the
@@ -139,13 +130,13 @@ struct Ring {
         int count = int(to - from);
         const unsigned char* source = p.data + i64(from) * 16;
         void* target = __cvta_shared_to_generic(chunk);
-#if COPY_ENGINE
-        barrier_expect(barrier(chunk), count * 16);
-        if (count) load_bytes(target, source, barrier(chunk), count * 16);
-#else
-        for (int i = threadIdx.x % 32; i < count; i += 32)
-            copy_async<16>(static_cast<unsigned char*>(target) + i * 16, source + i * 16, 16);
-#endif
+        if constexpr (COPY_ENGINE) {
+            barrier_expect(barrier(chunk), count * 16);
+            if (count) load_bytes(target, source, barrier(chunk), count * 16);
+        } else {
+            for (int i = threadIdx.x % 32; i < count; i += 32)
+                copy_async<16>(static_cast<unsigned char*>(target) + i * 16, source + i * 16, 16);
+        }
     }
 
     // Reads the place of the chunk behind the one that has been asked for.
@@ -157,12 +148,12 @@ struct Ring {
 
     // Until the chunk is there.
     __device__ __forceinline__ void wait() {
-#if COPY_ENGINE
-        barrier_wait(barrier(chunk), parity);
-#else
-        wait_for_copies();
-        __syncwarp();
-#endif
+        if constexpr (COPY_ENGINE) {
+            barrier_wait(barrier(chunk), parity);
+        } else {
+            wait_for_copies();
+            __syncwarp();
+        }
     }
 
     // On to the next one.

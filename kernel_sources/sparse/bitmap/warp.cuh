@@ -1,7 +1,4 @@
 // What kernels of the bitmap format tell the compiler of a warp's values.
-//
-// The generated source defines before it includes this file:
-//   COPY_ENGINE            1 where bulk copies fill the ring (sm_90 and later), 0 for cp.async
 #pragma once
 
 #include "common/types.cuh"
@@ -13,9 +10,8 @@ __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(~0u, valu
 // So that the compiler does not know how to make a value again.
 __device__ __forceinline__ void keep(u32& value) { asm volatile("" : "+r"(value)); }
 
-#if COPY_ENGINE
-// True in one thread of a warp. The copy engine's instructions take their operands of a whole warp:
-// behind `lane == 0` the compiler would loop over lanes.
+// True in one thread of a warp, from sm_90 on. The copy engine's instructions take their operands
+// of a whole warp: behind `lane == 0` the compiler would loop over lanes.
 __device__ __forceinline__ bool elect_lane() {
     u32 elected;
     asm volatile("{\n\t"
@@ -25,4 +21,3 @@ __device__ __forceinline__ bool elect_lane() {
                  "}" : "=r"(elected));
     return elected;
 }
-#endif

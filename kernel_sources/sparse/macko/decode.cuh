@@ -4,29 +4,26 @@
 //
 // Floor: the bytes of the dense matrix over 4.3 TB/s, twice, as it is filled with zeros before.
 //
-// The generated source defines before it includes this file:
-//   BitsT              a value's bits
-//   RowT               of row_ptr
-//   PARAMETER_BYTES    Parameters as the codec lays them out
+// Facts and struct Fixed: class Decode of kernlib/families/sparse/kernels/codecs/macko.py.
 #pragma once
 
 #include "common/types.cuh"
 
+using BitsT = Config::BitsT;  // a value's bits
+using RowT = Config::RowT;    // of row_ptr
+
 constexpr int THREADS = 128;
 constexpr u32 ALL_LANES = 0xffffffff;
 
-// Laid out by kernlib/families/sparse/formats/macko_gpu.py.
-struct Parameters {
-    // written at each launch
+struct Pointers {
     const BitsT* values;
     const unsigned char* deltas;
     const RowT* row_ptr;
     BitsT* out;
     const BitsT* values_end;
-    // fixed by the plan
-    i64 rows, columns;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as the codec lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_macko_decode(const __grid_constant__ Parameters p) {

@@ -17,23 +17,23 @@
 //   memory            1280 bytes at 85 % of 4.3 TB/s = 81 clocks
 // Measured there at 8192 x 28672 and densities .1, .3, .5: 26.7, 53.5, 82.5 us, 2.7 to 3.6 TB/s.
 //
-// The generated source defines before it includes this file:
-//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish; OutputT is float for RANGES
-//   RowT               of row_ptr: int, or i64 from 2^31 entries on
-//   WARPS, DEPTH       of a CTA; steps of 512 entries in flight
-//   COLUMNS            vectors of x that a CTA multiplies by
-//   SHARED_X           whether they fit in shared memory, COLUMNS values side by side
-//   RANGES             whether CTAs divide entries, and macko/sum.cuh follows; else rows
-//   MOST_ROWS          of a CTA, unless RANGES
-//   LOAD_OPTIONS       of the loads of entries
-//   DEPENDENTS         1 if the next launch may overlap this one
-//   PARAMETER_BYTES    Parameters as lowering lays them out
+// Facts and struct Fixed: class Macko of kernlib/families/sparse/kernels/macko.py.
 #pragma once
 
 #include "common/async_copy.cuh"
 #include "common/hopper.cuh"
 #include "common/parameters.cuh"
 #include "sparse/macko/codes.cuh"
+
+using InputT = Config::InputT;            // storage of values and x
+using OutputT = Config::OutputT;          // storage of out, float for RANGES
+using RowT = Config::RowT;                // of row_ptr: int, or i64 from 2^31 entries on
+constexpr int WARPS = Config::WARPS;      // of a CTA
+constexpr int DEPTH = Config::DEPTH;      // steps of 512 entries in flight
+constexpr int COLUMNS = Config::COLUMNS;  // vectors of x that a CTA multiplies by
+constexpr bool SHARED_X = Config::SHARED_X;  // they fit in shared memory, COLUMNS values together
+constexpr bool RANGES = Config::RANGES;  // CTAs divide entries, and macko/sum.cuh follows, or rows
+constexpr int MOST_ROWS = Config::MOST_ROWS;  // of a CTA, unless RANGES
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int RUN = 8;                     // entries of a lane, side by side
@@ -54,14 +54,11 @@ struct Pointers {
     OutputT* out;  // for RANGES sums [n][row], then those of begun rows [n][warp]
 };
 
-struct Fixed {
-    i64 x_stride, out_vector_stride, out_row_stride;
-    int rows, cols, columns, rows_of_cta;
-};
-
-// Laid out by kernlib/families/sparse/lowering/macko.py.
-struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Pointers,
+                    VectorPointers<Config::VECTORS>,
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern __shared__ __align__(16) unsigned char shared_x[];
 __shared__ float row_sums[RANGES ? 1 : MOST_ROWS * COLUMNS];
@@ -105,13 +102,13 @@ struct Stage {
 // What lies there, if it `exists`; else, without reading, what was in the registers.
 __device__ __forceinline__ void load_words(u32 (&to)[1], const u32* from, int exists) {
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %2, 0;\n\t"
-                 "@p ld.global" LOAD_OPTIONS ".u32 %0, [%1];\n\t}"
+                 "@p ld.global.nc.L1::no_allocate.u32 %0, [%1];\n\t}"
                  : "+r"(to[0]) : "l"(from), "r"(exists));
 }
 
 __device__ __forceinline__ void load_words(u32 (&to)[4], const u32* from, int exists) {
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\t"
-                 "@p ld.global" LOAD_OPTIONS ".v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
                  : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
                  : "l"(from), "r"(exists));
 }
@@ -421,9 +418,7 @@ sparse_macko(const __grid_constant__ Parameters p) {
     walk.origin = SHARED_X ? shared_address(shared_x) : 0;
     walk.x_begin = reinterpret_cast<const char*>(p.x + first_column * p.x_stride);
     if (stop > 0) walk.start(first_row, last_row, max(begin, first));
-#if DEPENDENTS
-    launch_dependents();
-#endif
+    if constexpr (Config::DEPENDENTS) launch_dependents();
     if (COLUMNS == 1) wait_for_copies();
     __syncthreads();
     for (int position = 0; position < stop;) {

@@ -5,15 +5,14 @@
 // Floor: 8 bytes of L2 an element and 4 a warp of macko/macko.cuh, some microseconds with the
 // launch.
 //
-// The generated source defines before it includes this file:
-//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish
-//   RowT               of row_ptr
-//   OVERLAPS           1 for a launch that may overlap the one before (sm_90 and later)
-//   PARAMETER_BYTES    Parameters as lowering lays them out
+// Facts and struct Fixed: class MackoSum of kernlib/families/sparse/kernels/macko.py.
 #pragma once
 
 #include "common/hopper.cuh"
 #include "common/parameters.cuh"
+
+using OutputT = Config::OutputT;  // storage of out
+using RowT = Config::RowT;        // of row_ptr
 
 constexpr int THREADS = 128;
 constexpr int UNIT = 64;  // as in macko/macko.cuh
@@ -24,23 +23,18 @@ struct Pointers {
     OutputT* out;
 };
 
-struct Fixed {
-    i64 out_vector_stride, out_row_stride, parts;
-    int rows, columns;
-};
-
-// Laid out by kernlib/families/sparse/lowering/macko.py.
-struct Parameters : Pointers, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Pointers,
+                    VectorPointers<Config::VECTORS>,
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_macko_sum(const __grid_constant__ Parameters p) {
     int lane = threadIdx.x % 32;
     i64 row = (i64(blockIdx.x) * THREADS + threadIdx.x) / 32, n = blockIdx.y;
     Finish finish(Read<Parameters>{p});
-#if OVERLAPS
-    wait_for_prerequisites();
-#endif
+    if constexpr (Config::OVERLAPS) wait_for_prerequisites();
     if (row >= p.rows) return;
     i64 start = p.row_ptr[row], end = p.row_ptr[row + 1];
     float sum = 0;

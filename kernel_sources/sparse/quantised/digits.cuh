@@ -6,6 +6,9 @@
 // the power of two above the largest magnitude of the warp's 256 columns.
 #pragma once
 
+#include "sparse/bitmap/config.cuh"
+#include "sparse/quantised/fragments.cuh"
+
 constexpr int DIGITS = 6, UNITS = 46;
 constexpr u32 BIAS = CODES == INT8 ? 0x80808080 : 0x08080808;  // what is added to each q
 constexpr u32 SIGNS = 0x80808080;
@@ -130,8 +133,8 @@ __device__ __forceinline__ float add_lanes(float upper, float lower) {
 }
 
 // Adds the products of a chunk's 16 rows and 256 columns with x.
-template <class S>
-__device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const Digits& x, const Lane& lane) {
+__device__ __forceinline__ void add_chunk(float (&sums)[1][4], u32 chunk, const Digits& x,
+                                          const CodeLane& lane) {
     make_ranks(chunk, lane);
     __syncwarp();
     float upper = 0, lower = 0;

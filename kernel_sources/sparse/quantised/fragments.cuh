@@ -9,19 +9,16 @@
 // digits.cuh. Scales meet the float sums.
 #pragma once
 
-#include "sparse/bitmap/instructions.cuh"
-#include "sparse/quantised/kinds.cuh"
+#include "sparse/bitmap/fragments.cuh"
+#include "sparse/quantised/codes.cuh"
 
 constexpr u32 NIBBLES = 0x11111111;
-constexpr int GROUPS = CODES == INT4 ? 2 : 1;  // of columns, which share a scale
 constexpr int CODES_OFFSET = BITMAP_BYTES + 32 * GROUPS;
-
-using Fragment = u32[4];
 
 // What a lane needs of its place. The word of row r and block b is number
 // (b / 2 * 8 + (r % 8 ^ b / 2)) * 4 + b % 2 * 2 + r / 8: two rows of two blocks are 16 bytes, and
 // the words that lanes count lie in banks of their own.
-struct Lane {
+struct CodeLane {
     u32 bit, below;  // t, and the bits of the lanes before it
     u32 upper;       // bits by which to shift a word for those of the last four columns
     // Bytes in a chunk and in the warp's ranks, which lie at multiples of 128: of the words of rows
@@ -30,7 +27,7 @@ struct Lane {
     u32 ranks;
     u32 mask, upper_mask, sixteen;  // constants that are no immediates
 
-    __device__ __forceinline__ Lane(u32 ranks_of_warp) {
+    __device__ __forceinline__ CodeLane(u32 ranks_of_warp) {
         int lane = threadIdx.x % 32, block = lane / 2 % 8;
         bit = CODES == INT4 ? 1u << (3 - lane % 4) : lane % 4;
         upper = lane % 4 + 16;
@@ -65,7 +62,7 @@ struct Lane {
 // Where the codes of each row and block begin, an address. They come in the order (half of the
 // rows, block, row, column), of which a lane counts four rows; those of 4 bits lie in the upper
 // nibbles of the same bytes for the lower half.
-__device__ __forceinline__ void make_ranks(u32 chunk, const Lane& lane) {
+__device__ __forceinline__ void make_ranks(u32 chunk, const CodeLane& lane) {
     int count[4], sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -87,37 +84,31 @@ constexpr u32 ZERO = CODES == INT8 ? 0x80808080 : 0;
 // The codes of eight columns, a byte each, from those that lie from byte `at` on: ZERO, or the code
 // 0, where a bit is not set.
 __device__ __forceinline__ void load_eight(u32 (&codes)[2], u32 word, u32 at, int half,
-                                           const Lane& lane) {
+                                           const CodeLane& lane) {
     u32 from = at & ~3u, shift = at * 8 + (CODES == INT4 ? half * 4 : 0);
     u32 a = load_constant_word(from), b = load_constant_word(from + 4),
         c = load_constant_word(from + 8);
     u32 low = funnel(a, b, shift), high = funnel(b, c, shift);
-#if CODES == INT4
-    low &= 0x0f0f0f0f, high &= 0x0f0f0f0f;
-    // 8 + rank where the bit is not set: the sign of a byte below 128.
-    u32 select = (word * lane.bit & 8 * NIBBLES) * 0x02222221 + 8 * NIBBLES;
-    codes[0] = permute(low, high, select);
-    codes[1] = permute(low, high, select >> 16);
-#else
+    if constexpr (CODES == INT4) {
+        low &= 0x0f0f0f0f, high &= 0x0f0f0f0f;
+        // 8 + rank where the bit is not set: the sign of a byte below 128.
+        u32 select = (word * lane.bit & 8 * NIBBLES) * 0x02222221 + 8 * NIBBLES;
+        codes[0] = permute(low, high, select);
+        codes[1] = permute(low, high, select >> 16);
+        return;
+    }
     u32 present = word >> lane.bit & NIBBLES;
     // The first four take ZERO where the bit is not set: 4 + rank.
     u32 select = present * 0x1111110c + 4 * NIBBLES;
     codes[0] = permute(low, ZERO, select);
-#if CODES == FP8
-    // The others 8 + rank: the sign of a byte, of which the sign bit stays, 0 or -0. So it does of
-    // 0x7f, which makes a mask of all other bits.
-    u32 others = (present * 0x11111108 + 8 * NIBBLES) >> 16;
-    u32 mask = permute(0x7f7f7f7f, 0x7f7f7f7f, others);
-    codes[1] = permute(low, high, others) & (mask | 0x80808080);
-#else
-    u32 mask = permute(0xff00ff00, 0xff00ff00, word >> lane.upper);
-    codes[1] = (permute(low, high, select >> 16) & mask) | (ZERO & ~mask);
-#endif
-#endif
+    if constexpr (CODES == FP8) {
+        // The others 8 + rank: the sign of a byte, of which the sign bit stays, 0 or -0. So it does
+        // of 0x7f, which makes a mask of all other bits.
+        u32 others = (present * 0x11111108 + 8 * NIBBLES) >> 16;
+        u32 mask = permute(0x7f7f7f7f, 0x7f7f7f7f, others);
+        codes[1] = permute(low, high, others) & (mask | 0x80808080);
+    } else {
+        u32 mask = permute(0xff00ff00, 0xff00ff00, word >> lane.upper);
+        codes[1] = (permute(low, high, select >> 16) & mask) | (ZERO & ~mask);
+    }
 }
-
-#if IN_DIGITS
-#include "sparse/quantised/digits.cuh"
-#else
-#include "sparse/quantised/halves.cuh"
-#endif

@@ -2,17 +2,18 @@
 // vectors.
 #pragma once
 
+#include "sparse/quantised/fragments.cuh"
+
 // The codes of eight columns, a byte each, as pairs of halves, two of the first four columns and
 // two of the last. UNIT is what these must be multiplied by.
-template <class T>
+template <class T, Codes>
 struct Decoded;
 
-#if CODES == INT8
 template <>
-struct Decoded<half_t> {
+struct Decoded<half_t, INT8> {
     static constexpr float UNIT = 1;
     u32 pair[4];
-    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const Lane&) {
+    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const CodeLane&) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)  // 1024 + 128 + q
             pair[i] = multiply_add<half_t>(
@@ -21,43 +22,41 @@ struct Decoded<half_t> {
 };
 
 template <>
-struct Decoded<bfloat16_t> {
+struct Decoded<bfloat16_t, INT8> {
     static constexpr float UNIT = 128;
     u32 pair[4];
-    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const Lane&) {
+    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const CodeLane&) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)  // (128 + q) * 2^-133, subnormal: times 2^126, less 1
             pair[i] = multiply_add<bfloat16_t>(
                 permute(codes[i / 2], 0, i % 2 ? 0x4342 : 0x4140), 0x7e807e80, 0xbf80bf80);
     }
 };
-#elif CODES == FP8
+
 template <>
-struct Decoded<half_t> {
+struct Decoded<half_t, FP8> {
+    // Without an instruction that makes halves of e4m3: their exponent is 8 larger.
+    static constexpr float UNIT = Config::E4M3 ? 1 : 256;
     u32 pair[4];
-#if E4M3
-    static constexpr float UNIT = 1;
-    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const Lane&) {
-        halves_of_e4m3(pair[0], pair[1], codes[0]);
-        halves_of_e4m3(pair[2], pair[3], codes[1]);
-    }
-#else
-    static constexpr float UNIT = 256;  // the exponent of halves is 8 larger
-    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const Lane&) {
+    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const CodeLane&) {
+        if constexpr (Config::E4M3) {
+            halves_of_e4m3(pair[0], pair[1], codes[0]);
+            halves_of_e4m3(pair[2], pair[3], codes[1]);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             u32 x = permute(codes[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
             pair[i] = (x & 0x80008000) | (x >> 1 & 0x3f803f80);
         }
     }
-#endif
 };
 
 template <>
-struct Decoded<bfloat16_t> {
+struct Decoded<bfloat16_t, FP8> {
     static constexpr float UNIT = 1;
     u32 pair[4];
-    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const Lane&) {
+    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const CodeLane&) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             u32 x = permute(codes[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
@@ -66,13 +65,13 @@ struct Decoded<bfloat16_t> {
         }
     }
 };
-#else
+
 // Two's complement, of which the exclusive or with 8 makes q + 8. Pairs are of columns 0, 2; 1, 3.
 template <>
-struct Decoded<half_t> {
+struct Decoded<half_t, INT4> {
     static constexpr float UNIT = 1;
     u32 pair[4];
-    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const Lane& lane) {
+    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const CodeLane& lane) {
         u32 both = codes[1] * lane.sixteen + codes[0];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // 1024 + 8 + q, and 1024 + 16 (8 + q)
@@ -85,35 +84,33 @@ struct Decoded<half_t> {
 };
 
 template <>
-struct Decoded<bfloat16_t> {
+struct Decoded<bfloat16_t, INT4> {
     static constexpr float UNIT = 1;
     u32 pair[4];
-    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const Lane& lane) {
+    __device__ __forceinline__ Decoded(const u32 (&codes)[2], const CodeLane& lane) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)  // 128 + 8 + q
             pair[i] = multiply_add<bfloat16_t>((codes[i / 2] >> i % 2 * 8 & lane.mask) ^ 0x43084308,
                                                0x3f803f80, 0xc308c308);
     }
 };
-#endif
 
-// x of eight columns, as the halves of a lane's pairs lie.
+// x of eight columns, as the halves of a lane's pairs of INT4 lie.
 __device__ __forceinline__ void arrange(Vector<u32, 4>& x) {
-#if CODES == INT4
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
         u32 even = __byte_perm(x.element[i], x.element[i + 1], 0x5410);
         x.element[i + 1] = __byte_perm(x.element[i], x.element[i + 1], 0x7632);
         x.element[i] = even;
     }
-#endif
 }
 
 // sums += those of a group of columns, by its scales of rows g and g + 8.
-template <class S>
-__device__ __forceinline__ void add_scaled(S& sums, S& group, u32 scales) {
-    float upper = __uint_as_float(scales << 16) * Decoded<InputT>::UNIT;
-    float lower = __uint_as_float(scales & 0xffff0000) * Decoded<InputT>::UNIT;
+template <Codes OF, int TILES>
+__device__ __forceinline__ void add_scaled(float (&sums)[TILES][4], float (&group)[TILES][4],
+                                           u32 scales) {
+    float upper = __uint_as_float(scales << 16) * Decoded<InputT, OF>::UNIT;
+    float lower = __uint_as_float(scales & 0xffff0000) * Decoded<InputT, OF>::UNIT;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
@@ -124,11 +121,12 @@ __device__ __forceinline__ void add_scaled(S& sums, S& group, u32 scales) {
 }
 
 // Adds the products of a chunk's 16 rows and 256 columns with x.
-template <class X, class S>
-__device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const X& x, const Lane& lane) {
+template <class X, int TILES, Codes OF = CODES>
+__device__ __forceinline__ void add_chunk(float (&sums)[TILES][4], u32 chunk, const X& x,
+                                          const CodeLane& lane) {
     make_ranks(chunk, lane);
     __syncwarp();
-    S group = {};
+    float group[TILES][4] = {};
 #pragma unroll
     for (int block = 0; block < CHUNK_COLUMNS / 32; block += 2) {
         auto word = load_words(chunk + lane.unit[block / 2] + block * 64);
@@ -141,7 +139,7 @@ __device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const X& x, const 
                 u32 w = word.element[odd * 2 + half], codes[2];
                 u32 at = rank.element[odd * 2 + half] + __popc(w & lane.below);
                 load_eight(codes, w, at, half, lane);
-                Decoded<InputT> eight(codes, lane);
+                Decoded<InputT, OF> eight(codes, lane);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) left[i / 2][half + i % 2 * 2] = eight.pair[i];
             }
@@ -154,8 +152,8 @@ __device__ __forceinline__ void add_chunk(S& sums, u32 chunk, const X& x, const 
             }
         }
         if (GROUPS == 2 && block == 2)
-            add_scaled(sums, group, load_word(chunk + BITMAP_BYTES + lane.unit[0] / 2));
+            add_scaled<OF>(sums, group, load_word(chunk + BITMAP_BYTES + lane.unit[0] / 2));
     }
     u32 scales = GROUPS == 2 ? lane.unit[0] / 2 + 4 : lane.unit[0] / 4;
-    add_scaled(sums, group, load_word(chunk + BITMAP_BYTES + scales));
+    add_scaled<OF>(sums, group, load_word(chunk + BITMAP_BYTES + scales));
 }

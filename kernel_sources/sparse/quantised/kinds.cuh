@@ -1,6 +1,4 @@
-// What values in fewer bits are made of: CODES is one of these.
+// What values are made of: all of their bits, or fewer.
 #pragma once
 
-#define INT8 1
-#define FP8 2
-#define INT4 3
+enum Codes { PLAIN, INT8, FP8, INT4 };

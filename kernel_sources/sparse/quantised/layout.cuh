@@ -6,11 +6,10 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "sparse/quantised/kinds.cuh"
+#include "sparse/bitmap/chunk.cuh"
+#include "sparse/quantised/codes.cuh"
 
-constexpr int CHUNK_ROWS = 16, CHUNK_COLUMNS = 256, BLOCK = 32;
-constexpr int WORDS = 128, POSITIONS = CHUNK_ROWS * CHUNK_COLUMNS;
-constexpr int GROUPS = CODES == INT4 ? 2 : 1;  // of columns, which share a scale
+constexpr int BLOCK = 32;  // columns
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr u32 NIBBLES = 0x11111111, WARP = 0xffffffff;
 

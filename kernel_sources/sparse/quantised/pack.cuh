@@ -3,22 +3,22 @@
 //
 // Floor: the bytes of values, codes and data, over 4.3 TB/s.
 //
-// The generated source defines before it includes this file:
-//   BitsT              an integer as wide as values, of which only zeros are told from others
-//   CODES              INT8, FP8 or INT4
-//   PARAMETER_BYTES    what kernlib/families/sparse/formats/quantised_gpu.py makes of Parameters
+// Facts and struct Fixed: class Pack of kernlib/families/sparse/kernels/codecs/quantised.py.
 #pragma once
 
 #include "sparse/quantised/layout.cuh"
 
-struct Parameters {
-    const BitsT* values;         // [chunk][4096]
+using BitsT = Config::BitsT;  // an integer as wide as values
+
+struct Pointers {
+    const BitsT* values;         // [chunk][4096], of which only zeros are told from others
     const unsigned char* codes;  // likewise
     const u16* scales;           // [chunk][g][group][half]
     const u32* offsets;          // in 16 bytes
     unsigned char* data;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_bitmap_pack(const __grid_constant__ Parameters p) {

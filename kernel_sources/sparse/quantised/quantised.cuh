@@ -1,4 +1,4 @@
-// Included before sparse/bitmap/bitmap.cuh for a matrix whose values have fewer bits.
+// Products of a bitmap matrix whose values have fewer bits, by sparse/bitmap/bitmap.cuh.
 //
 // Floors on an H200 for a chunk at density 0.5, in clocks of an SM at 1.72 GHz, of int8 and int4 by
 // digits.cuh and of fp8 by halves.cuh:
@@ -14,10 +14,19 @@
 // Shifts to the right as the upper half of a product took 1 to 2 us more, digits of float16 x
 // without float64 as well; without conversions of e4m3 fp8 would take 4.6 us less.
 //
-// The generated source defines, beside what bitmap.cuh asks for, before it includes this file:
-//   CODES                  INT8, FP8 or INT4
-//   E4M3                   1 where an instruction makes halves of e4m3 (sm_89 and later)
-//   IN_DIGITS              1 for integers times a single vector
 #pragma once
 
-#include "sparse/quantised/kinds.cuh"
+#include "sparse/quantised/digits.cuh"
+#include "sparse/quantised/halves.cuh"
+
+// A type of two.
+template <bool IS_FIRST, class First, class Second>
+struct Selected {
+    using Type = First;
+};
+template <class First, class Second>
+struct Selected<false, First, Second> {
+    using Type = Second;
+};
+template <bool IS_FIRST, class First, class Second>
+using Select = typename Selected<IS_FIRST, First, Second>::Type;

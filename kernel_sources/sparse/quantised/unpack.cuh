@@ -3,24 +3,22 @@
 //
 // Floor: the bytes of data + rows * cols * itemsize, over 4.3 TB/s.
 //
-// The generated source defines before it includes this file:
-//   OutputT            of values
-//   CODES              INT8, FP8 or INT4
-//   PARAMETER_BYTES    what kernlib/families/sparse/formats/quantised_gpu.py makes of Parameters
+// Facts and struct Fixed: class Unpack of kernlib/families/sparse/kernels/codecs/quantised.py.
 #pragma once
 
 #include "sparse/bitmap/fetch.cuh"
 #include "sparse/quantised/layout.cuh"
 
-struct Parameters {
+using OutputT = Config::OutputT;  // of values
+
+struct Pointers {
     const unsigned char* data;
-    const u32* offsets;   // in 16 bytes
+    const u32* offsets;  // in 16 bytes
     OutputT* out;
     const unsigned char* data_end;
-    i64 rows, cols;
-    int kchunks, unused;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 __device__ __forceinline__ float number_of(u32 code) {
     if (CODES == INT8) return float(int(code) - 128);

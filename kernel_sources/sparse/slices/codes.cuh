@@ -8,12 +8,12 @@
 //
 // Of u2 groups are of 16, then of 8 and of 4; the values of 8 lie lane by lane, then those of the
 // other 8; each quarter's steps have two bits of a lane's bytes, of each step one less.
-//
-// The generated source defines STEP_BITS, 8, 4 or 2, before it includes this file.
 #pragma once
 
 #include "common/types.cuh"
 #include "sparse/slices/instructions.cuh"
+
+constexpr int STEP_BITS = Config::STEP_BITS;  // 8, 4 or 2
 
 template <class T>
 constexpr int CODE_BYTES = 32 * sizeof(T) + 4 * STEP_BITS;  // of one code of each lane

@@ -12,35 +12,29 @@
 // numbers of groups for a window and wait for each of theirs; parts begin and end inside windows.
 // Bringing codes to L2 before they are read gained nothing.
 //
-// The generated source defines before it includes this file:
-//   BitsT              unsigned, as wide as an element
-//   RowT               storage of rows, as unsigned
-//   STEP_BITS          8, 4 or 2
-//   THREADS            of a block
-//   PARAMETER_BYTES    what lowering makes of Parameters
+// Facts and struct Fixed: class Read of kernlib/families/sparse/kernels/codecs/slices.py.
 #pragma once
 
 #include "common/types.cuh"
 #include "sparse/slices/codes.cuh"
 
-constexpr int WARPS = THREADS / 32;
+using BitsT = Config::BitsT;  // unsigned, as wide as an element
+using RowT = Config::RowT;    // storage of rows, as unsigned
+
+constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int WINDOW_BYTES = 256;  // of a row that a lane lays out at a time
 constexpr int WINDOW = WINDOW_BYTES / sizeof(BitsT), CHUNK = 16 / sizeof(BitsT);
 constexpr int CHUNKS = WINDOW / CHUNK;
 constexpr u32 CODES = WHOLE_CODES;
 
-// Laid out by kernlib/families/sparse/formats/slices_gpu.py.
-struct Parameters {
+struct Pointers {
     const unsigned char* data;
     const int* offsets;
     const RowT* rows;
     BitsT* dense;
-    i64 cols;
-    u32 width, panel_slices, slices;
-    u32 lines, codes;  // rows of the matrix; of a lane in data: so that no bytes lead beyond either
-    u32 parts;         // into which a lane's codes are cut
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // A lane's window: where its first column would lie in the matrix, and which columns are the
 // lane's.

@@ -1,19 +1,18 @@
 // What kernels of the formats u8, u4 and u2 share: x in shared memory, and the products of a lane's
 // codes with it. Lanes read their codes from device memory, DEPTH groups ahead.
-//
-// The generated source defines before it includes the file that includes this one:
-//   InputT             storage of the matrix and of x
-//   RowT               of rows, as unsigned
-//   STEP_BITS          8, 4 or 2
-//   COLUMNS            vectors of x that a block takes at a time: 1, 2, 4 or 8
-//   COPIES             of x in shared memory
-//   THREADS            of a block
-//   DEPTH              groups of 8 codes, of u2 of 16, that a lane reads ahead
 #pragma once
 
 #include "common/types.cuh"
 #include "common/hopper.cuh"
 #include "sparse/slices/codes.cuh"
+
+using InputT = Config::InputT;            // storage of the matrix and of x
+using RowT = Config::RowT;                // of rows, as unsigned
+constexpr int COLUMNS = Config::COLUMNS;  // vectors of x that a block takes at a time: 1, 2, 4 or 8
+constexpr int COPIES = Config::COPIES;    // of x in shared memory
+constexpr int THREADS = Config::THREADS;  // of a block
+constexpr int BLOCKS = Config::BLOCKS;    // of a multiprocessor
+constexpr int DEPTH = Config::DEPTH;      // groups of codes that a lane reads ahead
 
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMN_BYTES = COLUMNS * sizeof(InputT);  // of x, for one column of the matrix

@@ -12,21 +12,14 @@
 // bandwidth of memory: of an H200's 4.31 TB/s 1.2 us for 4096 x 4096 of u8 with a density of .1,
 // 4.7 us of u2 with .5, 25 us for 22016 x 4096. Of operations: as slices/slices.cuh.
 //
-// The generated source defines before it includes this file:
-//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish   of lowering/product_source.py
-//   RowT               of rows, as unsigned
-//   STEP_BITS          8, 4 or 2
-//   COLUMNS            vectors of x that a block takes at a time: 1, 2, 4 or 8
-//   THREADS, BLOCKS    of a block, and of a multiprocessor
-//   DEPTH              groups of 8 codes, of u2 of 16, that a lane reads ahead
-//   Fixed, PARAMETER_BYTES   of lowering: what a plan fixes, and the size of Parameters
+// Facts and struct Fixed: class Parts of kernlib/families/sparse/kernels/parts.py.
 #pragma once
-
-constexpr int COPIES = 1;
 
 #include "common/async_copy.cuh"
 #include "common/parameters.cuh"
 #include "sparse/slices/lanes.cuh"
+
+using OutputT = Config::OutputT;  // storage of out
 
 struct Addresses {
     const unsigned char* data;
@@ -35,8 +28,11 @@ struct Addresses {
     const InputT* x;
     OutputT* out;
 };
-struct Parameters : Addresses, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Addresses,
+                    VectorPointers<Config::VECTORS>,
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 constexpr u32 SUM_BYTES = WARPS * COLUMNS * 32 * 4;  // of shared memory, before x
 

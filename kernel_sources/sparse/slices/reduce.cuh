@@ -3,9 +3,7 @@
 //
 // Floor: panels * N * R * 4 bytes over the bandwidth of L2, where slices/slices.cuh has left them.
 //
-// The generated source defines before it includes this file:
-//   InputT, OutputT, AccT, VECTORS, SCALARS, EPILOGUE, Finish   of lowering/product_source.py
-//   PARAMETER_BYTES                                             what lowering makes of Parameters
+// Facts and struct Fixed: class Reduce of kernlib/families/sparse/kernels/reduce.py.
 #pragma once
 
 #include "common/types.cuh"
@@ -15,17 +13,17 @@
 constexpr int ROWS = 32, PARTS = 8;  // of a block: rows, and threads that share one's panels
 constexpr int THREADS = ROWS * PARTS;
 
-// Laid out by kernlib/families/sparse/lowering/slices.py.
+using OutputT = Config::OutputT;  // storage of out
+
 struct Addresses {
     const float* part;  // (panel, n, row)
     OutputT* out;
 };
-struct Fixed {
-    i64 out_column_stride, out_row_stride;
-    u32 panels, rows, columns, unused;
-};
-struct Parameters : Addresses, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Addresses,
+                    VectorPointers<Config::VECTORS>,
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 sparse_slices_reduce(const __grid_constant__ Parameters p) {

@@ -26,36 +26,20 @@
 // 78 and 131 us: some 7 clocks a gather of 512 bytes, whatever adds it up. mma.sync with x as
 // ldmatrix gathers it, of 11.8 slots, took as long.
 //
-// The generated source defines before it includes this file:
-//   InputT, RowT       storage of the matrix and of x; of rows, as unsigned
-//   STEP_BITS          8, 4 or 2
-//   COLUMNS            vectors of x that a block takes at a time: 1, 2, 4 or 8
-//   COPIES             of x in shared memory: 1, or of 2-byte types as many as fill 128 bytes
-//   THREADS, BLOCKS    of a block, and of a multiprocessor
-//   DEPTH              groups of 8 codes, of u2 of 16, that a lane reads ahead
-//   PARAMETER_BYTES    what lowering makes of Parameters
+// Facts and struct Fixed: class Slices of kernlib/families/sparse/kernels/slices.py.
 #pragma once
 
 #include "sparse/slices/lanes.cuh"
 
-// Laid out by kernlib/families/sparse/lowering/slices.py.
-struct Parameters {
-    // written at each launch
+struct Addresses {
     const unsigned char* data;
     const int* offsets;   // of slices, in codes of a lane
     const RowT* rows;     // of each lane of each slice
     const InputT* x;
     float* part;
-    // fixed by the plan
-    i64 x_stride;
-    u32 slices, panel_slices;     // in all, and of a panel
-    u32 width, rows_count, cols, columns;
-    u32 chunks;                   // of COLUMNS vectors
-    u32 ranges;                   // of slices, one for each block of a chunk
-    u32 held;                     // panels of x that shared memory holds
-    u32 ahead;                    // whether the matrix may be read before prerequisites have ended
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Addresses, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Where a slice lies, and which row a lane has in it.
 struct Head {

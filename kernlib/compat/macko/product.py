@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernlib.families.sparse.formats import macko as codec
-from kernlib.families.sparse.lowering import macko as lowering
+from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime.devices import arch_of, model
@@ -56,9 +56,10 @@ def _plan(values: torch.Tensor, rows: int, columns: int) -> Steps:
         facts = {"entries": entries, "longest": per_row, "busiest": per_row * codec.BLOCK}
         dtype = str(values.dtype).removeprefix("torch.")
         padded = -(-columns // PADDED) * PADDED
-        problem = Problem(rows, columns, 1, dtype, padded, True, (rows, 1), facts_of(facts))
+        sizes = rows, columns, 1, dtype, padded, True, (rows, 1)
+        problem = Problem(*sizes, facts_of(facts), codec.FORMAT)
         index = device.index
-        return lowering.lower((), problem, arch_of(index), model(index).multiprocessors)
+        return choose.lower((), problem, arch_of(index), model(index).multiprocessors)
 
     key, operands = (entries, rows, columns, values.dtype), (*codec.TENSORS, "x", "out")
     return _plans.of(key, operands, device, lower)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.runtime.dtypes import KERNEL_TYPES
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from kernlib.families.sparse.layout import (
     untransformed,
     version_of,
 )
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.families.sparse.lowering.rates import check_columns
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
 from kernlib.families.sparse.tensors import (
     TURNED,
     Memory,

@@ -370,6 +370,6 @@ def variants(
     names = tuple(KERNEL_TYPES[dtype] for dtype in dtypes if dtype != torch.float64)
     specs: dict[KernelSpec, None] = {}
     for epilogue in (descriptor.epilogue, parts(descriptor).product.epilogue, ()):
-        for name in choose.FORMATS:
+        for name in choose.formats():
             specs |= dict.fromkeys(choose.variants(name, epilogue, names, arch))
     return list(specs)

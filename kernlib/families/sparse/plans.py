@@ -87,6 +87,8 @@ def problem_of(call: Call, w: SparseMatrix, x: torch.Tensor, out) -> Problem:
         x_padded=seen is None,
         out_strides=(written.vector, written.feature if rows > 1 else 0),
         facts=facts_of(w.facts),
+        format=w.format,
+        frozen=w.frozen,
     )
 
 
@@ -97,18 +99,15 @@ def plan(call: Call, descriptor: SparseMatmul, operands: tuple, out, parameters)
     arch = arch_of(device)  # one too old is refused for cuBLAS as well
     problem = problem_of(call, w, x, out)
     lowered = copy = compute = None
-    if 0 not in (call.batch, *w.shape) and choose.takes(w.format, problem, arch):
-        lower = partial(choose.lower, w.format, descriptor.epilogue, problem, arch)
+    if 0 not in (call.batch, *w.shape) and choose.takes(problem, arch):
+        lower = partial(choose.lower, descriptor.epilogue, problem, arch)
         lowered = lower_on(lower, device)
     if lowered is None:
         compute = by_cublas if call.batch else partial(_nothing, call.out_shape)
         if call.batch and rehearsal.of(device) is not None:
             dense_of(w)  # whose kernel is noted
-    else:
-        if problem.x_padded:
-            copy = partial(padded, (call.batch, w.shape[1], round_up(w.shape[1], WIDTH)))
-        if w.frozen:
-            lowered = choose.ahead(w.format, lowered, arch)
+    elif problem.x_padded:
+        copy = partial(padded, (call.batch, w.shape[1], round_up(w.shape[1], WIDTH)))
     return make_plan(
         (x, *w.operands),
         call,

@@ -10,7 +10,7 @@ import torch
 
 from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.formats.bitmap_cpu import COLUMNS, ROWS, UNIT
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.families.sparse.matrix import SparseMatrix
 from kernlib.lowering.arithmetic import ceil_div
 

@@ -26,7 +26,7 @@ from kernlib.families.sparse.layout import (
     split,
     untransformed,
 )
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.runtime.tensors import check_dense, materialised, overlaps_itself, span, stand_ins
 
 if TYPE_CHECKING:

@@ -36,20 +36,20 @@ class Simulated:
         self.kernels[name] = what if part == "end" else ()
         return KernelSpec("sparse", name, part, 32, description=name)
 
-    def ahead(self, step):
-        return step._replace(overlaps=True)
+    def choices(self, problem, arch):
+        return [{}]
 
-    def variants(self, epilogue, dtypes, arch):
-        return [self.spec("sum", dtype) for dtype in dtypes] + [self.spec("end", epilogue)]
+    def specs(self, epilogue, scope, arch):
+        return [self.spec("sum", dtype) for dtype in scope.dtypes] + [self.spec("end", epilogue)]
 
-    def lower(self, epilogue, problem, arch, multiprocessors):
+    def launch(self, epilogue, problem, gpu, choice):
         self.problems.append(problem)
         fixed = struct.pack("<q", len(self.problems) - 1)
         first = (("data", 0), ("offsets", 0), ("x", 0), ("workspace", self.OFFSET))
         after = (("workspace", self.OFFSET), ("out", 0), *text.vector_pointers(epilogue))
         scalars = text.scalar_count(epilogue)
         steps = (
-            Step(self.spec("sum", problem.dtype), (1, 1), fixed, first),
+            Step(self.spec("sum", problem.dtype), (1, 1), fixed, first, overlaps=problem.frozen),
             Step(self.spec("end", epilogue), (2, 1), fixed, after, scalars),
         )
         return Lowered(steps, self.OFFSET + 8 * problem.rows * problem.columns)
@@ -121,7 +121,7 @@ def install(monkeypatch) -> fakes.Gpus:
     """Put GPUs and lowering in place; ``lowering`` of what is returned notes the problems."""
     made = fakes.install(monkeypatch)
     made.lowering = simulated = Simulated()
-    monkeypatch.setattr(choose, "kernels_of", lambda name: simulated)
+    monkeypatch.setattr(choose, "kernels", lambda format: (simulated,))
 
     def launched(config, function, arguments, extra):
         answer = made.launch(config, function, arguments, extra)

@@ -19,8 +19,6 @@ from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.families.sparse.reference import laid_out
 from kernlib.families.sparse.tensors import state_of
 from kernlib.jit import targets
-from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime import driver
 from kernlib.sparse import SparseMatrix, compress, matmul
 from tests.families.sparse import fake_kernels
@@ -32,9 +30,15 @@ every_format = pytest.mark.parametrize("format", FORMATS)
 
 
 def test_formats_that_read_ahead():
-    plain = Lowered((Step(KernelSpec("sparse", "", "", 32, description=""), (1, 1), bytes(8), ()),))
+    facts = tuple({"largest": 600, "width": 64, "entries": 8, "longest": 1, "busiest": 1}.items())
+
+    def reads_ahead(name, arch):
+        problem = Problem(96, 64, 1, "float16", 64, False, (96, 1), facts, name)
+        early = choose.lower((), problem._replace(frozen=True), arch, 132)
+        return early != choose.lower((), problem, arch, 132)
+
     found = {
-        arch: {name for name in choose.FORMATS if choose.ahead(name, plain, arch) != plain}
+        arch: {name for name in choose.formats() if reads_ahead(name, arch)}
         for arch in targets.SHARED_BYTES
     }
     assert found["sm_90a"] == {"bitmap", "u8", "u4", "u2", *QUANTISED} and not found["sm_80"]
@@ -42,12 +46,12 @@ def test_formats_that_read_ahead():
 
 @pytest.mark.parametrize("format", SLICES)
 def test_slices_of_a_matrix_that_may_be_written_begin_early_and_wait(format):
-    problem = Problem(96, 64, 1, "float16", 64, False, (96, 1), (("width", 32),))
+    problem = Problem(96, 64, 1, "float16", 64, False, (96, 1), (("width", 32),), format)
     for arch, overlaps in (("sm_90a", True), ("sm_80", False)):
-        lowered = choose.lower(format, (), problem, arch, 132)
+        lowered = choose.lower((), problem, arch, 132)
         first, *others = lowered.steps
         assert first.overlaps is overlaps and first.fixed[-4:] == bytes(4)
-        early, *same = choose.ahead(format, lowered, arch).steps
+        early, *same = choose.lower((), problem._replace(frozen=True), arch, 132).steps
         assert same == others and early.overlaps is overlaps
         assert early == first._replace(fixed=first.fixed[:-4] + bytes([overlaps, 0, 0, 0]))
 

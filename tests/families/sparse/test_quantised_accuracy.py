@@ -8,7 +8,7 @@ import torch
 
 from kernlib import sparse
 from kernlib.families.sparse.formats import quantiser
-from kernlib.families.sparse.lowering.value_codes import VALUES
+from kernlib.families.sparse.lowering.quantised import VALUES
 
 ROWS, COLUMNS, VECTORS = 1024, 4096, 8
 MARGIN = 1.1

@@ -9,7 +9,7 @@ import torch
 import kernlib as kl
 from kernlib import blocksparse, sparse
 from kernlib.blocksparse import Layout, quantize, scaled_dds
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.nn import KSLinear
 
 TERMS, ROWS = 4096, 128

@@ -42,7 +42,7 @@ from kernlib.families.sparse.formats.bitmap_cpu import (
 )
 from kernlib.families.sparse.formats.encoding import nonzero, readable
 from kernlib.families.sparse.formats.entries import CELLS, Entries, Slab, Triplets
-from kernlib.families.sparse.lowering.value_codes import QUANTISED, ValueCode
+from kernlib.families.sparse.lowering.quantised import QUANTISED, ValueCode
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.runtime.rehearsal import on_gpu
 

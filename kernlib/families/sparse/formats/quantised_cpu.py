@@ -20,7 +20,7 @@ from kernlib.families.sparse.formats.bitmap_cpu import (
     headers,
 )
 from kernlib.families.sparse.formats.encoding import bits, nonzero
-from kernlib.families.sparse.lowering.value_codes import ValueCode
+from kernlib.families.sparse.lowering.quantised import ValueCode
 from kernlib.lowering.arithmetic import ceil_div
 
 AT_ONCE = 1 << 22  # positions that one step holds in memory, some 30 bytes for each

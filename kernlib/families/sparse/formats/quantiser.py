@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE
-from kernlib.families.sparse.lowering.value_codes import FP8, INT4, INT8, ValueCode
+from kernlib.families.sparse.lowering.quantised import FP8, INT4, INT8, ValueCode
 
 LEAST_SCALE = 2.0**-126
 

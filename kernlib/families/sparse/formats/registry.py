@@ -20,13 +20,16 @@ from kernlib.descriptors.base import shown
 from kernlib.families.sparse.formats.encoding import counted, matrix
 from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.lowering.codes import SLICES
-from kernlib.families.sparse.lowering.value_codes import QUANTISED, VALUES
+from kernlib.families.sparse.lowering.problem import Scope
+from kernlib.families.sparse.lowering.quantised import QUANTISED, VALUES
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.runtime.dtypes import KERNEL_TYPES
 
 if TYPE_CHECKING:
     from kernlib.families.sparse.formats.entries import Entries
     from kernlib.families.sparse.formats.quantised import QuantisedFormat
     from kernlib.families.sparse.formats.slices import SlicesFormat
+    from kernlib.jit.spec import KernelSpec
 
 FORMATS = ("bitmap", *SLICES, "macko", "dense")  # which hold values as they are: "auto" takes one
 ALL = (*FORMATS, *QUANTISED)
@@ -182,18 +185,19 @@ def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
 def build_counting(dtype: torch.dtype, device: int) -> None:
     """Have the kernels that count a matrix's entries for each format compiled side by side, and
     meanwhile those of which one writes the format that is fastest."""
-    from kernlib.families.sparse.formats import bitmap_gpu, macko_gpu, slices_gpu
+    from kernlib.families.sparse.lowering import choose
     from kernlib.runtime import early  # which CPU tensors do not load
     from kernlib.runtime.devices import build
 
-    size, codes = dtype.itemsize, [format_of(name).code for name in SLICES]
-    counting = [bitmap_gpu.spec("count", size), macko_gpu.spec("count", dtype, False)]
-    counting += [slices_gpu.count_spec(code, size) for code in codes]
-    writing = [slices_gpu.write_spec(code, size, "u16") for code in codes]
-    writing += [bitmap_gpu.spec("encode", size), macko_gpu.spec("encode", dtype, False)]
+    def specs(does: str) -> list[KernelSpec]:
+        scopes = [Scope(name, (KERNEL_TYPES[dtype],), "") for name in FORMATS]
+        pairs = ((each, scope) for scope in scopes for each in choose.codecs(scope.format))
+        return [each.specs((), scope, "")[0] for each, scope in pairs if each.does == does]
+
+    writing = specs("write")
 
     def write(like: torch.Tensor) -> None:
         build(writing, like.get_device())
 
     like = torch.empty(0, dtype=dtype, device=torch.device("cuda", device))
-    early.first(build, counting, device, again=(write, like))
+    early.first(build, specs("count"), device, again=(write, like))

@@ -1,70 +1,72 @@
-"""From a product with a compressed matrix to kernels, grids and parameters, by its format.
+"""From a product with a compressed matrix to kernels, grids and parameters.
 
-Pure arithmetic on plain data. Each format that has kernels of its own has a module, or for u8, u4
-and u2 an object of the module ``slices``, for values in fewer bits one of ``quantised``, with
-
-    takes(problem, arch) -> whether it computes a problem
-    lower(epilogue, problem, arch, multiprocessors) -> Lowered
-    variants(epilogue, dtypes, arch) -> every spec that its lower() can choose
-    ahead(step) -> its first launch, which reads nothing but the matrix before it waits for the
-                   launch before it; formats whose kernels cannot have no such name
+Pure arithmetic on plain data: no tensor and no device. The format of the matrix says which kernels
+there are: those of role "product" that name it among their ``formats``.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from functools import cache
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.lowering.codes import SLICES
-from kernlib.families.sparse.lowering.problem import Problem
-from kernlib.families.sparse.lowering.sum import OVERLAPPING
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.lowering.problem import Problem, Scope
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import kernel
+from kernlib.lowering.kernel import Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
-if TYPE_CHECKING:
-    from kernlib.families.sparse.lowering.quantised import QuantisedKernels
-    from kernlib.families.sparse.lowering.slices import SlicesKernels
-
-# Those with kernels; a dense matrix is cuBLAS's.
-FORMATS = ("bitmap", "macko", *SLICES, *QUANTISED)
+PACKAGE = "kernlib.families.sparse.kernels"
+CODECS = f"{PACKAGE}.codecs"
 
 
-def kernels_of(name: str) -> ModuleType | SlicesKernels | QuantisedKernels:
-    """The kernels of a format that has some."""
-    if name in SLICES:
-        return import_module("kernlib.families.sparse.lowering.slices").KERNELS[name]
-    if name in QUANTISED:
-        return import_module("kernlib.families.sparse.lowering.quantised").KERNELS[name]
-    return import_module(f"kernlib.families.sparse.lowering.{name}")
+def formats() -> tuple[str, ...]:
+    """Those with kernels; a dense matrix is cuBLAS's."""
+    every = (name for each in kernel.kernels(PACKAGE, "product") for name in each.formats)
+    return tuple(dict.fromkeys(every))
 
 
-def takes(name: str, problem: Problem, arch: str) -> bool:
-    """Whether a format's kernels compute a problem; else it is decoded and multiplied by cuBLAS."""
-    return name in FORMATS and kernels_of(name).takes(problem, arch)
+@cache
+def kernels(format: str) -> tuple[Kernel, ...]:
+    """The kernels of a format, by rank; none of the dense one."""
+    return tuple(each for each in kernel.kernels(PACKAGE, "product") if format in each.formats)
+
+
+def codecs(format: str) -> tuple[Kernel, ...]:
+    """The kernels that make and undo a format; none of the dense one."""
+    return tuple(each for each in kernel.kernels(CODECS, "codec") if format in each.formats)
+
+
+def codec_specs(format: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
+    """The specs of :func:`codecs` for some dtypes."""
+    scope = Scope(format, dtypes, "")
+    every = (spec for each in codecs(format) for spec in each.specs((), scope, ""))
+    return list(dict.fromkeys(every))
+
+
+def takes(problem: Problem, arch: str) -> bool:
+    """Whether a kernel computes a problem; else the matrix is decoded and multiplied by cuBLAS."""
+    return any(each.takes(problem, arch) for each in kernels(problem.format))
 
 
 def lower(
-    name: str, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
+    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
 ) -> Lowered:
-    """The launches of a call by a format's kernels, which must take it."""
-    return kernels_of(name).lower(epilogue, problem, arch, multiprocessors)
-
-
-def ahead(name: str, lowered: Lowered, arch: str) -> Lowered:
-    """The launches of a call with a frozen matrix, which nothing writes: the first may read it
-    before the launch before it has ended."""
-    kernels = kernels_of(name)
-    if arch not in OVERLAPPING or not lowered.steps or not hasattr(kernels, "ahead"):
-        return lowered
-    first, *others = lowered.steps
-    return lowered._replace(steps=(kernels.ahead(first), *others))
+    """The launches of a problem. Raises UnsupportedError for one that no kernel takes."""
+    gpu = Gpu(arch, multiprocessors)
+    option = kernel.choose(kernels(problem.format), problem, gpu)
+    if option is None:
+        raise UnsupportedError(
+            f"no {problem.format} kernel multiplies a {problem.rows} x {problem.cols} "
+            f"{problem.dtype} matrix by {problem.columns} vectors"
+        )
+    return option.kernel.launch(epilogue, problem, gpu, option.knobs)
 
 
 def variants(
-    name: str, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
+    format: str, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose; none for a format without kernels."""
-    return kernels_of(name).variants(epilogue, dtypes, arch) if name in FORMATS else []
+    scope = Scope(format, dtypes, arch)
+    every = (spec for each in kernels(format) for spec in each.specs(epilogue, scope, arch))
+    return list(dict.fromkeys(every))

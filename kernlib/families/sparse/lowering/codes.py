@@ -52,7 +52,8 @@ class Code(NamedTuple):
 
 
 U8, U4, U2 = Code("u8", 8), Code("u4", 4), Code("u2", 2)
-SLICES = tuple(code.name for code in (U8, U4, U2))  # the names of these formats
+CODES = {code.name: code for code in (U8, U4, U2)}  # by the names of these formats
+SLICES = tuple(CODES)
 
 
 def grid(shape: tuple[int, int], width: int) -> tuple[int, int]:

@@ -1,39 +1,48 @@
-"""Products of bitmap matrices whose values have fewer bits: the kernels of
-:mod:`kernlib.families.sparse.lowering.bitmap`, of their codes."""
+"""The numbers that define the bitmap formats whose values have fewer bits, for their encoding and
+their kernels: see :mod:`kernlib.families.sparse.formats.quantised`."""
 
 from __future__ import annotations
 
-from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.lowering import bitmap
-from kernlib.families.sparse.lowering.problem import Problem
-from kernlib.families.sparse.lowering.value_codes import QUANTISED, ValueCode
-from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.steps import Lowered
+from typing import NamedTuple
 
 
-class QuantisedKernels:
-    """The kernels of one code."""
+class ValueCode(NamedTuple):
+    """What stands for a value: its name, its bits, the largest magnitude, the columns that share a
+    scale, and the code that no value has, among the bits of a ``mask``: -128, NaN of both signs,
+    and -8."""
 
-    ahead = staticmethod(bitmap.ahead)
+    values: str
+    bits: int
+    largest: int
+    columns: int
+    unused: int
+    mask: int
 
-    def __init__(self, code: ValueCode):
-        self.codes = code.values
+    @property
+    def format(self) -> str:
+        """The name of the format."""
+        return f"bitmap-{self.values}"
 
-    def takes(self, problem: Problem, arch: str) -> bool:
-        """Whether the kernels compute a problem: half types, up to 16 vectors."""
-        return bitmap.takes(problem, arch, self.codes)
+    @property
+    def groups(self) -> int:
+        """The scales of a row of a chunk."""
+        return 256 // self.columns
 
-    def lower(
-        self, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
-    ) -> Lowered:
-        """The launches of a call. Raises UnsupportedError where :meth:`takes` says no."""
-        return bitmap.lower(epilogue, problem, arch, multiprocessors, self.codes)
+    @property
+    def offset(self) -> int:
+        """The byte of a chunk where its codes begin, behind the bits and scales."""
+        return 512 + 16 * self.groups * 2
 
-    def variants(
-        self, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
-    ) -> list[KernelSpec]:
-        """Every spec that :meth:`lower` can choose."""
-        return bitmap.variants(epilogue, dtypes, arch, self.codes)
+    @property
+    def most(self) -> int:
+        """Bytes of the codes of a chunk without a zero."""
+        return 4096 * self.bits // 8
 
 
-KERNELS = {name: QuantisedKernels(code) for name, code in QUANTISED.items()}
+INT8, FP8, INT4 = (
+    ValueCode("int8", 8, 127, 256, 0x00, 0xFF),
+    ValueCode("fp8", 8, 448, 256, 0x7F, 0x7F),
+    ValueCode("int4", 4, 7, 128, 0x08, 0x0F),
+)
+VALUES = {code.values: code for code in (INT8, FP8, INT4)}
+QUANTISED = {code.format: code for code in VALUES.values()}  # by the names of the formats

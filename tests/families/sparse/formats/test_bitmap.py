@@ -15,12 +15,15 @@ from kernlib.families.sparse.formats import bitmap
 from kernlib.families.sparse.formats import bitmap_cpu as cpu
 from kernlib.families.sparse.formats import bitmap_gpu as gpu
 from kernlib.families.sparse.formats.encoding import readable
+from kernlib.families.sparse.kernels.codecs.bitmap import Count, Decode, Encode
+from kernlib.families.sparse.lowering import choose
 from kernlib.jit import sources, targets
 from kernlib.jit.compiler import compile_spec
 from tests.support.speeds import slow_but
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = {2: torch.int16, 4: torch.int32}
+NAMES = {2: "float16", 4: "float32"}
 # Zeros with a sign, infinities, NaNs with payloads, subnormals: (16, 32 bits).
 SPECIAL = {
     2: (0x8000, 0x7C00, 0xFC00, 0x7E01, 0xFE55, 0x7C01, 0x0001, 0x83FF, 0x7F80, 0x7FC1),
@@ -232,10 +235,10 @@ def test_loaded_tensors_are_checked(message):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("itemsize", gpu.ITEMSIZES)
+@pytest.mark.parametrize("itemsize", INTEGERS)
 @pytest.mark.parametrize("arch", slow_but(("sm_90a",), targets.SHARED_BYTES))
 def test_kernels_compile_for_every_target(arch, itemsize):
-    made = gpu.specs(itemsize)
+    made = choose.codec_specs("bitmap", (NAMES[itemsize],))
     with ThreadPoolExecutor(2) as pool:
         entries = list(pool.map(lambda spec: compile_spec(spec, arch), made))
     for spec, entry in zip(made, entries, strict=True):
@@ -246,17 +249,18 @@ def test_kernels_compile_for_every_target(arch, itemsize):
         assert held * spec.threads >= (512 if arch == "sm_90a" or itemsize == 2 else 256)
 
 
-@pytest.mark.parametrize("itemsize", gpu.ITEMSIZES)
+@pytest.mark.parametrize("itemsize", INTEGERS)
 def test_grids_and_numbers_of_launches(itemsize):
-    for kind in gpu.OPERANDS:
-        strides = () if kind == "decode" else (70000 * 32768,)
+    for codec in (Count(), Encode(), Decode()):
+        strides = () if codec.does == "read" else (70000 * 32768,)
         how = (70000, 32769, *strides, itemsize, True)
-        step = gpu.step(kind, how)
+        step = codec.step(*how)
         chunks = 4375 * 129
-        blocks = -(-chunks // 8) if kind == "count" else chunks
-        assert step.grid == (blocks, 1) and step.spec in gpu.specs(itemsize)
-        assert struct.unpack(gpu.FIXED[kind], step.fixed)[: 2 + len(strides)] == how[:-2]
-        assert [name for name, _ in step.pointers] == list(gpu.OPERANDS[kind])
+        blocks = -(-chunks // 8) if codec.does == "count" else chunks
+        assert step.grid == (blocks, 1)
+        assert step.spec in choose.codec_specs("bitmap", (NAMES[itemsize],))
+        assert struct.unpack(codec.fixed.format, step.fixed)[: 2 + len(strides)] == how[:-2]
+        assert [name for name, _ in step.pointers] == list(codec.operands)
 
 
 def test_what_lies_side_by_side_is_read_where_it_is():

@@ -15,7 +15,7 @@ from kernlib import sparse
 from kernlib.errors import UnsupportedError
 from kernlib.families.sparse.formats import bitmap, quantised, quantised_cpu, torch_layouts
 from kernlib.families.sparse.formats.quantiser import LEAST_SCALE
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from tests.families.sparse.cases import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")

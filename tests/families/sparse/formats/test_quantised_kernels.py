@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernlib.families.sparse.formats import quantised, quantised_gpu
+from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
-from kernlib.families.sparse.lowering.quantised import KERNELS
 from kernlib.families.sparse.matrix import rounded
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.sparse import compress
@@ -65,9 +65,10 @@ def multiply(tmp_path_factory):
         padded[:, :cols] = x
         out = torch.full((count + 2, rows), 7, dtype=x.dtype)
         problem = Problem(
-            rows, cols, count, KERNEL_TYPES[x.dtype], stride, False, (rows, 1), facts_of(w.facts)
-        )
-        lowered = KERNELS[w.format].lower((), problem, "sm_80", multiprocessors)
+            rows, cols, count, KERNEL_TYPES[x.dtype], stride, False, (rows, 1), facts_of(w.facts),
+            w.format,
+        )  # fmt: skip
+        lowered = choose.lower((), problem, "sm_80", multiprocessors)
         places = {
             **w.tensors,
             "x": padded,

@@ -9,8 +9,9 @@ import struct
 import pytest
 import torch
 
-from kernlib.families.sparse.lowering import bitmap as lowering
-from kernlib.families.sparse.lowering.problem import Problem, facts_of
+from kernlib.families.sparse.kernels import bitmap as kernels
+from kernlib.families.sparse.lowering import choose
+from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, facts_of
 from kernlib.runtime.dtypes import KERNEL_TYPES
 from kernlib.sparse import compress
 from tests.families.sparse.cases import random
@@ -19,16 +20,14 @@ from tests.support.emulation.emulator import Emulator, kernels_of
 LARGEST = 4880  # bytes of the largest chunk at density .5
 
 
-def problem(rows, cols, columns, largest=LARGEST):
+def problem(rows, cols, columns, largest=LARGEST, name="bitmap"):
     facts = (("largest", largest),)
-    return Problem(rows, cols, columns, "float16", cols, False, (rows, 1), facts)
+    return Problem(rows, cols, columns, "float16", cols, False, (rows, 1), facts, name)
 
 
 def fixed(step):
-    """Of struct Fixed what says how units are shared out, and where running sums are."""
-    names = "stages slot cta_units longer_ctas range_chunks wider_ranges ranges running"
-    numbers = struct.unpack(lowering.FIXED, step.fixed)[8:]
-    return dict(zip(names.split(), numbers, strict=True))
+    names = [member.split()[1] for member in kernels.FIXED.members]
+    return dict(zip(names, struct.unpack(kernels.FIXED.format, step.fixed), strict=True))
 
 
 ONE_LAUNCH = {  # by rows, columns and vectors on 132 multiprocessors
@@ -47,7 +46,7 @@ ONE_LAUNCH = {  # by rows, columns and vectors on 132 multiprocessors
 @pytest.mark.parametrize("case", ONE_LAUNCH, ids=str)
 def test_where_ctas_take_all_ranges(case):
     rows, cols, _ = case
-    lowered = lowering.lower((), problem(*case), "sm_90a", 132)
+    lowered = choose.lower((), problem(*case), "sm_90a", 132)
     numbers, slabs = fixed(lowered.steps[0]), rows // 16
     together = len(lowered.steps) == 1
     assert together == ONE_LAUNCH[case] == (lowered.workspace == 0)
@@ -64,7 +63,7 @@ def test_where_ctas_take_all_ranges(case):
 @pytest.mark.parametrize("largest", (512, 1504, 3050, 4880, 8704))
 @pytest.mark.parametrize("rows", (16, 4096, 30_000, 300_000))
 def test_running_sums_lie_behind_the_ring(rows, largest, columns, arch):
-    lowered = lowering.lower((), problem(rows, 8192, columns, largest), arch, 132)
+    lowered = choose.lower((), problem(rows, 8192, columns, largest), arch, 132)
     step, numbers = lowered.steps[0], fixed(lowered.steps[0])
     warps, slabs = step.spec.threads // 32, -(-rows // 16)
     if len(lowered.steps) == 2:
@@ -74,17 +73,17 @@ def test_running_sums_lie_behind_the_ring(rows, largest, columns, arch):
     running = -(-slabs // step.grid[0]) * of_slab if numbers["ranges"] > 1 else 0
     assert numbers["running"] % 128 == 0
     assert numbers["running"] + running <= step.spec.shared_bytes
-    depth = 2 if arch in lowering.last.OVERLAPPING else 3
+    depth = 2 if arch in OVERLAPPING else 3
     sums = 4 * 64 if columns == 1 else depth * 512
-    ring = warps * numbers["stages"] * numbers["slot"]
-    assert warps * sums + lowering.RING_OFFSET + ring <= numbers["running"]
+    ring = warps * numbers["stages"] * numbers["slot_bytes"]
+    assert warps * sums + kernels.RING_OFFSET + ring <= numbers["running"]
     assert numbers["stages"] >= 1
 
 
 def test_codes_take_fewer_ranges_at_a_time():
     """Their warps are more, so ranges are fewer; of four x would become digits four times."""
     for cols, steps in ((11008, 1), (28672, 2)):
-        lowered = lowering.lower((), problem(8192, cols, 1, 2700), "sm_90a", 132, "int8")
+        lowered = choose.lower((), problem(8192, cols, 1, 2700, "bitmap-int8"), "sm_90a", 132)
         assert len(lowered.steps) == steps
 
 
@@ -100,9 +99,10 @@ def multiply(tmp_path_factory):
         padded[:, :cols] = x
         out = torch.full((count + 2, rows), 7, dtype=x.dtype)
         sizes = Problem(
-            rows, cols, count, KERNEL_TYPES[x.dtype], stride, False, (rows, 1), facts_of(w.facts)
-        )
-        lowered = lowering.lower((), sizes, "sm_80", multiprocessors)
+            rows, cols, count, KERNEL_TYPES[x.dtype], stride, False, (rows, 1), facts_of(w.facts),
+            w.format,
+        )  # fmt: skip
+        lowered = choose.lower((), sizes, "sm_80", multiprocessors)
         sums = torch.full((lowered.workspace // 4,), torch.nan)
         places = {**w.tensors, "x": padded, "out": out[1:-1], "workspace": sums}
         step = lowered.steps[0]

@@ -6,7 +6,8 @@ import pytest
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse.lowering import macko as lowering
+from kernlib.families.sparse.kernels import macko as kernels
+from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.jit import targets
 from kernlib.jit.compiler import compile_spec
@@ -21,14 +22,13 @@ def problem(rows=4096, cols=4096, columns=1, dtype="float16", **facts):
     """One whose rows are equal, of density 0.1, unless ``facts`` say otherwise."""
     each = cols // 8
     known = {"entries": each * rows // 8 * 8, "longest": each, "busiest": each * min(32, rows)}
-    return Problem(
-        rows, cols, columns, dtype, -(-cols // 8) * 8, True, (rows, 1), facts_of(known | facts)
-    )
+    sizes = rows, cols, columns, dtype, -(-cols // 8) * 8, True, (rows, 1)
+    return Problem(*sizes, facts_of(known | facts), "macko")
 
 
 def lowered(given, arch="sm_90a", epilogue=()):
-    assert lowering.takes(given, arch)
-    return lowering.lower(epilogue, given, arch, SMS)
+    assert choose.takes(given, arch)
+    return choose.lower(epilogue, given, arch, SMS)
 
 
 def test_equal_rows_take_one_launch_of_whole_rows():
@@ -63,10 +63,10 @@ def test_shared_memory_fits_every_target():
     for arch, dtype, columns in product(targets.SHARED_BYTES, ("float16", "float32"), (1, 4, 16)):
         for cols in (1, 20000, 49152, 300_000):
             (step,) = lowered(problem(cols=cols, dtype=dtype, columns=columns), arch).steps
-            together = lowering.variant_of(
+            together = kernels.variant_of(
                 problem(cols=cols, dtype=dtype, columns=columns), arch, False
             )
-            static = lowering.static_bytes(together)
+            static = kernels.static_bytes(together)
             assert step.spec.shared_bytes + static <= targets.SHARED_BYTES[arch]
             assert step.grid[1] == -(-columns // together.columns)
 
@@ -74,7 +74,7 @@ def test_shared_memory_fits_every_target():
 def test_every_choice_is_a_variant():
     for arch, dtype in (("sm_90a", "float16"), ("sm_86", "bfloat16"), ("sm_80", "float32")):
         known = {
-            epilogue: set(lowering.variants(epilogue, (dtype,), arch))
+            epilogue: set(choose.variants("macko", epilogue, (dtype,), arch))
             for epilogue in ((), EPILOGUE)
         }
         sizes = product((1, 5000), (40, 9000, 49152, 300_000), (1, 2, 3, 7, 16), (False, True))
@@ -95,9 +95,9 @@ def test_what_is_not_taken():
         problem()._replace(rows=0),
         problem()._replace(cols=0),
     ):
-        assert not lowering.takes(given, "sm_90a")
-        with pytest.raises(UnsupportedError, match="no kernel multiplies a"):
-            lowering.lower((), given, "sm_90a", SMS)
+        assert not choose.takes(given, "sm_90a")
+        with pytest.raises(UnsupportedError, match="no macko kernel multiplies a"):
+            choose.lower((), given, "sm_90a", SMS)
 
 
 CASES = {

@@ -7,8 +7,9 @@ import struct
 import pytest
 import torch
 
-from kernlib.families.sparse.lowering import pack
-from kernlib.families.sparse.lowering.problem import Problem
+from kernlib.families.sparse.kernels import pack
+from kernlib.families.sparse.kernels.pack import Pack
+from kernlib.families.sparse.lowering.problem import Problem, Scope
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import Emulator, kernels_of
 
@@ -56,7 +57,7 @@ def test_each_number_is_in_its_place(columns, cols, padded, order, tmp_path_fact
     given = problem(columns, cols, stride=stride)
     size = pack.nbytes(given, padded)
     page = torch.full((size + 2 * GUARD,), 0x55, dtype=torch.uint8)
-    step = pack.step(given, "sm_90a", padded, order, begin=16)
+    step = Pack().step(given, "sm_90a", padded, order, begin=16)
     assert step.pointers == (("x", 0), ("workspace", 16)) and step.overlaps
     begin = page.data_ptr() + GUARD
     assert begin % 16 == 0 and x.data_ptr() % 16 == 0
@@ -70,20 +71,23 @@ def test_each_number_is_in_its_place(columns, cols, padded, order, tmp_path_fact
     assert bool((page[:GUARD] == 0x55).all()) and bool((page[-GUARD:] == 0x55).all())
 
 
-def test_what_it_takes_and_how_large_it_is():
-    assert pack.takes(problem(64, 100)) and pack.takes(problem(64, 100, "bfloat16"))
-    assert not pack.takes(problem(64, 100, "float32"))
-    assert not pack.takes(problem(0, 100)) and not pack.takes(problem(64, 0))
+def test_how_large_it_is():
     assert pack.nbytes(problem(64, 100), 128) == 2 * 128 * 128
-    assert pack.step(problem(512, 4096), "sm_90a", 512).grid == (512, 1)
-    assert not pack.step(problem(64, 64), "sm_80", 64).overlaps
+    assert Pack().step(problem(512, 4096), "sm_90a", 512).grid == (512, 1)
+    assert not Pack().step(problem(64, 64), "sm_80", 64).overlaps
 
 
 @pytest.mark.parametrize("arch", ("sm_90a", "sm_80"))
 @pytest.mark.parametrize("order", (pack.FEATURES, pack.FRAGMENTS))
 def test_variants_compile(order, arch):
-    (spec,) = pack.variants(("float16", "bfloat16", "float32"), arch, (order,))
-    assert spec == pack.step(problem(64, 64), arch, 64, order).spec
+    spec = Pack().spec((), Pack.Variant(order), arch)
+    assert spec == Pack().step(problem(64, 64), arch, 64, order).spec
     made = compiled(spec, arch)
     assert not made.spilled and made.registers <= 40 and made.instructions < 400
-    assert pack.variants(("float32",), arch) == []
+
+
+def test_variants_are_of_two_byte_dtypes():
+    halves = Scope("bitmap", ("float16", "bfloat16", "float32"), "sm_90a")
+    (spec,) = Pack().specs((), halves, "sm_90a")
+    assert spec == Pack().step(problem(64, 64), "sm_90a", 64, pack.FRAGMENTS).spec
+    assert Pack().specs((), halves._replace(dtypes=("float32",)), "sm_90a") == []

@@ -5,10 +5,8 @@ import pytest
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse.formats import quantised_gpu as gpu
 from kernlib.families.sparse.lowering import choose
-from kernlib.families.sparse.lowering.quantised import KERNELS
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.jit import sources, targets
 from tests.families.sparse.lowering.test_bitmap import HALF, fixed, problem
 from tests.support.compiled_kernels import compiled
@@ -23,12 +21,13 @@ every_format = pytest.mark.parametrize("name", QUANTISED)
 @every_format
 def test_what_they_take(name):
     for columns in (1, 8, 16):
-        assert choose.takes(name, problem(columns=columns, largest=2624), "sm_90a")
-    others = (problem(columns=17), problem(columns=0), problem(dtype="float32"), problem(0))
-    for given in others:
-        assert not choose.takes(name, given, "sm_90a")
+        assert choose.takes(problem(columns=columns, largest=2624, name=name), "sm_90a")
+    others = ({"columns": 17}, {"columns": 0}, {"dtype": "float32"}, {"rows": 0})
+    for sizes in others:
+        given = problem(**sizes, name=name)
+        assert not choose.takes(given, "sm_90a")
         with pytest.raises(UnsupportedError, match=f"no {name} kernel multiplies"):
-            choose.lower(name, (), given, "sm_90a", 132)
+            choose.lower((), given, "sm_90a", 132)
 
 
 @every_format
@@ -38,18 +37,18 @@ def test_lowering_chooses_of_the_variants(name):
     for columns in (1, 2, 8, 9, 16):
         for cols in (16, 2048, 28672):
             for largest in (code.offset, code.offset + code.most):
-                given = problem(cols=cols, columns=columns, largest=largest)
-                lowered = choose.lower(name, EPILOGUE, given, "sm_90a", 132)
+                given = problem(cols=cols, columns=columns, largest=largest, name=name)
+                lowered = choose.lower(EPILOGUE, given, "sm_90a", 132)
                 assert all(step.spec in known for step in lowered.steps)
                 assert code.values in lowered.steps[0].spec.description
                 assert fixed(lowered.steps[0])["stages"] == 2  # a ring holds no fewer, and no more
-                ahead = choose.ahead(name, lowered, "sm_90a")
-                assert ahead.steps[0].overlaps
+                early = choose.lower(EPILOGUE, given._replace(frozen=True), "sm_90a", 132)
+                assert early.steps[0].overlaps and not lowered.steps[0].overlaps
 
 
 def test_16_bit_sources_say_nothing_of_codes():
     for spec in choose.variants("bitmap", EPILOGUE, HALF, "sm_90a"):
-        assert "CODES" not in spec.source and "int8" not in spec.description
+        assert "INT8" not in spec.source and "int8" not in spec.description
 
 
 def cases():
@@ -58,7 +57,7 @@ def cases():
     for arch in ARCHES:
         dtypes = HALF if arch == "sm_90a" else HALF[:1]
         for name in QUANTISED:
-            for spec in KERNELS[name].variants(EPILOGUE, dtypes, arch):
+            for spec in choose.variants(name, EPILOGUE, dtypes, arch):
                 found[f"{arch} {spec.description}"] = spec, arch
     return found
 
@@ -82,8 +81,8 @@ MOST = {"int8": 1520, "fp8": 1520, "int4": 1530}
 
 @pytest.mark.parametrize("codes", MOST)
 def test_decoding_takes_few_instructions(codes):
-    name = f"bitmap-{codes}"
-    lowered = choose.lower(name, (), problem(largest=2624), "sm_90a", 132)
+    given = problem(largest=2624, name=f"bitmap-{codes}")
+    lowered = choose.lower((), given, "sm_90a", 132)
     made = compiled(lowered.steps[0].spec, "sm_90a")
     assert made.instructions <= MOST[codes] and not made.spilled and made.registers <= 72
 
@@ -91,7 +90,7 @@ def test_decoding_takes_few_instructions(codes):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arch", slow_but(("sm_90a",), targets.SHARED_BYTES))
 def test_packing_kernels_compile_for_every_target(arch):
-    for code in QUANTISED.values():
-        for spec in gpu.specs(code):
+    for name in QUANTISED:
+        for spec in choose.codec_specs(name, (*HALF, "float32")):
             made = compiled(spec, arch)
             assert not made.spilled and not sources.system_includes(spec.source)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kernlib.families.sparse.formats import bitmap
-from kernlib.families.sparse.formats import bitmap_gpu as gpu
 from kernlib.families.sparse.formats import dense as dense_format
 from kernlib.families.sparse.formats import registry as formats
 from kernlib.families.sparse.formats.encoding import BITS
+from kernlib.families.sparse.lowering import choose
 from kernlib.jit import service
 from kernlib.runtime import devices
 from tests.gpu.watched import capture
@@ -31,7 +31,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def built():
     """The kernels, compiled side by side."""
     arch = devices.arch_of(torch.cuda.current_device())
-    specs = [spec for itemsize in gpu.ITEMSIZES for spec in gpu.specs(itemsize)]
+    specs = choose.codec_specs("bitmap", ("float16", "float32"))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda spec: service.build(spec, arch), specs))
 

@@ -8,7 +8,8 @@ import torch
 
 import kernlib as kl
 from kernlib import sparse
-from kernlib.families.sparse.lowering import bitmap_many as lowering
+from kernlib.families.sparse.kernels import bitmap_many as kernels
+from kernlib.families.sparse.lowering import choose
 from kernlib.runtime import devices
 
 BOUNDS = {torch.float16: 4e-4, torch.bfloat16: 3e-3}
@@ -19,11 +20,13 @@ every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def hopper():
     device = torch.cuda.current_device()
     arch = devices.arch_of(device)
-    if arch not in lowering.ARCHS:
-        pytest.skip(f"the kernel of many vectors is for {lowering.ARCHS}")
+    if arch not in kernels.ARCHS:
+        pytest.skip(f"the kernel of many vectors is for {kernels.ARCHS}")
     epilogue = (kl.Bias(), kl.Gelu())
     halves = ("float16", "bfloat16")
-    devices.build([s for e in ((), epilogue) for s in lowering.variants(e, halves, arch)], device)
+    devices.build(
+        [s for e in ((), epilogue) for s in choose.variants("bitmap", e, halves, arch)], device
+    )
 
 
 def matrix(rows, cols, density, dtype):

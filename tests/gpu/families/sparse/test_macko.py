@@ -9,9 +9,11 @@ import kernlib as kl
 from kernlib import ahead
 from kernlib.compat import macko as compat
 from kernlib.families.sparse.formats import macko as codec
-from kernlib.families.sparse.formats import macko_gpu as gpu
-from kernlib.families.sparse.lowering import macko as lowering
+from kernlib.families.sparse.kernels import macko as kernels
+from kernlib.families.sparse.kernels.macko import Macko
+from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
+from kernlib.lowering.kernel import Gpu
 from kernlib.runtime import devices
 from kernlib.runtime.sequence import Steps
 from tests.families.sparse.formats import macko_cases as cases
@@ -28,23 +30,24 @@ POISON = 777.0
 def problem(shape, columns, dtype, facts, strides=None) -> Problem:
     name = str(dtype).removeprefix("torch.")
     padded = -(-shape[1] // 8) * 8
-    return Problem(*shape, columns, name, padded, True, strides or (shape[0], 1), facts_of(facts))
+    sizes = *shape, columns, name, padded, True, strides or (shape[0], 1)
+    return Problem(*sizes, facts_of(facts), "macko")
 
 
 def lowered(given: Problem, ranges: bool | None, epilogue=()):
     """As the rule has it, or (``ranges``) with CTAs that divide entries, or rows."""
     arch, count = devices.arch_of(0), devices.model(0).multiprocessors
     if ranges is None:
-        return lowering.lower(epilogue, given, arch, count)
-    variant = lowering.variant_of(given, arch, ranges)
-    return lowering.launches(epilogue, given, arch, variant, count)
+        return choose.lower(epilogue, given, arch, count)
+    variant = kernels.variant_of(given, arch, ranges)
+    return Macko().launches(epilogue, given, Gpu(arch, count), variant)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built():
     arch, found = devices.arch_of(0), []
     for dtype in cases.DTYPES:
-        found += gpu.specs(dtype) + gpu.specs(dtype, True)
+        found += choose.codec_specs("macko", (str(dtype).removeprefix("torch."),))
         for (shape, _), columns, ranges in (
             (s, n, r) for s in SHAPES for n in VECTORS for r in (False, True)
         ):
@@ -125,7 +128,7 @@ def test_products(ranges, dtype, seed):
 
 def test_more_than_2_to_31_entries_by_their_row_ptr(seed, monkeypatch):
     monkeypatch.setattr(codec, "WIDE_FROM", 8)
-    monkeypatch.setattr(lowering, "WIDE_FROM", 8)
+    monkeypatch.setattr(kernels, "WIDE_FROM", 8)
     dense = cases.random(200, 3000, 0.2, device="cuda")
     tensors, facts = codec.encode(dense)
     assert tensors["row_ptr"].dtype == torch.int64

@@ -10,9 +10,9 @@ import torch
 
 import kernlib as kl
 from kernlib import sparse
-from kernlib.families.sparse.formats import quantised_gpu
-from kernlib.families.sparse.lowering import bitmap, choose
-from kernlib.families.sparse.lowering.value_codes import QUANTISED
+from kernlib.families.sparse.kernels import bitmap
+from kernlib.families.sparse.lowering import choose
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.families.sparse.matrix import rounded
 from kernlib.jit import service
 from kernlib.runtime import devices
@@ -30,8 +30,9 @@ every_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 def built():
     """The kernels without an epilogue, compiled side by side."""
     arch = devices.arch_of(torch.cuda.current_device())
-    specs = [spec for code in QUANTISED.values() for spec in quantised_gpu.specs(code)]
+    specs, dtypes = [], ("float16", "bfloat16", "float32")
     for name in QUANTISED:
+        specs += choose.codec_specs(name, dtypes)
         specs += choose.variants(name, (), ("float16", "bfloat16"), arch)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda spec: service.build(spec, arch), dict.fromkeys(specs)))

@@ -10,7 +10,7 @@ import torch
 import kernlib as kl
 from kernlib.families.sparse.formats import slices
 from kernlib.families.sparse.formats.tiling import Tiling
-from kernlib.families.sparse.lowering import slices as lowering
+from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.runtime import devices
 from kernlib.runtime.sequence import Steps
@@ -40,15 +40,15 @@ def vectors(columns, cols, dtype):
 
 def product(form, encoded, shape, x, epilogue=(), vector=(), numbers=None, out=None):
     """The product by this format's kernels."""
-    (tensors, facts), kernels = encoded, lowering.KERNELS[form.FORMAT]
+    tensors, facts = encoded
     if out is None:
         out = torch.full((x.shape[0], shape[0]), math.nan, dtype=x.dtype, device=x.device)
     dtype, strides = str(x.dtype).removeprefix("torch."), (out.stride(0), out.stride(1))
     sizes = (*shape, x.shape[0], dtype, x.stride(0), True, strides)
-    problem, device = Problem(*sizes, facts_of(facts)), x.device.index
+    problem, device = Problem(*sizes, facts_of(facts), form.FORMAT), x.device.index
     arch = devices.arch_of(device)
-    assert kernels.takes(problem, arch)
-    lowered = kernels.lower(epilogue, problem, arch, devices.model(device).multiprocessors)
+    assert choose.takes(problem, arch)
+    lowered = choose.lower(epilogue, problem, arch, devices.model(device).multiprocessors)
     given = {**tensors, "x": x, "out": out}
     given.update({f"vector{index}": each for index, each in enumerate(vector)})
     steps = Steps(lowered, tuple(given), x.device)

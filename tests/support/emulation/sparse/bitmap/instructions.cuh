@@ -61,6 +61,8 @@ inline int add_before_in_half(int sum) { return add_lanes_before(sum, 16); }
 
 inline Vector<u32, 2> load_two_words(u32 address) { return load_from<Vector<u32, 2>>(address); }
 
+inline void halves_of_e4m3(u32&, u32&, u32) { std::abort(); }
+
 inline void multiply_bytes(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto& words = words_of_lanes[warp];

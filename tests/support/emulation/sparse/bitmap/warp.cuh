@@ -5,3 +5,4 @@
 
 inline u32 uniform(u32 value) { return __shfl_sync(~0u, value, 0); }
 inline void keep(u32&) {}
+inline bool elect_lane() { return threadIdx.x % 32 == 0; }

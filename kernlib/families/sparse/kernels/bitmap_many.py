@@ -1,22 +1,24 @@
-"""The product of a bitmap matrix with many vectors: pack.cuh, bitmap/many.cuh, and sum.cuh behind
-them where tiles are cut along the columns."""
+"""The product of a bitmap matrix with many vectors: pack.cuh, bitmap/many.cuh or bitmap/pairs.cuh,
+and sum.cuh behind them where tiles are cut along the columns."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.lowering import pack
-from kernlib.families.sparse.lowering import sum as last
-from kernlib.families.sparse.lowering.problem import Problem
+from kernlib.families.sparse.kernels import pack
+from kernlib.families.sparse.kernels.pack import Pack
+from kernlib.families.sparse.kernels.sum import Sum
+from kernlib.families.sparse.lowering.problem import Problem, Scope
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.fields import Fields
-from kernlib.lowering.names import named
-from kernlib.lowering.steps import Lowered, Step
+from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 
 ARCHS = ("sm_90a",)
@@ -30,7 +32,7 @@ SLOT_TAIL = 16  # bytes behind a chunk: up to 12 are read for nothing, 8 are a b
 FEW_WARPS = 1.1  # times as long as with 16 warps a chunk takes, as they wait for its values
 MAX_SLOTS, RING_OFFSET = 8, 128
 MOST_SIZE = 2**31 - 1 - CHUNK_COLUMNS  # most rows and columns: they are counted by 32 bits
-POINTERS = 5
+OPERANDS = ("data", "offsets", "x", "out", "sums")  # x and sums lie in the workspace
 FIXED = Fields((
     "i64 rows", "i64 out_vector_stride", "i64 out_row_stride",
     "i64 cut_rows",       # rows of the tiles that are cut
@@ -94,15 +96,121 @@ class Cut(NamedTuple):
     cost: float
 
 
-def takes(problem: Problem, arch: str) -> bool:
-    """Whether the kernel computes a problem."""
-    if arch not in ARCHS or problem.dtype not in ("float16", "bfloat16"):
-        return False
-    if not LEAST_COLUMNS <= problem.columns <= MOST_COLUMNS or 0 in (problem.rows, problem.cols):
-        return False
-    if max(problem.rows, problem.cols) > MOST_SIZE:
-        return False
-    return tile_of(problem, arch) is not None
+class BitmapMany(Kernel):
+    """Multiplies by tiles of up to 64 vectors."""
+
+    role = "product"
+    name = "bitmap many"
+    header = "sparse/bitmap/many.cuh"
+    entry = "sparse_bitmap_many"
+    formats = ("bitmap",)
+    tiles: ClassVar[tuple[Tile, ...]] = NARROW
+
+    class Variant(NamedTuple):
+        """Everything that code generation chooses besides the epilogue."""
+
+        dtype: str
+        tile: Tile
+
+    def takes(self, problem: Problem, arch: str) -> bool:
+        """Whether the kernel computes a problem."""
+        if arch not in ARCHS or problem.dtype not in ("float16", "bfloat16"):
+            return False
+        if not LEAST_COLUMNS <= problem.columns <= MOST_COLUMNS:
+            return False
+        if 0 in (problem.rows, problem.cols) or max(problem.rows, problem.cols) > MOST_SIZE:
+            return False
+        return tile_of(problem, arch) in self.tiles
+
+    def launch(
+        self,
+        epilogue: tuple[Epilogue, ...],
+        problem: Problem,
+        gpu: Gpu,
+        choice: Mapping[str, Any],
+    ) -> Lowered:
+        """The launches of a problem."""
+        tile, arch = tile_of(problem, *gpu), gpu.arch
+        row_tiles, n_tiles, kchunks = _grid(tile, problem)
+        padded, cut = n_tiles * tile.columns, cut_of(tile, problem, gpu.multiprocessors)
+        first_cut_row = min(problem.rows, cut.whole // n_tiles * tile.rows)
+        cut_rows = problem.rows - first_cut_row
+        x_bytes = round_up(pack.nbytes(problem, padded), 1024)
+        part_chunks, longer = divmod(kchunks, cut.parts)
+        fixed = FIXED.pack(
+            rows=problem.rows,
+            out_vector_stride=problem.out_strides[0],
+            out_row_stride=problem.out_strides[1],
+            cut_rows=cut_rows,
+            first_cut_row=first_cut_row,
+            columns=problem.columns,
+            kchunks=kchunks,
+            slabs=ceil_div(problem.rows, CHUNK_ROWS),
+            depth_blocks=pack.blocks(problem),
+            padded=padded,
+            row_tiles=row_tiles,
+            n_tiles=n_tiles,
+            whole_tiles=cut.whole,
+            parts=cut.parts,
+            part_chunks=part_chunks,
+            longer_parts=longer,
+            slots=_slots(problem, tile, arch),
+            slot_bytes=_slot(problem),
+            unused=0,
+        )
+        ctas = cut.whole + (row_tiles * n_tiles - cut.whole) * cut.parts
+        main = Step(
+            self.spec(epilogue, self.Variant(problem.dtype, tile), arch),
+            (round_up(ctas, 2) if tile.pairs else ctas, 1),
+            fixed,
+            text.pointers(OPERANDS, epilogue),
+            text.scalar_count(epilogue),
+            overlaps=True,
+        ).placed({"x": (WORKSPACE, 0), "sums": (WORKSPACE, x_bytes)})
+        packed = Pack().step(problem, arch, padded, pack.FRAGMENTS)
+        steps = [packed._replace(overlaps=problem.frozen), main]
+        if cut.parts == 1 or tile.pairs:
+            return Lowered(tuple(steps), x_bytes)
+        steps.append(_sum(epilogue, problem, arch, cut.parts, x_bytes, first_cut_row))
+        return Lowered(tuple(steps), x_bytes + 4 * cut.parts * problem.columns * cut_rows)
+
+    def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
+        """In half types."""
+        return {
+            "dtype": scope.halves.dtypes if scope.arch in ARCHS else (),
+            "tile": self.tiles,
+        }
+
+    def specs(self, epilogue: tuple[Epilogue, ...], scope: Scope, arch: str) -> list[KernelSpec]:
+        """The specifications of all variants of a scope, and of what packs x before them."""
+        every = super().specs(epilogue, scope, arch)
+        return every + Pack().specs(epilogue, scope, arch) if every else []
+
+    def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
+        """The specification of a tile."""
+        dtype, tile = variant
+        facts = {
+            **text.facts(dtype, dtype, epilogue),
+            "WARPGROUPS": tile.warpgroups,
+            "COLUMNS": tile.columns,
+            "X_STAGES": tile.stages,
+            "PAIRS": tile.pairs,
+            "PARAMETER_BYTES": text.parameters(len(OPERANDS), FIXED.format, epilogue).size,
+        }
+        product = multiply(dtype, tile.columns, True)
+        texts = FIXED.text(), text.typed_finish(epilogue), product
+        source = self.source(facts, *texts, includes=("common/math.cuh",))
+        words = [f"rows={tile.rows}", f"vectors={tile.columns}"]
+        shared = targets.SHARED_BYTES[arch]
+        return self.named_spec(source, tile.threads, shared, dtype, words, epilogue)
+
+
+class BitmapPairs(BitmapMany):
+    """Multiplies by wider tiles, whose parts two CTAs of a cluster compute."""
+
+    name = "bitmap pairs"
+    header = "sparse/bitmap/pairs.cuh"
+    tiles = WIDE
 
 
 def tile_of(problem: Problem, arch: str, multiprocessors: int = 132) -> Tile | None:
@@ -132,59 +240,6 @@ def _slot(problem: Problem) -> int:
     return round_up(problem.fact("largest") + SLOT_TAIL, 128)
 
 
-def lower(
-    epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, multiprocessors: int
-) -> Lowered:
-    """The launches of a call that :func:`takes` says yes to."""
-    tile = tile_of(problem, arch, multiprocessors)
-    row_tiles, n_tiles, kchunks = _grid(tile, problem)
-    padded, cut = n_tiles * tile.columns, cut_of(tile, problem, multiprocessors)
-    first_cut_row = min(problem.rows, cut.whole // n_tiles * tile.rows)
-    cut_rows = problem.rows - first_cut_row
-    x_bytes = round_up(pack.nbytes(problem, padded), 1024)
-    part_chunks, longer = divmod(kchunks, cut.parts)
-    values = FIXED.values(
-        rows=problem.rows,
-        out_vector_stride=problem.out_strides[0],
-        out_row_stride=problem.out_strides[1],
-        cut_rows=cut_rows,
-        first_cut_row=first_cut_row,
-        columns=problem.columns,
-        kchunks=kchunks,
-        slabs=ceil_div(problem.rows, CHUNK_ROWS),
-        depth_blocks=pack.blocks(problem),
-        padded=padded,
-        row_tiles=row_tiles,
-        n_tiles=n_tiles,
-        whole_tiles=cut.whole,
-        parts=cut.parts,
-        part_chunks=part_chunks,
-        longer_parts=longer,
-        slots=_slots(problem, tile, arch),
-        slot_bytes=_slot(problem),
-        unused=0,
-    )
-    pointers = (
-        ("data", 0), ("offsets", 0), ("workspace", 0), ("out", 0), ("workspace", x_bytes),
-        *text.vector_pointers(epilogue),
-    )  # fmt: skip
-    ctas = cut.whole + (row_tiles * n_tiles - cut.whole) * cut.parts
-    grid = (round_up(ctas, 2) if tile.pairs else ctas, 1)
-    main = Step(
-        spec(epilogue, problem.dtype, tile, arch),
-        grid,
-        _parameters(epilogue).pack(*values),
-        pointers,
-        text.scalar_count(epilogue),
-        overlaps=True,
-    )
-    steps = [pack.step(problem, arch, padded, pack.FRAGMENTS)._replace(overlaps=False), main]
-    if cut.parts == 1 or tile.pairs:
-        return Lowered(tuple(steps), x_bytes)
-    steps.append(_sum(epilogue, problem, arch, cut.parts, x_bytes, first_cut_row))
-    return Lowered(tuple(steps), x_bytes + 4 * cut.parts * problem.columns * cut_rows)
-
-
 def _sum(
     epilogue: tuple[Epilogue, ...],
     problem: Problem,
@@ -196,7 +251,7 @@ def _sum(
     """The launch that adds up the rows of tiles that are cut."""
     item = DTYPES[problem.dtype].bytes
     rest = problem._replace(rows=problem.rows - first_row)
-    step = last.step(epilogue, rest, arch, parts, begin)
+    step = Sum().step(epilogue, rest, arch, parts, begin)
     begins = {"workspace": 0, "out": first_row * problem.out_strides[1] * item}
     pointers = tuple((name, at + begins.get(name, first_row * item)) for name, at in step.pointers)
     return step._replace(pointers=pointers)
@@ -225,49 +280,3 @@ def cut_of(tile: Tile, problem: Problem, multiprocessors: int) -> Cut:
     cuts = [Cut(tiles, 1, cost(tiles, 1))]
     cuts += [Cut(whole, parts, cost(whole, parts)) for parts in range(2, most + 1)]
     return min(cuts, key=lambda cut: (cut.cost, cut.parts))
-
-
-def ahead(step: Step) -> Step:
-    """The first launch, of a frozen matrix."""
-    return step._replace(overlaps=True)
-
-
-def _parameters(epilogue: tuple[Epilogue, ...]):
-    return text.parameters(POINTERS, FIXED.format, epilogue)
-
-
-def spec(epilogue: tuple[Epilogue, ...], dtype: str, tile: Tile, arch: str) -> KernelSpec:
-    """The KernelSpec of a tile."""
-    source = f"""{text.preamble(dtype, dtype, epilogue)}
-constexpr int WARPGROUPS = {tile.warpgroups};
-constexpr int COLUMNS = {tile.columns};
-constexpr int X_STAGES = {tile.stages};
-constexpr int PARAMETER_BYTES = {_parameters(epilogue).size};
-#define COPY_ENGINE 1
-#define PAIRS {int(tile.pairs)}
-
-{multiply(dtype, tile.columns, True)}
-{FIXED.text()}
-#include "sparse/bitmap/many.cuh"
-"""
-    words = [f"rows={tile.rows}", f"vectors={tile.columns}"]
-    description = " ".join(["sparse bitmap many", dtype, *words, *map(str, epilogue)])
-    threads, shared = tile.threads, targets.SHARED_BYTES[arch]
-    entry = "sparse_bitmap_many"
-    kernel = KernelSpec("sparse", source, entry, threads, shared, description=description)
-    return named(kernel, dtype, *words, epilogue=epilogue)
-
-
-def variants(
-    epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
-) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose."""
-    if arch not in ARCHS:
-        return []
-    specs = [
-        spec(epilogue, dtype, tile, arch)
-        for dtype in dtypes
-        if DTYPES[dtype].bytes == 2
-        for tile in TILES
-    ]
-    return [*specs, *pack.variants(dtypes, arch, (pack.FRAGMENTS,))] if specs else []

@@ -1,110 +1,23 @@
-// Counts the codes of each (panel, row) of the formats u8, u4 and u2, or writes them: a warp each.
-// Both read the dense matrix once; to write u2, a warp counts first, and finds its row in L1 again.
+// Writes the codes of each (panel, row) of the formats u8, u4 and u2: a warp each. To write u2 it
+// counts first, and finds its row in L1 again.
 //
 // Floor: the bytes of the dense matrix, and of what is written, over the bandwidth of memory.
 //
-// The generated source defines before it includes this file:
-//   BitsT              unsigned, as wide as an element
-//   RowT               storage of rows, as unsigned
-//   STEP_BITS          8, 4 or 2
-//   ACTION_COUNT or ACTION_WRITE
-//   PARAMETER_BYTES    what lowering makes of Parameters
+// Facts and struct Fixed: class Write of kernlib/families/sparse/kernels/codecs/slices.py.
 #pragma once
 
-#include "common/types.cuh"
-#include "sparse/slices/codes.cuh"
+#include "sparse/slices/walk.cuh"
 
-constexpr int AHEAD = 8;  // blocks of 32 columns that are read at a time
+using RowT = Config::RowT;  // storage of rows, as unsigned
 
-struct Fixed {
-    i64 row_stride, column_stride;
-    u32 lines, cols, width, panels;  // lines of the matrix
-    u32 slices;  // of a panel
-    u32 parts;   // into which the codes of a lane are cut
-};
-
-// Laid out by kernlib/families/sparse/formats/slices_gpu.py.
-#ifdef ACTION_COUNT
-struct Addresses {
-    const BitsT* dense;
-    int* lengths;  // (panel, row)
-};
-#else
-struct Addresses {
+struct Pointers {
     const BitsT* dense;
     const int* offsets;
     RowT* rows;  // of each slice, and behind them the columns where parts begin, which are written
     unsigned char* data;
 };
-#endif
-struct Parameters : Addresses, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
-
-// Codes before an entry's own for a step.
-__device__ __forceinline__ u32 extra_codes(u32 step) {
-    return step > LONGEST_STEP ? (step - 1) / LONGEST_STEP : 0;
-}
-
-// The codes of a row in a panel, and the column of its last entry.
-struct Walked {
-    u32 codes, last;
-};
-
-// Calls take(code, column, step, bits) for each entry of a row in a panel by the lane that read it,
-// with the number of its code.
-template <class Take>
-__device__ __forceinline__ Walked walk(const Parameters& p, i64 row, u32 panel, const Take& take) {
-    u32 lane = threadIdx.x % 32, first = panel * p.width, count = min(p.width, p.cols - first);
-    const BitsT* from = p.dense + row * p.row_stride + i64(first) * p.column_stride;
-    // Before the next block of columns: codes, and of the last entry the column.
-    u32 codes = 0, last = 0u - LEAST_STEP;
-    for (u32 begin = 0; begin < count; begin += 32 * AHEAD) {
-        BitsT bits[AHEAD];
-#pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            u32 column = begin + 32 * k + lane;
-            bits[k] = column < count ? from[i64(column) * p.column_stride] : BitsT(0);
-        }
-#pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            bool entry = BitsT(bits[k] << 1) != 0;  // neither 0.0 nor -0.0
-            u32 set = __ballot_sync(~0u, entry), below = set & ((1u << lane) - 1);
-            if (set == 0) continue;
-            u32 block = begin + 32 * k, before = below ? block + 31 - __clz(below) : last;
-            u32 step = block + lane - before, extra = extra_codes(block + __ffs(set) - 1 - last);
-            u32 code = codes + extra + __popc(below);
-            codes += extra + __popc(set);
-            if constexpr (LONGEST_STEP < 31) {  // entries of a block may be as far from each other
-                u32 own = entry && below ? extra_codes(step) : 0, to_here = ~0u >> (31 - lane);
-#pragma unroll
-                for (u32 bit = 1; bit <= 30 / LONGEST_STEP; bit *= 2) {
-                    u32 having = __ballot_sync(~0u, own & bit);
-                    code += bit * __popc(having & to_here);
-                    codes += bit * __popc(having);
-                }
-            }
-            if (entry) take(code, block + lane, step, u32(bits[k]));
-            last = block + 31 - __clz(set);
-        }
-    }
-    return {codes, last};
-}
-
-struct Ignore {
-    __device__ __forceinline__ void operator()(u32, u32, u32, u32) const {}
-};
-
-#ifdef ACTION_COUNT
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-sparse_slices_count(const __grid_constant__ Parameters p) {
-    i64 line = i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
-    if (line >= i64(p.panels) * p.lines) return;
-    u32 codes = walk(p, line % p.lines, u32(line / p.lines), Ignore()).codes;
-    if (threadIdx.x % 32 == 0) p.lengths[line] = int(codes);
-}
-
-#else
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Says where those parts begin whose first codes lie behind code `before`, up to code `last`.
 // `column` is that of code `before`, and `left` the bits of the steps behind it. This is a call,
@@ -186,5 +99,3 @@ sparse_slices_write(const __grid_constant__ Parameters p) {
         take.start_parts(last, int(length) - 1, column, 0);
     }
 }
-
-#endif
