@@ -19,7 +19,6 @@
 //   UNROLL, BLOCKS         points unrolled; CTAs of a multiprocessor
 #pragma once
 
-constexpr int TILE = 64;
 
 #include "pairwise/gradient/parameters.cuh"
 #include "pairwise/operand.cuh"

@@ -15,14 +15,14 @@ from typing import NamedTuple
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import (
+from kernlib.families.pairwise.lowering.finish import finish_double, takes_powers
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import (
     EXPONENT_STAGES,
     inner_codes,
     scalar_count,
     short,
 )
-from kernlib.families.pairwise.lowering.finish import finish_double, takes_powers
-from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
@@ -256,7 +256,7 @@ def pack_spec(centred: bool) -> KernelSpec:
 
 def _head(parameters: Parameters, centred: bool) -> str:
     return f"""#include "common/types.cuh"
-
+struct Config {{ using InputT = double; using AccT = double; }};
 using InputT = double;
 using AccT = double;
 

@@ -12,10 +12,11 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, MAX_TILES
 from kernlib.families.pairwise.lowering.layout import Layout, access
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, MAX_TILES, types
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import config
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, outputs
 from kernlib.lowering.names import named
@@ -248,7 +249,9 @@ def shared_bytes(variant: Variant) -> int:
 def source(variant: Variant) -> str:
     """The generated CUDA text: a few defines and one include."""
     return f"""#include "common/types.cuh"
+#include "pairwise/access.cuh"
 
+{config.text({**types(variant.dtype), "TILE": TILE})}
 using InputT = {DTYPES[variant.dtype].cuda};
 using AccT = {DTYPES[variant.dtype].sums.cuda};
 using OutputT = {DTYPES[variant.out_dtype].cuda};

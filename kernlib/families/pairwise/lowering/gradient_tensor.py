@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, MAX_TILES
 from kernlib.families.pairwise.lowering.gradient import (
     O_TILES,
     Problem,
@@ -19,8 +18,10 @@ from kernlib.families.pairwise.lowering.gradient import (
     workspace,
 )
 from kernlib.families.pairwise.lowering.layout import access
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, MAX_TILES, types
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import config
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
@@ -216,6 +217,7 @@ def source(variant: Variant) -> str:
     lines = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
     return f"""#include "common/types.cuh"
 
+{config.text(types("float32"))}
 using OutputT = {DTYPES[variant.out_dtype].cuda};
 
 constexpr bool SINGLE = {str(variant.columns == 0).lower()};

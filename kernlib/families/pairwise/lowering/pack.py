@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, Problem
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, Problem, types
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import config
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
 from kernlib.lowering.names import named
@@ -184,7 +185,11 @@ def _reads_vectors(layout: Layout, dtype: str) -> bool:
 def gated(spec: KernelSpec) -> KernelSpec:
     """A direct kernel, for the case that the gate is open to it."""
     name = f"{spec.entry}_gated"
-    source = f"#define GATED {DOUBTFUL}\n{spec.source.replace(spec.entry, name, 1)}"
+    source = spec.source.replace(spec.entry, name, 1)
+    if "int GATED = 0;" in source:
+        source = source.replace("int GATED = 0;", f"int GATED = {DOUBTFUL};", 1)
+    else:
+        source = f"#define GATED {DOUBTFUL}\n{source}"
     return spec._replace(entry=name, source=source, description=f"{spec.description} gated")
 
 
@@ -216,10 +221,11 @@ constexpr int COPIES = {variant.copies};
     return named(made, words.removeprefix("pairwise split pack"))
 
 
-def constants(dtype: str, difference: bool, parameter_bytes: int) -> str:
+def constants(dtype: str, difference: bool, parameter_bytes: int, **facts) -> str:
     """What each of the sources begins with."""
     return f"""#include "common/types.cuh"
-
+{'#include "pairwise/terms.cuh"' if "Term" in facts else ""}
+{config.text({**types(dtype), **facts})}
 using InputT = {DTYPES[dtype].cuda};
 using AccT = float;
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack, product_source
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.families.pairwise.lowering.product_source import FIXED, FOLD_POINTS, PACK_PARAMETERS
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.lowering.split import ARCH

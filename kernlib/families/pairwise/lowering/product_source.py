@@ -5,8 +5,8 @@ from __future__ import annotations
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
 from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
+from kernlib.families.pairwise.lowering.problem import inner_codes, scalar_count, short, terms
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.lowering.wide import TILE_N, Variant, exponent_of
 from kernlib.jit.spec import KernelSpec
@@ -52,7 +52,9 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     parameters = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars)
     operation = "Difference" if descriptor.operator == "difference" else "Dot"
     of_points = "" if variant.features else multiply("float16", TILE_N, False)
-    return f"""{pack.constants(variant.dtype, difference, parameters.size)}
+    facts = terms(descriptor, variant)
+    head = pack.constants(variant.dtype, difference, parameters.size, **facts)
+    return f"""{head}
 #include "pairwise/reduce/math.cuh"
 
 constexpr int WARPGROUPS = {variant.warpgroups};

@@ -14,7 +14,9 @@ import struct
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.direct import (
+from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
+from kernlib.families.pairwise.lowering.layout import Layout, access
+from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
     EXPONENT_STAGES,
     MAX_BATCH_BLOCKS,
@@ -25,8 +27,6 @@ from kernlib.families.pairwise.lowering.direct import (
     shared_bytes,
     short,
 )
-from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
-from kernlib.families.pairwise.lowering.layout import Layout, access
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -342,7 +342,20 @@ def head(descriptor: Pairwise, made: Variant, own: str) -> str:
     """The text ahead of the include: what all reductions define, what is a kind's ``own``, and
     ``Finish``."""
     operation = "Dot" if descriptor.operator == "dot" else "Difference"
+    from kernlib.families.pairwise.lowering.problem import accesses, terms, types
+    from kernlib.lowering import config
+
+    facts = {
+        **types(made.dtype),
+        **terms(descriptor, made),
+        **accesses(ACCESS_A=made.access_a, ACCESS_B=made.access_b),
+        "TILE": BIG_TILE,
+        "LONG_K": made.long_k,
+    }
     return f"""#include "common/types.cuh"
+#include "pairwise/access.cuh"
+#include "pairwise/terms.cuh"
+{config.text(facts)}
 #include "pairwise/reduce/math.cuh"
 
 using InputT = {DTYPES[made.dtype].cuda};
@@ -370,9 +383,7 @@ constexpr int STAGE = {stage};
 
 def tile_text(made: Variant) -> str:
     """What the kinds with tiles define."""
-    return f"""constexpr int TILE = {BIG_TILE};
-constexpr bool LONG_K = {str(made.long_k).lower()};
-
+    return f"""
 #define ACCESS_A Access::{made.access_a}
 #define ACCESS_B Access::{made.access_b}
 """

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import direct, pack
-from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.kernels.direct import DIRECT
+from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering.finish import finish, is_norm, outer_kinds
 from kernlib.families.pairwise.lowering.pack import (
     DOUBTFUL,
@@ -34,10 +34,18 @@ from kernlib.families.pairwise.lowering.pack import (
     view,
     workspace,
 )
+from kernlib.families.pairwise.lowering.problem import (
+    Call,
+    Problem,
+    Scope,
+    scalar_count,
+    short,
+)
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS, outputs
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
@@ -151,8 +159,8 @@ def lower(
     choice: Mapping[str, object] | None = None,
 ) -> Lowered:
     """The launches of a call that :func:`takes`; their pointers name "a", "b" and "out" of the
-    caller. Raises UnsupportedError as :func:`kernlib.families.pairwise.lowering.direct.lower`
-    does."""
+    caller. Raises UnsupportedError as the launch of
+    :class:`kernlib.families.pairwise.kernels.direct.Direct` does."""
     given, names = problem, ("a", "b")
     if problem.out.rows == 1 and problem.out.columns != 1:
         problem, names = problem.transposed(), ("b", "a")
@@ -172,7 +180,7 @@ def specs(
     descriptor: Pairwise, problem: Problem, arch: str, multiprocessors: int, precision: str
 ) -> list[KernelSpec]:
     """The specs that :func:`lower` takes for a call."""
-    strides = (0,) * direct.scalar_count(descriptor)
+    strides = (0,) * scalar_count(descriptor)
     return lower(descriptor, problem, arch, multiprocessors, strides, precision).specs
 
 
@@ -199,9 +207,9 @@ def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[K
     found = [spec(descriptor, variant, difference) for variant in made]
     found += [centre_spec(kind[0], difference) for kind in kinds]
     found += [pack_spec(variant, difference) for variant in made]
-    square = "#define INNER Square\n" if difference else ""
+    square = "using Inner = Square;" if difference else ""
     known = [dtype for dtype in dtypes if dtype in FLOAT_SUMS]
-    whole = direct.variants(descriptor, arch, tuple(known)) if known else []
+    whole = DIRECT.specs(descriptor, Scope(tuple(known), arch), arch) if known else []
     found += [gated(each) for each in whole if square in each.source]
     return sorted(dict.fromkeys(found), key=lambda each: each.source)
 
@@ -229,14 +237,15 @@ def _main_step(
             place.doubtful, place.packed_a, place.packed_b, place.a_info, place.b_info,
         )),
     )  # fmt: skip
-    scalars = direct.scalar_count(descriptor)
+    scalars = scalar_count(descriptor)
     made = spec(descriptor, variant, is_difference(descriptor, problem))
     return Step(made, (min(tiles, multiprocessors), 1), fixed, pointers, scalars)
 
 
 def _direct_step(descriptor, problem, arch, multiprocessors, strides, place: Workspace) -> Step:
     """The direct kernel behind the gate, by as many CTAs as run at a time."""
-    (step,) = direct.lower(descriptor, problem, arch, multiprocessors, strides).steps
+    call, gpu = Call(descriptor, problem, tuple(strides)), Gpu(arch, multiprocessors)
+    (step,) = DIRECT.launch(descriptor, call, gpu, DIRECT.default(call, gpu)).steps
     grid = (min(step.grid[0], 2 * multiprocessors), step.grid[1])
     return gated_step(step, place)._replace(grid=grid)
 
@@ -271,14 +280,16 @@ def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec
         variant.shared_bytes,
         description=f"{descriptor.describe()} {_describe(variant)}",
     )
-    words = (*direct.short(descriptor), _describe(variant))
+    words = (*short(descriptor), _describe(variant))
     return named(made, *words, epilogue=descriptor.epilogue)
 
 
 def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     """The generated CUDA text of the products."""
-    scalars = direct.scalar_count(descriptor)
-    return f"""{constants(variant.dtype, difference, _parameters(scalars).size)}
+    scalars = scalar_count(descriptor)
+    norm = {"Inner": "Square", "Term": "Difference<Square>"}
+    norm["BY_NORM"] = is_norm(descriptor, variant)
+    return f"""{constants(variant.dtype, difference, _parameters(scalars).size, **norm)}
 #include "common/math.cuh"
 #include "pairwise/split/root.cuh"
 

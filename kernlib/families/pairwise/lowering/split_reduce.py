@@ -16,8 +16,8 @@ from typing import NamedTuple
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
 from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm, lists
+from kernlib.families.pairwise.lowering.problem import inner_codes, scalar_count, short, terms
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
 from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
@@ -234,7 +234,9 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     if variant.kept:
         text += lists(variant.kept, WAITING, LISTS * variant.rows, variant.largest)
         text += '#include "pairwise/topk/nearest.cuh"\n'
-    return f"""{pack.constants(variant.dtype, difference, parameters.size)}
+    facts = terms(descriptor, variant)
+    head = pack.constants(variant.dtype, difference, parameters.size, **facts)
+    return f"""{head}
 #include "pairwise/reduce/math.cuh"
 
 constexpr int WARPGROUPS = {variant.warpgroups};

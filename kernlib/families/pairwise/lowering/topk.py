@@ -19,14 +19,14 @@ from typing import NamedTuple
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack, reduce
 from kernlib.families.pairwise.lowering import split_reduce as products
-from kernlib.families.pairwise.lowering.direct import (
+from kernlib.families.pairwise.lowering.finish import lists, order
+from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
     MAX_BATCH_BLOCKS,
     THREADS,
     scalar_count,
     short,
 )
-from kernlib.families.pairwise.lowering.finish import lists, order
 from kernlib.families.pairwise.lowering.reduce import OPERANDS, Problem
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec

@@ -11,7 +11,7 @@ import pytest
 import kernlib as kl
 from kernlib.families.pairwise.lowering import double
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from tests.families.pairwise.lowering.cases import problem as of_type

@@ -9,7 +9,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise.lowering import pack, points_source
 from kernlib.families.pairwise.lowering import points as lowering
-from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.families.pairwise.reductions import arguments, fused
 from kernlib.jit import targets
 from kernlib.lowering import division

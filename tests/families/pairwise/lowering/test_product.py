@@ -8,8 +8,8 @@ import kernlib as kl
 from kernlib.families.pairwise.lowering import pack, product
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering import wide as variants
-from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.jit import targets
 from tests.families.pairwise.lowering.cases import constant
 from tests.families.pairwise.lowering.cases import problem as of_columns

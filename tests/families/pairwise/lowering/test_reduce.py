@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.lowering import problem as direct
 from kernlib.families.pairwise.lowering import reduce as lowering
-from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.jit import targets
 from kernlib.lowering import division

@@ -5,9 +5,10 @@ import struct
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import direct, split
-from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.lowering import problem as direct
+from kernlib.families.pairwise.lowering import split
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Problem
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import stem

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import kernlib as kl
 from kernlib.families.pairwise.lowering import split_reduce as products
 from kernlib.families.pairwise.lowering import topk as lowering
-from kernlib.families.pairwise.lowering.direct import scalar_count
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import sources, targets
 from kernlib.lowering import division
