@@ -4,12 +4,12 @@
 #pragma once
 
 #include "common/math.cuh"
-#ifdef BY_NORM
+#ifdef NORMS
 #include "pairwise/mend.cuh"
 #endif
 #include "pairwise/split/parameters.cuh"
 
-#ifdef BY_NORM
+#ifdef NORMS
 constexpr bool NORM = true;
 #else
 constexpr bool NORM = false;
@@ -36,7 +36,7 @@ __device__ __forceinline__ float sum_directly(const Parameters& p, i64 l, i64 m,
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-#ifdef BY_NORM
+#ifdef NORMS
     if (Range(2.0f, p.k).excludes(float(sum))) {
         // By float's root, in units of 2^100 or 2^-100.
         bool small = sum < 1.0;

@@ -32,7 +32,7 @@ __device__ __forceinline__ float scaled_sum(float product, float left, float rig
 
 // Whether a sum computed as `value` needs another, direct, computation.
 __device__ __forceinline__ bool is_doubtful(float value, float norms) {
-#ifdef BY_NORM
+#ifdef NORMS
     return !(value >= fmaf(TAU, norms, LEAST_SQUARES));
 #else
     return DIFFERENCE ? !(value >= TAU * norms) : value != value;

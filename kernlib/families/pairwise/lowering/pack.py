@@ -186,10 +186,7 @@ def gated(spec: KernelSpec) -> KernelSpec:
     """A direct kernel, for the case that the gate is open to it."""
     name = f"{spec.entry}_gated"
     source = spec.source.replace(spec.entry, name, 1)
-    if "int GATED = 0;" in source:
-        source = source.replace("int GATED = 0;", f"int GATED = {DOUBTFUL};", 1)
-    else:
-        source = f"#define GATED {DOUBTFUL}\n{source}"
+    source = source.replace("int GATED = 0;", f"int GATED = {DOUBTFUL};", 1)
     return spec._replace(entry=name, source=source, description=f"{spec.description} gated")
 
 
@@ -221,11 +218,14 @@ constexpr int COPIES = {variant.copies};
     return named(made, words.removeprefix("pairwise split pack"))
 
 
-def constants(dtype: str, difference: bool, parameter_bytes: int, **facts) -> str:
+def constants(dtype: str, difference: bool, parameter_bytes: int, fixed="", **facts) -> str:
     """What each of the sources begins with."""
     return f"""#include "common/types.cuh"
 {'#include "pairwise/terms.cuh"' if "Term" in facts else ""}
+{'#include "pairwise/reduce/kinds.cuh"' if "Reducer" in facts else ""}
+{'#include "pairwise/view.cuh"' if fixed else ""}
 {config.text({**types(dtype), **facts})}
+{fixed}
 using InputT = {DTYPES[dtype].cuda};
 using AccT = float;
 

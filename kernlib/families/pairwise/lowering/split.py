@@ -305,7 +305,7 @@ constexpr int SCALARS = {scalars};
 constexpr int DYNAMIC_BYTES = {variant.shared_bytes};
 #define PROMOTE {variant.promote}
 #define GATED {DOUBTFUL}
-{"#define BY_NORM" * is_norm(descriptor, variant)}
+{"#define NORMS" * is_norm(descriptor, variant)}
 
 {multiply("float16", variant.columns, False)}
 {finish(descriptor, variant, root="square_root")}
