@@ -4,6 +4,7 @@ in registers, of any number by the main loop of :mod:`kernlib.families.pairwise.
 from __future__ import annotations
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import reduce as parts
 from kernlib.families.pairwise.lowering.finish import finish_reduced, takes_powers
 from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
@@ -25,7 +26,6 @@ from kernlib.families.pairwise.lowering.reduce import (
     fields,
     fixed_parameters,
     shared,
-    small_cut,
     stage_of,
     sums_of,
     variant,
@@ -124,7 +124,7 @@ def lower(
     if made.k:
         work = work_of(descriptor, problem, made, multiprocessors)
         most = min(made.rows, most_rows or made.rows)
-        cut = small_cut(work, most, per_split, fixed=rows is not None)
+        cut = parts.small_cut(work, most, per_split, fixed=rows is not None)
         made = made._replace(rows=cut.rows, partners=cut.partners)
         row_blocks, per_split = work.row_blocks(cut), cut.per_split
     else:
