@@ -1,6 +1,6 @@
 """From a pair gradient and the layout of its tensors to a KernelSpec, a grid and parameters.
 
-Pure arithmetic on plain data, as in :mod:`kernlib.families.pairwise.lowering.direct`. This is the
+Pure arithmetic on plain data, as in :mod:`kernlib.families.pairwise.kernels.direct`. This is the
 kernel of the FP32 and FP64 lanes, which takes every problem; that of the tensor cores is
 :mod:`kernlib.families.pairwise.lowering.gradient_tensor`.
 """
