@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View, PackedSide and Side
-# are those of pairwise/view.cuh, pairwise/double/side.cuh and blocksparse/side.cuh, below
-# kernel_sources.
+# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View and Side are those
+# of pairwise/view.cuh and blocksparse/side.cuh, below kernel_sources.
 FORMATS = {
     "i64": ("q", 1), "u64": ("Q", 1), "double": ("d", 1),
     "int": ("i", 1), "u32": ("I", 1), "float": ("f", 1),
-    "View": ("q", 3), "Side": ("q", 4), "PackedSide": ("q", 7),
+    "View": ("q", 3), "Side": ("q", 4),
 }  # fmt: skip
 _MEMBER = re.compile(r"(\w+) (\w+)(?:\[(\d+)\])?")
 
@@ -22,26 +21,30 @@ _MEMBER = re.compile(r"(\w+) (\w+)(?:\[(\d+)\])?")
 class Fields:
     """Types and names of members, as ``("i64 stride", "View a_view", "int sizes[3]")``. Raises
     ValueError where C++ would leave a gap between them or behind the last one: those of 8 bytes
-    stand first, and all are whole 8 bytes where there is one."""
+    stand first, and all are whole 8 bytes where there is one. ``structs`` are types of members that
+    are themselves of several members, whose :meth:`values` are theirs."""
 
-    def __init__(self, members: Iterable[str]):
+    def __init__(self, members: Iterable[str], structs: Mapping[str, Fields] | None = None):
         self.members = tuple(members)
         self._counts: dict[str, int] = {}
         text, widest = "<", 1
         for member in self.members:
             kind, name, length = _MEMBER.fullmatch(member).groups()
-            letter, count = FORMATS[kind]
-            width = struct.calcsize("<" + letter)
+            inner = (structs or {}).get(kind)
+            letter, count = FORMATS[kind] if inner is None else (inner.letters, inner.count)
+            width = struct.calcsize("<" + letter) if inner is None else inner.widest
             if struct.calcsize(text) % width:
                 raise ValueError(
                     f"there is a gap before {member!r}; state members of 8 bytes first"
                 )
             self._counts[name] = count * int(length or 1)
-            text += f"{self._counts[name]}{letter}"
+            own = self._counts[name] if inner is None else int(length or 1)
+            text += f"{own}{letter}" if inner is None else letter * own
             widest = max(widest, width)
         if struct.calcsize(text) % widest:
             raise ValueError(f"behind {member!r} there is a gap; add a member that fills it")
-        self.format = text
+        self.format, self.letters, self.widest = text, text[1:], widest
+        self.count = sum(self._counts.values())
 
     @cached_property
     def size(self) -> int:

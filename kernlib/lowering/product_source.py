@@ -111,6 +111,6 @@ def describe(
     family: str, kind: str, dtype: str, precision: str, words: list[str], epilogue: tuple
 ) -> str:
     """A kernel in one line for people, without sizes, which are launch arguments."""
-    arithmetic = [precision] * (dtype == "float32")
+    arithmetic = [precision] * (dtype == "float32" and bool(precision))
     parts = [render(part) for part in epilogue]
     return " ".join([family, kind, dtype, *arithmetic, *words, *parts])

@@ -10,7 +10,8 @@ from itertools import product
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import gradient, gradient_tensor
+from kernlib.families.pairwise.kernels.gradient import Gradient, Scope, Subject
+from kernlib.families.pairwise.kernels.gradient_tensor import TensorMma, TensorWgmma
 from kernlib.families.sparse.formats import bitmap_gpu as bitmap_codec
 from kernlib.families.sparse.formats import macko_gpu as macko_codec
 from kernlib.families.sparse.formats import slices_gpu as slices_codec
@@ -91,14 +92,21 @@ def sparse_calls() -> Iterator[tuple[str, Callable]]:
             )
 
 
+def by_tensor_cores(subject: Subject, arch: str) -> list[KernelSpec]:
+    """Every variant of both kernels of pair gradients."""
+    scope, kernels = Scope(arch, ("float32", "bfloat16")), (TensorWgmma(), TensorMma())
+    every = [spec for one in kernels for spec in one.specs(subject, scope, arch)]
+    return sorted(every, key=lambda spec: spec.source)
+
+
 def internal() -> Iterator[tuple[str, Callable]]:
     """Kernels that no descriptor names."""
     dtypes = ("float32", "float64", "bfloat16")
     for slope, arch in product(("AbsSlope", "SquareSlope", "PowerSlope"), ARCHS):
-        direct = partial(gradient.variants, "Difference", slope, arch, dtypes)
-        yield f"pair gradient {slope} {arch}", direct
-        by_tensor = partial(gradient_tensor.variants, slope, arch, ("float32", "bfloat16"))
-        yield f"pair gradient by tensor cores {slope} {arch}", by_tensor
+        subject, name = Subject("Difference", slope), f"{slope} {arch}"
+        direct = partial(Gradient().specs, subject, Scope(arch, dtypes), arch)
+        yield f"pair gradient {name}", direct
+        yield f"pair gradient by tensor cores {name}", partial(by_tensor_cores, subject, arch)
     for size in (2, 4):
         yield f"bitmap codec {size}", partial(bitmap_codec.specs, size)
     for dtype in (torch.float32, *HALVES):

@@ -10,7 +10,7 @@ import pytest
 
 import kernlib as kl
 from kernlib.families.pairwise.kernels.direct import DIRECT
-from kernlib.families.pairwise.lowering import split
+from kernlib.families.pairwise.kernels.split import Split
 from kernlib.families.pairwise.lowering.problem import Scope
 from kernlib.jit import compiler, layers, service, sources, toolchain
 from kernlib.jit.spec import KernelSpec
@@ -190,7 +190,7 @@ def by_include_path(spec):
 @pytest.mark.few(0)
 def test_the_assembled_text_gives_the_code_that_includes_give():
     found = [PLAIN, *DIRECT.specs(kl.gaussian(), Scope(("float16",), ARCH), ARCH)[:2]]
-    found += split.variants(kl.gaussian(), ARCH, ("float32",))[:1]
+    found += Split().specs(kl.gaussian(), Scope(("float32",), ARCH), ARCH)[:1]
     for spec in found:
         assert compiler.compile_spec(spec, ARCH).cubin == by_include_path(spec)
 

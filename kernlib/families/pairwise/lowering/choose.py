@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.kernels.direct import DIRECT
@@ -21,35 +20,12 @@ from kernlib.lowering.steps import Lowered
 ON_LANES: tuple[Kernel, ...] = (Few(), DIRECT)
 
 
-class _Split(Kernel):
-    """The kernel whose methods are functions of the module of products."""
-
-    role = "matrix"
-    name = "split"
-
-    def __init__(self) -> None:
-        from kernlib.families.pairwise.lowering import split
-
-        self.module = split
-
-    def takes(self, call: Call, arch: str) -> bool:
-        return self.module.takes(call.descriptor, call.problem, arch, call.precision)
-
-    def estimate(self, call: Call, choice: Mapping[str, Any], gpu: Gpu) -> float:
-        pays = self.module.pays(call.problem)
-        return self.module.time_us(call.problem) if pays else float("inf")
-
-    def launch(self, subject: Any, call: Call, gpu: Gpu, choice: Mapping[str, Any]) -> Lowered:
-        return self.module.lower(subject, call.problem, *gpu, call.strides, call.precision)
-
-    def specs(self, subject: Any, scope: Scope, arch: str) -> list[KernelSpec]:
-        return self.module.variants(subject, arch, scope.dtypes)
-
-
 @cache
 def _products() -> tuple[Kernel, ...]:
     """Those of products, whose modules would cost the first call of any other descriptor 3 ms."""
-    return (_Split(),)
+    from kernlib.families.pairwise.kernels.split import Split
+
+    return (Split(),)
 
 
 def candidates(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> list[Choice]:

@@ -17,6 +17,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack, points_source, reduce
 from kernlib.families.pairwise.lowering.backward import OPERANDS, Problem
 from kernlib.families.pairwise.lowering.backward_source import Derivatives
+from kernlib.families.pairwise.lowering.pack import ARCH
 from kernlib.families.pairwise.lowering.points_source import (
     DIRECT_TILE,
     FIXED,
@@ -25,7 +26,6 @@ from kernlib.families.pairwise.lowering.points_source import (
     Variant,
 )
 from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, scalar_count
-from kernlib.families.pairwise.lowering.split import ARCH
 from kernlib.jit import targets
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up

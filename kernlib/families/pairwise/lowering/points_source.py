@@ -14,8 +14,8 @@ from kernlib.families.pairwise.lowering.backward_source import (
     slopes,
 )
 from kernlib.families.pairwise.lowering.finish import finish_reduced
+from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES
 from kernlib.families.pairwise.lowering.problem import scalar_count, short
-from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.names import named

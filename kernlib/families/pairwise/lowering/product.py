@@ -17,10 +17,10 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import pack, product_source
 from kernlib.families.pairwise.lowering import reduce as direct
+from kernlib.families.pairwise.lowering.pack import ARCH
 from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, scalar_count
 from kernlib.families.pairwise.lowering.product_source import FIXED, FOLD_POINTS, PACK_PARAMETERS
 from kernlib.families.pairwise.lowering.reduce import Problem
-from kernlib.families.pairwise.lowering.split import ARCH
 from kernlib.families.pairwise.lowering.wide import (
     GROUP,
     LEAST_STAGES,

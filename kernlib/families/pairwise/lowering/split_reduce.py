@@ -18,9 +18,9 @@ from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm, lists
+from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.families.pairwise.lowering.problem import inner_codes, scalar_count, short, terms
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
-from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
