@@ -61,10 +61,11 @@ class Found:
 
 LOWERED = """
 import json, sys, kernlib as kl
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.kernels.direct import DIRECT
+from kernlib.families.pairwise.lowering.problem import Scope
 descriptors = (kl.l1_distance(), kl.gaussian(), kl.laplace_l1(), kl.matern32(), kl.cauchy(),
                kl.matern52(), kl.squared_distance(), kl.rational_quadratic(), kl.l2_distance())
-lists = [direct.variants(d, "sm_90a", ("float32",)) for d in descriptors]
+lists = [DIRECT.specs(d, Scope(("float32",), "sm_90a"), "sm_90a") for d in descriptors]
 specs = [tuple(s) for several in zip(*lists) for s in several]
 json.dump(specs, sys.stdout)
 """

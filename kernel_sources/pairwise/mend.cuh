@@ -2,9 +2,6 @@
 // it is accurate: the pair is computed again, of |v_k| / max |v|, which costs about as much as 2 to
 // 10 pairs. In float alone. Behind sum_tile and before Rescale and Finish, to which a sum s < 0
 // says that -s is the norm, or the sum of powers.
-//
-// The generated source defines BY_NORM where sums are under a root that makes them norms: see
-// kernlib/families/pairwise/lowering/finish.py.
 #pragma once
 
 #include "common/exponential.cuh"

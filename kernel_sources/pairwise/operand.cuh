@@ -11,18 +11,17 @@
 
 #include "common/async_copy.cuh"
 #include "common/types.cuh"
+#include "pairwise/access.cuh"
+
+using InputT = Config::InputT;      // storage
+using AccT = Config::AccT;          // arithmetic
+constexpr int TILE = Config::TILE;  // points of a tile
 
 constexpr int TILE_K = 16;
 constexpr int THREADS = 256;
 constexpr int CHUNK = 16 / sizeof(AccT);  // neighbouring points of one 16-byte access
 constexpr int LINE = TILE + CHUNK;        // from one feature of a tile to the next
 constexpr bool CONVERTS = sizeof(InputT) != sizeof(AccT);
-
-// What is known of an operand.
-//   features  feature_stride is 1, K a multiple of RUN, every RUN-th feature aligned for one load
-//   points    the same with points and their count
-//   strided   nothing
-enum class Access { features, points, strided };
 
 // One batch entry's points from the tile's first one on.
 struct Points {

@@ -2,13 +2,19 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "pairwise/view.cuh"
 
-struct View {
-    i64 batch_stride, row_stride, column_stride;
-};
+using AccT = Config::AccT;  // arithmetic
 
 // Places in Parameters::scalars that every pairwise kernel has; the epilogue's follow.
 enum { INNER_P, OUTER_P, EPSILON, REGULARIZATION, INNER_SCALE, EPILOGUE };
+
+// The hyperparameters, written at each launch; what a plan fixes has scalar_strides, a stride over
+// the batch for each of them.
+template <int COUNT>
+struct ScalarValues {
+    Scalar scalars[COUNT];
+};
 
 // Reads the hyperparameters of batch entry l.
 template <class Parameters>

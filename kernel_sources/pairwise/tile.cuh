@@ -11,6 +11,8 @@
 #include "pairwise/operand.cuh"
 #include "pairwise/unit.cuh"
 
+constexpr bool LONG_K = Config::LONG_K;  // whether K > PROMOTE_K
+
 constexpr int PROMOTE_K = 64;
 constexpr int MANY = 2048;
 constexpr int PER_SIDE = TILE / 16;      // rows (and columns) of a thread
@@ -105,8 +107,8 @@ __device__ __forceinline__ void clear(AccT* total) {
 __device__ __forceinline__ void sum_tile(AccT* total, AccT* stages, const Points& a,
                                          const Points& b, const Place& place,
                                          Numbers& numbers) {
-    Operand<ACCESS_A> left(a);
-    Operand<ACCESS_B> right(b);
+    Operand<Config::ACCESS_A> left(a);
+    Operand<Config::ACCESS_B> right(b);
     Sums sums = {};
     if (LONG_K) clear(total);
     int features = a.features;

@@ -8,13 +8,14 @@
 #include "pairwise/root_of_power.cuh"
 #include "pairwise/terms.cuh"
 
-constexpr bool SCALED = Inner::BY_LOGARITHM && sizeof(AccT) == 4;
+using AccT = Config::AccT;    // arithmetic
+using Inner = Config::Inner;  // a struct of terms.cuh
+using Term = Config::Term;    // Difference, SwappedDifference or Dot of it
+// Whether sums are under a root that makes them norms, and computed anew where they have left the
+// range in which they are accurate: see is_norm of kernlib/families/pairwise/lowering/finish.py.
+constexpr bool ROOTED = Config::BY_NORM;
 
-#ifdef BY_NORM
-constexpr bool ROOTED = true;
-#else
-constexpr bool ROOTED = false;
-#endif
+constexpr bool SCALED = Inner::BY_LOGARITHM && sizeof(AccT) == 4;
 
 // Of the logarithm of a unit's power: so its root, which Rescale multiplies by, is a normal number.
 constexpr float MOST_POWER = 252.0f;

@@ -10,7 +10,8 @@ from itertools import product
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import gradient, gradient_tensor
+from kernlib.families.pairwise.kernels.gradient import Gradient, Scope, Subject
+from kernlib.families.pairwise.kernels.gradient_tensor import TensorMma, TensorWgmma
 from kernlib.families.sparse.lowering import choose as sparse_choose
 from kernlib.jit import service
 from kernlib.jit.entry import Entry
@@ -88,14 +89,21 @@ def sparse_calls() -> Iterator[tuple[str, Callable]]:
             )
 
 
+def by_tensor_cores(subject: Subject, arch: str) -> list[KernelSpec]:
+    """Every variant of both kernels of pair gradients."""
+    scope, kernels = Scope(arch, ("float32", "bfloat16")), (TensorWgmma(), TensorMma())
+    every = [spec for one in kernels for spec in one.specs(subject, scope, arch)]
+    return sorted(every, key=lambda spec: spec.source)
+
+
 def internal() -> Iterator[tuple[str, Callable]]:
     """Kernels that no descriptor names."""
     dtypes = ("float32", "float64", "bfloat16")
     for slope, arch in product(("AbsSlope", "SquareSlope", "PowerSlope"), ARCHS):
-        direct = partial(gradient.variants, "Difference", slope, arch, dtypes)
-        yield f"pair gradient {slope} {arch}", direct
-        by_tensor = partial(gradient_tensor.variants, slope, arch, ("float32", "bfloat16"))
-        yield f"pair gradient by tensor cores {slope} {arch}", by_tensor
+        subject, name = Subject("Difference", slope), f"{slope} {arch}"
+        direct = partial(Gradient().specs, subject, Scope(arch, dtypes), arch)
+        yield f"pair gradient {name}", direct
+        yield f"pair gradient by tensor cores {name}", partial(by_tensor_cores, subject, arch)
     for name in sparse_choose.formats():
         dtypes = ("float16", "bfloat16", "float32")
         yield f"{name} codec", partial(sparse_choose.codec_specs, name, dtypes)

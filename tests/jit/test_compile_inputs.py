@@ -9,7 +9,9 @@ import sys
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import direct, split
+from kernlib.families.pairwise.kernels.direct import DIRECT
+from kernlib.families.pairwise.kernels.split import Split
+from kernlib.families.pairwise.lowering.problem import Scope
 from kernlib.jit import compiler, layers, service, sources, toolchain
 from kernlib.jit.spec import KernelSpec
 from tests.support.paths import ROOT
@@ -30,7 +32,7 @@ HALF = PLAIN._replace(
 SPECS = {
     "plain": PLAIN,
     "half": HALF,
-    "pairwise": direct.variants(kl.gaussian(), ARCH, ("float32",))[0],
+    "pairwise": DIRECT.specs(kl.gaussian(), Scope(("float32",), ARCH), ARCH)[0],
 }
 
 # Of files that kernels include, that CUDA's headers include, and that NVRTC asks the working
@@ -187,8 +189,8 @@ def by_include_path(spec):
 
 @pytest.mark.few(0)
 def test_the_assembled_text_gives_the_code_that_includes_give():
-    found = [PLAIN, *direct.variants(kl.gaussian(), ARCH, ("float16",))[:2]]
-    found += split.variants(kl.gaussian(), ARCH, ("float32",))[:1]
+    found = [PLAIN, *DIRECT.specs(kl.gaussian(), Scope(("float16",), ARCH), ARCH)[:2]]
+    found += Split().specs(kl.gaussian(), Scope(("float32",), ARCH), ARCH)[:1]
     for spec in found:
         assert compiler.compile_spec(spec, ARCH).cubin == by_include_path(spec)
 

@@ -94,11 +94,12 @@ LOWERED_CHILD = """
 import hashlib
 import kernlib as kl
 from kernlib.jit import service
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.kernels.direct import DIRECT
+from kernlib.families.pairwise.lowering.problem import Scope
 digest = hashlib.sha256()
 chain = (kl.Laplace(), kl.Custom("tanh(gain * v) + shift", ("shift", "gain")))
 for descriptor in (kl.p_distance(), kl.polynomial(3), kl.l1_distance(epilogue=chain)):
-    for spec in direct.variants(descriptor, "sm_90a", ("float32", "float16")):
+    for spec in DIRECT.specs(descriptor, Scope(("float32", "float16"), "sm_90a"), "sm_90a"):
         digest.update(service.digest(spec, "sm_90a"))
 print(digest.hexdigest())
 """

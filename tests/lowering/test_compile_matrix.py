@@ -22,7 +22,8 @@ from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
 from kernlib.families.kronecker_sparse.lowering import shapes
 from kernlib.families.kronecker_sparse.lowering.problem import Scope
 from kernlib.families.pairwise import stages
-from kernlib.families.pairwise.lowering.direct import EXPONENT_STAGES, INNER_CODE, Variant, spec
+from kernlib.families.pairwise.kernels.direct import DIRECT
+from kernlib.families.pairwise.lowering.problem import EXPONENT_STAGES, INNER_CODE
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.wgmma import multiply
@@ -45,7 +46,7 @@ def variant(
     dtype="float32", tile=128, a="features", b="features", inner="any", out=None,
     long_k=True, swapped=False, root=False,
 ):  # fmt: skip
-    return Variant(dtype, out or dtype, tile, long_k, a, b, swapped, inner, "any", root)
+    return DIRECT.Variant(dtype, out or dtype, tile, long_k, a, b, swapped, inner, "any", root)
 
 
 def matrix():
@@ -110,7 +111,7 @@ def instruction_cap(descriptor, made):
 def made_of(name):
     """What NVRTC makes of a pairwise case."""
     descriptor, made, arch = CASES[name]
-    return compiled(spec(descriptor, made, arch), arch)
+    return compiled(DIRECT.spec(descriptor, made, arch), arch)
 
 
 FAST = ("term Sqrt", "dot Square", "float64 p", "symmetric", "sm_80 half", "sm_120 laplace")
@@ -120,7 +121,7 @@ FAST = ("term Sqrt", "dot Square", "float64 p", "symmetric", "sm_80 half", "sm_1
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_the_kernel_compiles_within_its_bounds(name):
     (descriptor, variant, arch), made = CASES[name], made_of(name)
-    wanted = spec(descriptor, variant, arch)
+    wanted = DIRECT.spec(descriptor, variant, arch)
     assert "pairwise_direct" in made.entry.kernel
     assert 0 < made.registers <= REGISTERS
     assert made.instructions <= instruction_cap(descriptor, variant)
@@ -136,17 +137,19 @@ def test_the_kernel_compiles_within_its_bounds(name):
 
 
 def test_the_matrix_has_every_term_and_every_access():
-    text = "".join(spec(d, v, arch).source for d, v, arch in CASES.values())
+    text = "".join(DIRECT.spec(d, v, arch).source for d, v, arch in CASES.values())
     for code in (*STAGES, *(c for codes in EXPONENT_STAGES.values() for c in codes.values())):
-        assert f"#define INNER {code}\n" in text
+        assert f"using Inner = {code};" in text
     for side in "AB":
         for access in ("features", "points", "strided"):
-            assert f"#define ACCESS_{side} Access::{access}\n" in text
+            assert f"ACCESS_{side} = Access::{access};" in text
 
 
 def test_the_report_counts_dynamic_shared_memory():
     descriptor, made, arch = CASES["symmetric"]
-    assert made_of("symmetric").shared == spec(descriptor, made, arch).shared_bytes == 99 * 1024
+    assert (
+        made_of("symmetric").shared == DIRECT.spec(descriptor, made, arch).shared_bytes == 99 * 1024
+    )
 
 
 # Portable kernels of Kronecker-sparse factors.

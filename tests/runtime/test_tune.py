@@ -15,7 +15,7 @@ from kernlib import ahead as pairwise_ahead
 from kernlib import settings, tuner
 from kernlib.errors import CaptureError, UnsupportedError
 from kernlib.families.pairwise import checks
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.lowering import choose as lowering
 from kernlib.families.pairwise.request import Request, problem_of
 from kernlib.jit import entry, service, tuning
 from kernlib.jit.memory import MemoryStore
@@ -441,6 +441,6 @@ def test_no_record_makes_lowering_fail(choice):
     x = torch.empty(3000, 64, device="meta")
     request = Request(L1, x, x, None, False, 0, 0, {})
     problem, strides = problem_of(request, checks.check_call(*request))
-    found = direct.lower(L1, problem, "sm_90a", 132, strides, choice)
+    found = lowering.lower(L1, problem, "sm_90a", 132, strides, "fp32", choice)
     tile = 64 if choice == {"tile": "64"} else 128
     assert f"tile={tile} " in found.specs[0].description

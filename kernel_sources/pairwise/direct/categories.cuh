@@ -13,27 +13,26 @@
 //            and columns are read once for all of its pairs.
 #pragma once
 
+#include "pairwise/mend.cuh"
+#include "pairwise/tile.cuh"
+#include "pairwise/view.cuh"
+
+constexpr int CATEGORIES = Config::CATEGORIES;
+
 constexpr int GROUP = 8;              // features whose codes wait in shared memory together
 constexpr int NOWHERE = -(1 << 30);   // with another place it is below 0; tables are smaller
-// Laid out by kernlib/families/pairwise/lowering/layout.py, and no larger than two stages.
+// As kernlib/families/pairwise/lowering/layout.py has it, and no larger than two stages.
 constexpr int GROUP_BYTES = TILE * 256;
 constexpr int TABLE_ELEMENTS = (GROUP_BYTES - 2 * GROUP * TILE * 4) / int(sizeof(AccT));
 
-struct Categories {
-    View a_view, b_view;  // (batch, point, feature) of codes
-    i64 table_batch;      // from one entry's tables to the next
-    int wide;             // whether codes are of 64 bits
-    int by_rows;          // whether codes of a choose rows of tables, and not columns
-    int sizes[CATEGORIES];
-};
-
-struct Launch {
+template <int COUNT>
+struct TablePointers {
     const void* a_codes;
     const void* b_codes;
     const AccT* tables;  // of all features, one behind the other
-    Parameters parameters;
-    Categories categories;
 };
+template <>
+struct TablePointers<0> {};
 
 struct Group {
     int a[GROUP][TILE], b[GROUP][TILE];
@@ -65,17 +64,17 @@ __device__ __forceinline__ i64 code_at(const void* codes, i64 place, bool wide) 
 // Codes of the tile's points as places, of `count` features from the first of a group on. `codes`
 // are those of the tile's first point and the group's first feature.
 __device__ __forceinline__ void place_codes(int (*to)[TILE], const void* codes, const View& view,
-                                            i64 first, const Categories& categories, int group,
-                                            int count, TablePlace place, bool by_rows, int points) {
+                                            i64 first, const int* sizes, bool wide, int count,
+                                            TablePlace place, bool by_rows, int points) {
     int point = threadIdx.x % TILE, found[GROUP];
     i64 at = first + min(point, points - 1) * view.row_stride;
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {  // all reads are on their way before the first is needed
         found[g] = NOWHERE;
         if (g >= count) continue;
-        int size = categories.sizes[group + g];
+        int size = sizes[g];
         place.next(size);
-        i64 code = code_at(codes, at + g * view.column_stride, categories.wide);
+        i64 code = code_at(codes, at + g * view.column_stride, wide);
         bool is_inside = code >= 0 && code < size;
         if (is_inside) found[g] = by_rows ? int(code) * size + place.base : int(code);
     }
@@ -122,12 +121,12 @@ __device__ __forceinline__ void leave_unit(AccT* total, const Place& place, cons
 
 // Adds what the tables have for the thread's own sums. `memory` is where the stages were, of which
 // the first barrier waits for the last reader, or behind the sums.
-__device__ __forceinline__ void add_categories(AccT* total, AccT* memory, const Launch& launch,
-                                               const Place& place, i64 m0, i64 n0, int rows,
-                                               int columns, i64 l) {
-    const Categories& categories = launch.categories;
+template <class Pointers, class Tables>
+__device__ __forceinline__ void add_categories(AccT* total, AccT* memory, const Pointers& pointers,
+                                               const Tables& categories, const Place& place, i64 m0,
+                                               i64 n0, int rows, int columns, i64 l) {
     const View &a_view = categories.a_view, &b_view = categories.b_view;
-    const AccT* tables = launch.tables + l * categories.table_batch;
+    const AccT* tables = pointers.tables + l * categories.table_batch;
     Group& shared = *reinterpret_cast<Group*>(memory);
     int passed = 0;
 #pragma unroll 1
@@ -138,12 +137,14 @@ __device__ __forceinline__ void add_categories(AccT* total, AccT* memory, const 
         // Half of the threads, or a quarter, take the codes of a, as many those of b.
         if (threadIdx.x < TILE) {
             i64 start = l * a_view.batch_stride + m0 * a_view.row_stride;
-            place_codes(shared.a, launch.a_codes, a_view, start + group * a_view.column_stride,
-                        categories, group, count, first, categories.by_rows, rows);
+            place_codes(shared.a, pointers.a_codes, a_view, start + group * a_view.column_stride,
+                        categories.sizes + group, categories.wide, count, first,
+                        categories.by_rows, rows);
         } else if (threadIdx.x < 2 * TILE) {
             i64 start = l * b_view.batch_stride + n0 * b_view.row_stride;
-            place_codes(shared.b, launch.b_codes, b_view, start + group * b_view.column_stride,
-                        categories, group, count, first, !categories.by_rows, columns);
+            place_codes(shared.b, pointers.b_codes, b_view, start + group * b_view.column_stride,
+                        categories.sizes + group, categories.wide, count, first,
+                        !categories.by_rows, columns);
         }
 #pragma unroll 1
         for (int g = 0; g < count; ++g) {

@@ -1,66 +1,43 @@
 // out[l,m,n] (+)= Epilogue(Outer(sum_k Inner(Op(a[l,m,k], b[l,n,k])))), one CTA a tile of out.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of a and b, arithmetic, storage of out
-//   TILE                     points of a and of b in a CTA's tile
-//   SCALARS                  count of hyperparameters
-//   LONG_K                   whether K > PROMOTE_K (tile.cuh)
-//   SYMMETRIC                b is a: only tiles on and above the diagonal are computed
-//   OPERATION, INNER         Difference, SwappedDifference or Dot; a struct of terms.cuh
-//   ACCESS_A, ACCESS_B       a value of Access (operand.cuh)
-//   Finish                   Outer and Epilogue of one sum; its constructor reads hyperparameters
-//   BY_NORM                  if defined: sums are those of norms (mend.cuh)
-//   GATED                    if defined: the count above which, at Launch::gate, there is anything
-//                            to do (split/split.cuh); CTAs then walk over the tiles
-//   CATEGORIES               if defined: the count of categorical features, whose tables add to the
-//                            sums (categories.cuh)
+// Facts, struct Fixed and struct Categories: class Direct of
+// kernlib/families/pairwise/kernels/direct.py. Finish is Outer and Epilogue of one sum; its
+// constructor reads hyperparameters.
 #pragma once
 
-#include "pairwise/scalars.cuh"
-#include "pairwise/terms.cuh"
-
-using Inner = INNER;
-using Term = OPERATION<Inner>;
-
+#include "pairwise/direct/categories.cuh"
+#include "pairwise/gate.cuh"
 #include "pairwise/mend.cuh"
+#include "pairwise/scalars.cuh"
 #include "pairwise/tile.cuh"
 
+using OutputT = Config::OutputT;               // storage of out
+constexpr bool SYMMETRIC = Config::SYMMETRIC;  // b is a: only tiles on and above the diagonal are
+                                               // computed
 constexpr int RASTER_ROWS = 16;  // tile rows walked together, so that both operands stay in L2
 
-// Laid out by kernlib/families/pairwise/lowering/direct.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* a;
     const InputT* b;
     OutputT* out;
-    Scalar scalars[SCALARS];
-    // fixed by the plan
-    i64 scalar_strides[SCALARS];
-    View a_view, b_view, out_view;  // (batch, point, feature) of a and b, (batch, m, n) of out
-    i64 m, n, batch;
-    i64 diagonal;                   // n - m of the entries that receive the regularization
-    int k, tiles_m, tiles_n;
-    int out_vectors;                // whether out takes aligned stores of CHUNK elements
-    int accumulate;
 };
 
-using ReadScalar = ScalarReader<Parameters>;
+struct Parameters : Operands, ScalarValues<Config::SCALARS>, Fixed {};
 
-#ifdef CATEGORIES
-#include "pairwise/direct/categories.cuh"
-#else
-struct Launch;
-#endif
+// What a kernel is launched with: behind a gate CTAs walk over the tiles.
+struct Launch : BehindGate<Config::GATED>, TablePointers<CATEGORIES>, Parameters, Categories {};
+
+using ReadScalar = ScalarReader<Parameters>;
 
 // Outer, epilogue and regularization over the thread's own sums, in place.
 __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters, const Finish& f,
                                        const Place& place, const Points& a, const Points& b,
                                        const Numbers& numbers, i64 m0, i64 n0, i64 l) {
     Rescale rescale(numbers);
-#ifndef CATEGORIES
-    auto own = [place](int index) { return place.sums(index / CHUNKS, index % CHUNKS); };
-    mend_tile<PER_SIDE * CHUNKS, CHUNK>(total, LINE, own, a, b, numbers.p);
-#endif
+    if constexpr (CATEGORIES == 0) {
+        auto own = [place](int index) { return place.sums(index / CHUNKS, index % CHUNKS); };
+        mend_tile<PER_SIDE * CHUNKS, CHUNK>(total, LINE, own, a, b, numbers.p);
+    }
     AccT regularization = ReadScalar{parameters, l}(REGULARIZATION);
     // n - m - diagonal of the tile's first entry, far outside the tile cut to an int's range.
     i64 offset = max(min(n0 - m0 - parameters.diagonal, i64(TILE)), i64(-2 * TILE));
@@ -72,11 +49,10 @@ __device__ __forceinline__ void finish(AccT* total, const Parameters& parameters
         int row = place_in_sums / LINE, column = place_in_sums % LINE;
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
-#ifdef CATEGORIES  // which add to sums that have left their unit
-            AccT result = f(value.element[e]);
-#else
-            AccT result = f(rescale(value.element[e]), rescale.unit);
-#endif
+            AccT result = value.element[e];
+            // Categories add to sums that have left their unit.
+            if constexpr (CATEGORIES > 0) result = f(result);
+            else result = f(rescale(result), rescale.unit);
             if (column + e - row + int(offset) == 0) result += regularization;
             value.element[e] = result;
         }
@@ -138,9 +114,8 @@ __device__ __forceinline__ void place_tile(const Parameters& parameters, u32 ind
     tile_n = inside / rows;
 }
 
-// `launch` is what CATEGORIES are in.
-__device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT* stages, u32 index,
-                                             const Launch* launch = nullptr) {
+__device__ __forceinline__ void compute_tile(const Launch& launch, AccT* stages, u32 index) {
+    const Parameters& parameters = launch;
     AccT* total = LONG_K ? stages + 2 * STAGE : stages;
     int tile_m, tile_n;
     place_tile(parameters, index, tile_m, tile_n);
@@ -158,11 +133,13 @@ __device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT*
         ReadScalar read{parameters, l};
         Numbers numbers = {read(INNER_P), read(INNER_SCALE)};
         sum_tile(total, stages, a, b, place, numbers);
-#ifdef CATEGORIES
-        if (SCALED) leave_unit(total, place, a, b, numbers);
-        add_categories(total, LONG_K ? stages : total + TILE * LINE, *launch, place, m0, n0, rows,
-                       columns, l);
-#endif
+        if constexpr (CATEGORIES > 0) {
+            if (SCALED) leave_unit(total, place, a, b, numbers);
+            add_categories(total, LONG_K ? stages : total + TILE * LINE,
+                           static_cast<const TablePointers<CATEGORIES>&>(launch),
+                           static_cast<const Categories&>(launch), place, m0, n0, rows, columns,
+                           l);
+        }
         finish(total, parameters, Finish(ReadScalar{parameters, l}), place, a, b, numbers, m0, n0,
                l);
         __syncthreads();
@@ -184,32 +161,17 @@ __device__ __forceinline__ void compute_tile(const Parameters& parameters, AccT*
     }
 }
 
-#ifdef GATED
-struct Launch {
-    const u32* gate;
-    Parameters parameters;
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_direct(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(16) unsigned char shared[];
-    if (*launch.gate <= GATED) return;
-    u32 tiles = u32(launch.parameters.tiles_m) * launch.parameters.tiles_n;
+    if (!launch.is_needed()) return;
+    AccT* memory = reinterpret_cast<AccT*>(shared);
+    if constexpr (Config::GATED == 0) {
+        compute_tile(launch, memory, blockIdx.x);
+    } else {
+        u32 tiles = u32(launch.tiles_m) * launch.tiles_n;
 #pragma unroll 1
-    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        compute_tile(launch.parameters, reinterpret_cast<AccT*>(shared), index);
+        for (u32 index = blockIdx.x; index < tiles; index += gridDim.x)
+            compute_tile(launch, memory, index);
     }
 }
-#elif defined CATEGORIES
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-pairwise_direct(const __grid_constant__ Launch launch) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    compute_tile(launch.parameters, reinterpret_cast<AccT*>(shared), blockIdx.x, &launch);
-}
-#else
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-pairwise_direct(const __grid_constant__ Parameters parameters) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    compute_tile(parameters, reinterpret_cast<AccT*>(shared), blockIdx.x);
-}
-#endif

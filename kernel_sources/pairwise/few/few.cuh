@@ -6,17 +6,15 @@
 // all features in 64 ns each, however few pairs there are, and this in a round of loads for each
 // 1024 of them.
 //
-// The generated source defines before it includes this file, as for direct/direct.cuh: InputT,
-// AccT, OutputT, SCALARS, SYMMETRIC, OPERATION, INNER, Finish and BY_NORM.
+// Facts and struct Fixed: class Few of kernlib/families/pairwise/kernels/few.py.
 #pragma once
 
-#include "pairwise/scalars.cuh"
-#include "pairwise/terms.cuh"
-
-using Inner = INNER;
-using Term = OPERATION<Inner>;
-
 #include "pairwise/mend.cuh"
+#include "pairwise/scalars.cuh"
+
+using InputT = Config::InputT;                 // storage of a and b
+using OutputT = Config::OutputT;               // storage of out
+constexpr bool SYMMETRIC = Config::SYMMETRIC;  // b is a
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int SIDE = 4, PAIRS = SIDE * SIDE;  // of a patch
@@ -27,22 +25,13 @@ constexpr int CHAIN = 64;                     // terms of a running sum: PROMOTE
 template <class Inner, class T> constexpr bool OVERFLOWS = false;
 template <> constexpr bool OVERFLOWS<Identity, float> = true;
 
-// Laid out by kernlib/families/pairwise/lowering/few.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* a;
     const InputT* b;
     OutputT* out;
-    Scalar scalars[SCALARS];
-    // fixed by the plan
-    i64 scalar_strides[SCALARS];
-    View a_view, b_view, out_view;  // (batch, point, feature) of a and b, (batch, m, n) of out
-    i64 diagonal;                   // n - m of the entries that receive the regularization
-    int m, n, k;
-    int across, patches;            // patches along n, and all of an entry
-    int slice_bits;                 // log2 of the warps that share a patch
-    int accumulate;
 };
+
+struct Parameters : Operands, ScalarValues<Config::SCALARS>, Fixed {};
 
 using ReadScalar = ScalarReader<Parameters>;
 using Numbers = InnerNumbers<AccT>;

@@ -2,7 +2,10 @@
 // memory, once a stage (1 % of its time), and what is not finite is noted for the end.
 #pragma once
 
+#include "common/math.cuh"
 #include "pairwise/operand.cuh"
+
+constexpr int FEATURE_TILES = Config::FEATURE_TILES;  // of TILE features in a CTA's tile: 1 or 2
 
 // Notes of the lines (queries of W, then features of z) of a CTA's tile, in shared memory.
 struct Finite {

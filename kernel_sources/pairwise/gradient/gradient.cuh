@@ -8,26 +8,20 @@
 // Floors: gradient/slopes.cuh. A thread's 32 sums take 3 16-byte reads of shared memory a point, so
 // that p = 1 costs 4.2 slots instead of 4.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT  storage of the inputs, arithmetic, storage of out
-//   O_TILE                 coefficients of a CTA's tile: 0 without any
-//   FEATURE_TILES          tiles of TILE features in a CTA's tile: 1 or 2
-//   OPERATION, SLOPE       structs of gradient/slopes.cuh
-//   SCALES                 whether there are scales
-//   ACCESS_W, ACCESS_Z     a value of Access (operand.cuh), points t in the part of its features;
-//                          that of W is also the scales'
-//   UNROLL, BLOCKS         points unrolled; CTAs of a multiprocessor
+// Facts and structs OutView and Fixed: class Gradient of
+// kernlib/families/pairwise/kernels/gradient.py.
 #pragma once
 
-constexpr int TILE = 64;
-
+#include "pairwise/gradient/finite.cuh"
 #include "pairwise/gradient/parameters.cuh"
 #include "pairwise/operand.cuh"
-#include "pairwise/gradient/finite.cuh"
 #include "pairwise/totals.cuh"
 
-using Op = OPERATION;
-using Slope = SLOPE;
+using Op = Config::Op;                                 // a struct of gradient/operations.cuh
+constexpr int O_TILE = Config::O_TILE;                 // coefficients of a tile: 0 without any
+constexpr bool SCALES = Config::SCALES;                // whether there are scales
+using WeightsOperand = Operand<Config::ACCESS_W>;      // points t in the part of its features;
+using PointsOperand = Operand<Config::ACCESS_Z>;       // that of W is also the scales'
 
 constexpr int SETS = O_TILE == 0 ? 1 : O_TILE;
 constexpr int PER_SIDE = TILE / 16;           // queries of a thread
@@ -72,7 +66,7 @@ __device__ __forceinline__ void read_line(AccT* values, const AccT* line) {
 // its coefficients.
 __device__ __forceinline__ void add_point(Sums& sums, const AccT (&x)[PER_SIDE][ACROSS],
                                           const AccT* line, const Place& place, const AccT* c,
-                                          const Exponents& exponents) {
+                                          const Numbers& exponents) {
     const AccT* z = line + OPERAND + place.k;
     AccT w[PER_SIDE], points[ACROSS], factors[SETS], scales[PER_SIDE];
     read_line(w, line + place.q);
@@ -149,9 +143,9 @@ struct Coefficients {
 
 // All operands of one stage, on their way.
 struct Stages {
-    Operand<ACCESS_W> weights;
-    Operand<ACCESS_Z> first, second;
-    Operand<ACCESS_W> scales;
+    WeightsOperand weights;
+    PointsOperand first, second;
+    WeightsOperand scales;
     Coefficients coefficients;
     static constexpr int STEPS = COPIED * Operand<Access::strided>::PER_THREAD;
 
@@ -178,7 +172,7 @@ struct Stages {
 __device__ __forceinline__ void sum_points(Sums& sums, const AccT (&x)[PER_SIDE][ACROSS],
                                            AccT* stages, Stages& operands, const Place& place,
                                            Finite& finite, const SumTotals& totals,
-                                           const Exponents& exponents, int count) {
+                                           const Numbers& exponents, int count) {
     constexpr int C = COPIED * OPERAND;  // where a stage's coefficients lie
     static_assert(Stages::STEPS <= 8, "runs for each quarter, of different operands");
     operands.coefficients.begin(count);
@@ -206,7 +200,7 @@ __device__ __forceinline__ void sum_points(Sums& sums, const AccT (&x)[PER_SIDE]
         for (int quarter = 0; quarter < 4; ++quarter) {
             operands.begin(next, quarter, ahead);
             operands.begin(next, quarter + 4, ahead);
-#pragma unroll UNROLL
+#pragma unroll Config::UNROLL
             for (int t = 0; t < TILE_K / 4; ++t) {
                 add_point(sums, x, line, place, c, exponents);
                 line += LINE;
@@ -336,7 +330,7 @@ __device__ __forceinline__ void write(Sums& sums, const AccT (&x)[PER_SIDE][ACRO
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, Config::BLOCKS)
 pair_gradient(const __grid_constant__ Parameters parameters) {
     extern __shared__ __align__(16) unsigned char shared[];
     AccT* stages = reinterpret_cast<AccT*>(shared);
@@ -361,17 +355,17 @@ pair_gradient(const __grid_constant__ Parameters parameters) {
         const InputT* scales =
             (SCALES ? parameters.scales : parameters.weights) + share.l * sv.batch_stride;
         Stages operands{
-            Operand<ACCESS_W>(operand_of(weights, wv.row_stride, wv.column_stride, q0,
-                                         parameters.queries, begin, end)),
-            Operand<ACCESS_Z>(operand_of(z, zv.column_stride, zv.row_stride, k0,
-                                         parameters.features, begin, end)),
-            Operand<ACCESS_Z>(operand_of(z, zv.column_stride, zv.row_stride, k0 + TILE,
-                                         parameters.features, begin, end)),
-            Operand<ACCESS_W>(operand_of(scales, sv.row_stride, sv.column_stride, q0,
-                                         parameters.queries, begin, end)),
+            WeightsOperand(operand_of(weights, wv.row_stride, wv.column_stride, q0,
+                                      parameters.queries, begin, end)),
+            PointsOperand(operand_of(z, zv.column_stride, zv.row_stride, k0,
+                                     parameters.features, begin, end)),
+            PointsOperand(operand_of(z, zv.column_stride, zv.row_stride, k0 + TILE,
+                                     parameters.features, begin, end)),
+            WeightsOperand(operand_of(scales, sv.row_stride, sv.column_stride, q0,
+                                      parameters.queries, begin, end)),
             Coefficients(parameters, share, begin)};
         AccT x[PER_SIDE][ACROSS], factor;
-        Exponents exponents = read_numbers(parameters, share.l, factor);
+        Numbers exponents = read_numbers(parameters, share.l, factor);
         read_x(x, parameters, share.l, q0, k0, place);
         Sums sums = {};
         totals.clear();

@@ -5,14 +5,13 @@
 #include "pairwise/gradient/slopes.cuh"
 #include "pairwise/scalars.cuh"
 
-struct OutView {
-    i64 batch_stride, coefficient_stride, query_stride, feature_stride;
-    i64 part_stride;  // between the partial sums of parts of the points
-};
+using InputT = Config::InputT;    // storage of the inputs
+using AccT = Config::AccT;        // arithmetic
+using OutputT = Config::OutputT;  // storage of out
+using Slope = Config::Slope;      // a struct of gradient/slopes.cuh
+using Numbers = Exponents<AccT>;
 
-// Laid out by kernlib/families/pairwise/lowering/gradient.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* x;
     const InputT* z;
     const InputT* weights;
@@ -20,31 +19,15 @@ struct Parameters {
     OutputT* out;
     const float* extremes;   // of z along points, for signs on tensor cores: least, then greatest
     const InputT* scales;    // by which differences are multiplied, if there are any
-    Scalar scalars[3];
-    // fixed by the plan
-    i64 scalar_strides[3];
-    View x_view;             // (batch, query, feature)
-    View z_view;             // (batch, point, feature)
-    View weights_view;       // (batch, query, point)
-    View coefficients_view;  // (batch, coefficient, point)
-    OutView out_view;
-    View scales_view;        // (batch, query, point)
-    i64 extremes_stride;     // from one batch entry's to the next
-    i64 queries, batch;
-    double factor;           // of whole sums
-    int points, features, coefficient_count;
-    int tiles_q, tiles_k, tiles_o;
-    int parts, per_part;     // of the points; per_part is a whole number of stages
-    int out_vectors;         // aligned stores of CHUNK elements: 1 along features, 2 along queries
-    int accumulate;
-    int times_p, times_scale;  // whether p and inner_scale belong to the factor
 };
+
+struct Parameters : Operands, ScalarValues<3>, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 enum { EXPONENT, RATE, SMALLEST };
 
 // The numbers of batch entry l, and the factor of its sums.
-__device__ __forceinline__ Exponents read_numbers(const Parameters& parameters, i64 l,
-                                                  AccT& factor) {
+__device__ __forceinline__ Numbers read_numbers(const Parameters& parameters, i64 l, AccT& factor) {
     ScalarReader<Parameters> read{parameters, l};
     AccT p = read(EXPONENT), scale = read(RATE);
     factor = AccT(parameters.factor);

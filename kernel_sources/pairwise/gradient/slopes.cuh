@@ -14,12 +14,14 @@
 #include "common/exponential.cuh"
 #include "common/math.cuh"
 #include "common/reciprocal_root.cuh"
+#include "common/types.cuh"
 
 // Numbers that slopes need, read once.
+template <class T>
 struct Exponents {
-    AccT p, below;  // p - 1
-    AccT rate;      // inner_scale times log2(e)
-    AccT smallest;  // to which |v| is raised where the exponent is negative
+    T p, below;  // p - 1
+    T rate;      // inner_scale times log2(e)
+    T smallest;  // to which |v| is raised where the exponent is negative
 };
 
 // x with the sign of v put on top of its own.
@@ -52,30 +54,32 @@ struct Value {
 
 struct IdentitySlope : Value {
     template <class T>
-    static __device__ __forceinline__ T at(T, const Exponents&) { return T(1); }
+    static __device__ __forceinline__ T at(T, const Exponents<T>&) { return T(1); }
 };
 
 struct AbsSlope {
     static constexpr bool SIGN = true, FINITE = true;
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents&) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>&) {
         return v == T(0) ? T(0) : flip(v == v ? T(1) : v, v);
     }
 };
 
 struct AbsValueSlope : Value {  // of products, of which 0 times an infinity is one more NaN
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents& e) { return AbsSlope::at(v, e); }
+    static __device__ __forceinline__ T at(T v, const Exponents<T>& e) {
+        return AbsSlope::at(v, e);
+    }
 };
 
 struct SquareSlope : Value {  // half of it
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents&) { return v; }
+    static __device__ __forceinline__ T at(T v, const Exponents<T>&) { return v; }
 };
 
 struct SqrtSlope : Value {  // twice of it; NaN for v < 0
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents&) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>&) {
         return v == T(0) ? T(0) : fast_rsqrt(v);
     }
 };
@@ -83,7 +87,7 @@ struct SqrtSlope : Value {  // twice of it; NaN for v < 0
 // sign(v) |v|^(p - 1) for p > 1: a power of 0 is 0 by itself.
 struct PowerSlope : Value {
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents& e) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>& e) {
         return flip(size_power(absolute(v), e.below), v);
     }
 };
@@ -91,7 +95,7 @@ struct PowerSlope : Value {
 // The same for p < 1, finite next to 0.
 struct SteepSlope : Value {
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents& e) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>& e) {
         T size = absolute(v);
         T slope = flip(size_power(maximum(size, e.smallest), e.below), v);
         return size == T(0) ? T(0) : slope;
@@ -101,7 +105,7 @@ struct SteepSlope : Value {
 // For a p on the device, of which nothing is known.
 struct DeviceSlope : Value {
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents& e) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>& e) {
         T size = absolute(v);
         T base = e.below < T(0) ? maximum(size, e.smallest) : size;
         T slope = size_power(base, e.below);
@@ -112,7 +116,7 @@ struct DeviceSlope : Value {
 
 struct HalfSlope : Value {  // p = 0.5
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents& e) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>& e) {
         T size = absolute(v);
         T slope = flip(fast_rsqrt(maximum(size, e.smallest)), v);
         return size == T(0) ? T(0) : slope;
@@ -122,32 +126,32 @@ struct HalfSlope : Value {  // p = 0.5
 struct ThreeHalvesSlope : Value {
     static constexpr bool FINITE = true;
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents&) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>&) {
         return flip(fast_sqrt(absolute(v)), v);
     }
 };
 
 struct FiveHalvesSlope : Value {
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents&) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>&) {
         return v * fast_sqrt(absolute(v));
     }
 };
 
 struct CubeSlope : Value {  // p = 3
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents&) { return v * absolute(v); }
+    static __device__ __forceinline__ T at(T v, const Exponents<T>&) { return v * absolute(v); }
 };
 
 struct FourthSlope : Value {  // p = 4
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents&) { return v * v * v; }
+    static __device__ __forceinline__ T at(T v, const Exponents<T>&) { return v * v * v; }
 };
 
 // sign(v) |v|^(p - 1) exp(inner_scale |v|^p)
 struct ExpPowerSlope : Value {
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents& e) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>& e) {
         T size = absolute(v);
         T slope = DeviceSlope::at(size, e), share = fast_exp2(e.rate * size_power(size, e.p));
         return share == T(0) ? share : flip(slope * share, v);  // of a power that may be infinite
@@ -156,7 +160,7 @@ struct ExpPowerSlope : Value {
 
 struct ExpAbsSlope : Value {
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents& e) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>& e) {
         T size = absolute(v);
         return size == T(0) ? T(0) : flip(fast_exp2(e.rate * size), v);
     }
@@ -164,7 +168,7 @@ struct ExpAbsSlope : Value {
 
 struct ExpSquareSlope : Value {
     template <class T>
-    static __device__ __forceinline__ T at(T v, const Exponents& e) {
+    static __device__ __forceinline__ T at(T v, const Exponents<T>& e) {
         return v * fast_exp2(e.rate * v * v);
     }
 };

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/async_copy.cuh"
-#include "pairwise/gradient/parameters.cuh"
+#include "pairwise/gradient/tile.cuh"
 
 constexpr int LINE = POINTS + 4;            // of raw weights and coefficients
 constexpr int Z_STAGE = FEATURES * POINTS;  // floats: [step][feature][16 points]

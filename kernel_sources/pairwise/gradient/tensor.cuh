@@ -21,129 +21,22 @@
 // with 16. By mma.sync and by wgmma alike p = 1 is 8.5 and 4 for each product of 16 x 8 x 16 of a
 // tile, 14 clocks of a tensor core, which do not hide behind the slopes.
 //
-// The generated source defines before it includes this file:
-//   OutputT                storage of out; all else is float
-//   SLOPE                  a struct of gradient/slopes.cuh, of differences
-//   WGMMA                  1 for wgmma, whose multiply_64() is then defined too; 0 for mma.sync
-//   SINGLE                 one coefficient or none, and a sign
-//   COLUMN_TILES           tiles of 8 coefficients: 1 or 2, or 4 by wgmma
-//   QUERIES_A_WARP, FEATURE_TILES  of a warp, tiles of 16 features
-//   WARPS_Q, WARPS_K       warps side by side along queries and along features
-//   STEPS                  times 16 points of a stage
-//   BLOCKS                 CTAs of a multiprocessor
-//   CHAIN                  stages that tensor cores sum up alone
+// The main loop of both: Products is ByMma of gradient/mma.cuh or ByWgmma of gradient/wgmma.cuh.
 #pragma once
 
-using InputT = float;
-using AccT = float;
-
-#include "common/async_copy.cuh"
-#include "pairwise/gradient/parameters.cuh"
-#include "pairwise/gradient/fragments.cuh"
-
-using Slope = SLOPE;
-using Parts = Terms<Slope::SIGN>;
-
-constexpr int THREADS = 32 * WARPS_Q * WARPS_K;
-constexpr int QUERIES = QUERIES_A_WARP * WARPS_Q, FEATURES = 16 * FEATURE_TILES * WARPS_K;
-constexpr int POINTS = 16 * STEPS;
-constexpr int COLUMNS = SINGLE ? 1 : 8 * COLUMN_TILES;
-constexpr int RAW_STAGES = 3;
-static_assert(!SINGLE || (Slope::SIGN && COLUMN_TILES == 1), "SINGLE is for signs");
-
 #include "pairwise/gradient/stage.cuh"
+#include "pairwise/gradient/tile.cuh"
 #include "pairwise/totals.cuh"
 
-using Sums = float[QUERIES_A_WARP][FEATURE_TILES][COLUMN_TILES][4];
+constexpr int RAW_STAGES = 3;
 constexpr int KEPT_SUMS = SINGLE ? 2 : 4 * COLUMN_TILES;  // the parts of SINGLE become one
 using Kept = float[QUERIES_A_WARP][FEATURE_TILES][KEPT_SUMS];
 using SumTotals = Totals<float, sizeof(Kept) / 4, THREADS>;
-using Coordinates = float[QUERIES_A_WARP][FEATURE_TILES][2];
-
-// Coordinates of z of a lane's two features (8 apart) and four points.
-struct Points {
-    Vector<float, 4> z[2];
-    __device__ __forceinline__ explicit Points(const float* from)
-        : z{load_vector<float, 4>(from), load_vector<float, 4>(from + 8 * 16)} {}
-};
-
-// A query's slopes at those, as fragments: signs of 16 points, or others of 8, and 8, in two parts.
-struct Signs {
-    u32 high[4];
-    __device__ __forceinline__ void put(int half, int r, float first, float second,
-                                        const Exponents&) {
-        high[half * 2 + r] = signs(first, second);
-    }
-};
-struct Values {
-    u32 high[2][4], low[2][4];
-    __device__ __forceinline__ void put(int half, int r, float first, float second,
-                                        const Exponents& exponents) {
-        float slope[2] = {Slope::at(first, exponents), Slope::at(second, exponents)};
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            u32 upper = upper_bits(slope[e]);
-            high[half][e * 2 + r] = upper;
-            low[half][e * 2 + r] = __float_as_uint(slope[e] - __uint_as_float(upper));
-        }
-    }
-};
-template <bool SIGN>
-struct SlopesOf : Signs {};
-template <>
-struct SlopesOf<false> : Values {};
-
-struct Slopes : SlopesOf<Slope::SIGN> {
-    __device__ __forceinline__ void make(const float (&x)[2], const Points& points,
-                                         const Exponents& exponents) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {  // of the four points
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const auto& z = points.z[r].element;
-                put(half, r, x[r] - z[half * 2], x[r] - z[half * 2 + 1], exponents);
-            }
-        }
-    }
-};
-
-#if WGMMA
-#include "pairwise/gradient/wgmma.cuh"
-#else
-#include "pairwise/gradient/mma.cuh"
-#endif
-
-#if !WGMMA
-// The three parts of weights, which are the columns of a SINGLE coefficient.
-__device__ __forceinline__ void make_single_terms(unsigned char* terms, const float* raw,
-                                                  bool weighted) {
-    constexpr int TASKS = QUERIES * STEPS * 4;
-    const float* weights = raw + Z_STAGE;
-#pragma unroll
-    for (int i = 0; i < (TASKS + THREADS - 1) / THREADS; ++i) {
-        int task = threadIdx.x + i * THREADS;
-        if (TASKS % THREADS && task >= TASKS) break;
-        int place = task / 4, quad = task % 4, q = place / STEPS, t = place % STEPS * 16 + quad * 4;
-        auto w = load_vector<float, 4>(weights + q * LINE + t);
-        if (weighted) {
-            auto c = load_vector<float, 4>(weights + W_STAGE + t);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) w.element[e] *= c.element[e];
-        }
-#pragma unroll
-        for (int part = 0; part < 3; ++part) {
-            u32 first = cut(w.element[0], w.element[1]);
-            store_single(terms, place, quad, part, first, cut(w.element[2], w.element[3]));
-        }
-    }
-}
-#endif
 
 // c W of one stage, split.
+template <class Products>
 __device__ __forceinline__ void make_terms(unsigned char* terms, const float* raw, bool weighted) {
-#if !WGMMA
-    if (SINGLE) return make_single_terms(terms, raw, weighted);
-#endif
+    if constexpr (SINGLE) return Products::make_single_terms(terms, raw, weighted);
     constexpr int LANES = 32 * COLUMN_TILES;          // of one query and step
     constexpr int TASKS = QUERIES * STEPS * LANES;
     constexpr int HOP = THREADS / LANES;
@@ -158,7 +51,7 @@ __device__ __forceinline__ void make_terms(unsigned char* terms, const float* ra
         float value[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) value[e] = w.element[e] * c.element[e];
-        store_terms(terms, place + i * HOP, o, quad, Parts(value));
+        Products::store_terms(terms, place + i * HOP, o, quad, Parts(value));
     }
 }
 
@@ -176,6 +69,7 @@ __device__ __forceinline__ void repeat_first(float* raw, int left) {
     }
 }
 
+template <class Place>
 __device__ __forceinline__ void read_x(Coordinates& x, const Parameters& parameters, i64 l, i64 q0,
                                        i64 k0, const Place& place) {
     const View& view = parameters.x_view;
@@ -187,7 +81,7 @@ __device__ __forceinline__ void read_x(Coordinates& x, const Parameters& paramet
         for (int f = 0; f < FEATURE_TILES; ++f) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                i64 k = min(k0 + place.k + f * TILE_STEP + r * 8 + place.row,
+                i64 k = min(k0 + place.k + f * Place::STEP + r * 8 + place.row,
                             i64(parameters.features) - 1);
                 x[i][f][r] = from[q * view.row_stride + k * view.column_stride];
             }
@@ -205,6 +99,7 @@ __device__ __forceinline__ bool loses(const Parameters& parameters, i64 l, i64 k
 
 // The sums that count. Of SINGLE, columns 0 and 1 are in lanes of place.column 0, column 2 in those
 // of 1: as far as a lane has them they become one.
+template <class Place>
 __device__ __forceinline__ void fold(Kept& kept, Sums& sums, const Place& place) {
 #pragma unroll
     for (int i = 0; i < QUERIES_A_WARP; ++i) {
@@ -222,6 +117,7 @@ __device__ __forceinline__ void fold(Kept& kept, Sums& sums, const Place& place)
 
 // Adds the sums of tensor cores to the totals, which are NaN where they would be infinite, and
 // leaves what begins the next ones.
+template <class Place>
 __device__ __forceinline__ void promote(const SumTotals& totals, Sums& sums, const Place& place) {
     Kept kept;
     fold(kept, sums, place);
@@ -239,6 +135,7 @@ __device__ __forceinline__ void promote(const SumTotals& totals, Sums& sums, con
     }
 }
 
+template <class Place>
 __device__ __forceinline__ void write(const Kept& sums, const Coordinates& x,
                                       const Parameters& parameters, const Share& share, i64 q0,
                                       i64 k0, const Place& place, float factor) {
@@ -252,7 +149,7 @@ __device__ __forceinline__ void write(const Kept& sums, const Coordinates& x,
 #pragma unroll
             for (int e = 0; e < KEPT_SUMS; ++e) {
                 int r = SINGLE ? e : e / 2 % 2, n = e / 4;
-                i64 k = k0 + place.k + f * TILE_STEP + r * 8 + place.row;
+                i64 k = k0 + place.k + f * Place::STEP + r * 8 + place.row;
                 int o = share.tile_o * COLUMNS + n * 8 + place.column * 2 + e % 2;
                 float sum = sums[i][f][e];
                 if (SINGLE) {
@@ -272,8 +169,10 @@ __device__ __forceinline__ void write(const Kept& sums, const Coordinates& x,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
+template <class Products>
+__device__ __forceinline__ void sum_points(const Parameters& parameters) {
+    using Place = typename Products::Place;
+    constexpr int TERMS = Products::TERMS;
     extern __shared__ __align__(16) unsigned char shared[];
     unsigned char* terms = shared;
     float* stages = reinterpret_cast<float*>(shared + 2 * TERMS);
@@ -289,7 +188,7 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
         int count = min(parameters.per_part, parameters.points - t0);
         Loader loader(parameters, share, q0, k0, t0);
         float factor;
-        Exponents exponents = read_numbers(parameters, share.l, factor);
+        Numbers exponents = read_numbers(parameters, share.l, factor);
         Coordinates x;
         Sums sums = {};
         totals.clear();
@@ -299,26 +198,28 @@ pair_gradient_tensor(const __grid_constant__ Parameters parameters) {
         wait_for_copies();
         __syncthreads();
         loader.begin(stages + RAW, count - POINTS);
-        make_terms(terms, stages, loader.weighted);
+        make_terms<Products>(terms, stages, loader.weighted);
         repeat_first(stages, count);
-        publish_terms();
-        int slot = 0, parity = 0, chain = CHAIN;
+        Products::publish_terms();
+        int slot = 0, parity = 0, chain = Config::CHAIN;
 #pragma unroll 1
         for (int done = 0; done < count; done += POINTS) {
             wait_for_copies();
             __syncthreads();  // the next stage has come, this one's terms are made
             int next = slot == RAW_STAGES - 1 ? 0 : slot + 1;
             int after = next == RAW_STAGES - 1 ? 0 : next + 1;
-            make_terms(terms + (1 - parity) * TERMS, stages + next * RAW, loader.weighted);
+            make_terms<Products>(terms + (1 - parity) * TERMS, stages + next * RAW,
+                                 loader.weighted);
             repeat_first(stages + next * RAW, count - done - POINTS);
-            publish_terms();
+            Products::publish_terms();
             loader.begin(stages + after * RAW, count - done - 2 * POINTS);
-            add_stage(sums, x, stages + slot * RAW, terms + parity * TERMS, place, exponents);
+            Products::add_stage(sums, x, stages + slot * RAW, terms + parity * TERMS, place,
+                                exponents);
             slot = next;
             parity = 1 - parity;
             if (--chain) continue;
             promote(totals, sums, place);
-            chain = CHAIN;
+            chain = Config::CHAIN;
         }
         wait_for_copies();
         Kept kept;

@@ -28,30 +28,28 @@
 // that is not finite closes the gate, and so do too many doubtful pairs of the sample: then the
 // kernel behind it (points/direct.cuh) does the whole launch.
 //
-// The generated source defines, beside what points/sums.cuh needs:
-//   WARPGROUPS, STAGES   rows of a block by 64; stages in shared memory
-//   COPIES, V_COPIES     2: words of a number
-//   DOUBTFUL             the count of doubtful pairs in the sample that leaves nothing to do
-//   DYNAMIC_BYTES        shared memory as lowering counts it
-//   multiply(...)        one wgmma of 64 x WIDTH x 16 with the left operand in registers, and one
-//                        of 64 x TILE_N x 16 from shared memory
+// Facts, Finish and Slopes: class Points of kernlib/families/pairwise/kernels/points.py. Beside them
+// the source has multiply(), one wgmma of 64 x WIDTH x 16 with the left operand in registers, and
+// one of 64 x TILE_N x 16 from shared memory.
 #pragma once
 
 #include "pairwise/points/sums.cuh"
 #include "pairwise/split/ring.cuh"
 
+constexpr int WARPGROUPS = Config::WARPGROUPS;  // rows of a block by 64
+constexpr int STAGES = Config::STAGES;          // in shared memory
 constexpr int TILE_M = 64 * WARPGROUPS;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 
 #include "pairwise/product/tile_of_words.cuh"
 
 constexpr int STAGE_BYTES = POINT_BYTES + LINES_BYTES;
-static_assert(DYNAMIC_BYTES == A_BYTES + STAGES * STAGE_BYTES, "as lowering counts it");
+static_assert(Config::DYNAMIC_BYTES == A_BYTES + STAGES * STAGE_BYTES, "as the host counts it");
 static_assert(COPIES == 2 && V_COPIES == 2, "high and low words");
 
 __device__ __forceinline__ bool is_needed(Gate& gate) {
     if (gate.closed) return false;
-    if (gate.doubtful <= DOUBTFUL) return true;
+    if (gate.doubtful <= Config::DOUBTFUL) return true;
     gate.closed = CLOSED;
     return false;
 }

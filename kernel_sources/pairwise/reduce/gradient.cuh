@@ -41,8 +41,6 @@ using Inner = INNER;
 using Term = OPERATION<Inner>;
 using Slope = SLOPE;
 
-constexpr int THREADS = 256;
-
 #include "pairwise/reduce/fill.cuh"
 #include "pairwise/reduce/rows.cuh"
 
@@ -209,7 +207,7 @@ __device__ __forceinline__ AccT worth(const AccT* row, const AccT* line) {
 // Adds x times the slope of each feature. A comparison loses a NaN: then x is one as well, if it is
 // CURVED, and the row is lost.
 __device__ __forceinline__ void add_slopes(AccT* sums, const AccT (&row)[K], const AccT* line,
-                                           AccT x, const Exponents& exponents) {
+                                           AccT x, const Exponents<AccT>& exponents) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
         AccT v = Term::of(row[k], line[k]);
@@ -286,8 +284,8 @@ pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
         Finish finish(read);
         Slopes slopes(read);
         InnerNumbers<AccT> numbers = {read(INNER_P), read(INNER_SCALE)};
-        Exponents exponents = {numbers.p, numbers.p - AccT(1), numbers.scale * LOG2_E,
-                               AccT(1.17549435e-38)};
+        Exponents<AccT> exponents = {numbers.p, numbers.p - AccT(1), numbers.scale * LOG2_E,
+                                     AccT(1.17549435e-38)};
         Rows rows;
         Words words;
         read_rows(rows, parameters, l, m0);

@@ -4,37 +4,25 @@
 // Also sets the count of doubtful pairs (split/pack.cuh) to zero. Reads 1000 K numbers, 5 us
 // for most K.
 //
-// The generated source defines before it includes this file:
-//   InputT, DIFFERENCE    storage; whether there is anything to centre
-//   PARAMETER_BYTES       what lowering makes of Parameters
+// Facts and struct Fixed: class Centre of kernlib/families/pairwise/kernels/pack.py.
 #pragma once
 
 #include "common/types.cuh"
-#include "pairwise/scalars.cuh"
+#include "pairwise/view.cuh"
 
+using InputT = Config::InputT;         // storage
 constexpr int GATE_WORDS = 4;          // the count, and those of product/parameters.cuh
 constexpr int THREADS = 1024, COLUMNS = 32, LINES = THREADS / COLUMNS;
 
-// Points 0, step, 2 step, ... of an operand.
-struct Sample {
-    i64 step;
-    int points, padding;
-};
-
-// Laid out by kernlib/families/pairwise/lowering/split.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* a;
     const InputT* b;
     float* centre;
     u32* doubtful;
-    // fixed by the plan
-    View a_view, b_view;
-    Sample a_sample, b_sample;
-    int k, pitch;           // features, and from one batch entry's centre to the next one's
-    int batch, padding;     // batch entries that share a centre
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Adds the finite ones of a thread's samples of feature k.
 __device__ __forceinline__ void add_samples(float& sum, float& count, const InputT* data,
@@ -53,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 pairwise_split_centre(const __grid_constant__ Parameters p) {
     __shared__ float sums[2][LINES][COLUMNS + 1];
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < GATE_WORDS) p.doubtful[threadIdx.x] = 0;
-    if (!DIFFERENCE) return;
+    if (!Config::DIFFERENCE) return;  // there is nothing to centre
     int column = threadIdx.x % COLUMNS, line = threadIdx.x / COLUMNS;
     int k = blockIdx.x * COLUMNS + column;
     float sum = 0.0f, count = 0.0f;

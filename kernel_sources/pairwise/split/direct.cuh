@@ -1,19 +1,12 @@
 // The sum of one pair as the direct kernels take it, by a warp: for pairs that lose too much as
-// |x|^2 + |y|^2 - 2 <x, y>. With BY_NORM, which needs Inner and Term, minus the norm where that sum
-// has left its range (mend.cuh).
+// |x|^2 + |y|^2 - 2 <x, y>. By norm, minus the norm where that sum has left its range (mend.cuh).
 #pragma once
 
 #include "common/math.cuh"
-#ifdef BY_NORM
 #include "pairwise/mend.cuh"
-#endif
 #include "pairwise/split/parameters.cuh"
 
-#ifdef BY_NORM
-constexpr bool NORM = true;
-#else
-constexpr bool NORM = false;
-#endif
+using InputT = Config::InputT;  // storage of a and b
 
 // Sums of products, which overflow on either side, are double: a lane's infinity of one float and
 // the product of two others that another lane has would meet as a NaN. So are those of norms, which
@@ -27,7 +20,7 @@ __device__ __forceinline__ float sum_directly(const Parameters& p, i64 l, i64 m,
     i64 a_step = p.a_view.column_stride, b_step = p.b_view.column_stride;
     const InputT* a = p.a + l * p.a_view.batch_stride + m * p.a_view.row_stride;
     const InputT* b = p.b + l * p.b_view.batch_stride + n * p.b_view.row_stride;
-    using Sum = DirectSum<!DIFFERENCE || NORM>::Type;
+    using Sum = DirectSum<!DIFFERENCE || ROOTED>::Type;
     Sum sum = 0;
 #pragma unroll 4
     for (int k = threadIdx.x % 32; k < p.k; k += 32) {
@@ -36,13 +29,15 @@ __device__ __forceinline__ float sum_directly(const Parameters& p, i64 l, i64 m,
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-#ifdef BY_NORM
-    if (Range(2.0f, p.k).excludes(float(sum))) {
-        // By float's root, in units of 2^100 or 2^-100.
-        bool small = sum < 1.0;
-        float root = sqrtf(float(sum * (small ? 1.6069380442589903e60 : 6.2230152778611417e-61)));
-        return 0.0f - root * (small ? 7.88860905e-31f : 1.26765060e30f);
+    if constexpr (ROOTED) {
+        if (Range(2.0f, p.k).excludes(float(sum))) {
+            // By float's root, in units of 2^100 or 2^-100.
+            bool small = sum < 1.0;
+            float unit = small ? 7.88860905e-31f : 1.26765060e30f;
+            double back = small ? 1.6069380442589903e60 : 6.2230152778611417e-61;
+            float root = sqrtf(float(sum * back));
+            return 0.0f - root * unit;
+        }
     }
-#endif
     return float(sum);
 }

@@ -1,9 +1,7 @@
 // The sums of a tile by wgmma: 64 x TILE_N of a warpgroup.
 #pragma once
 
-#include "pairwise/split/ring.cuh"
-
-static_assert(STAGES > 1, "a stage is given back when the products of the next one have begun");
+#include "pairwise/split/tile.cuh"
 
 // Warpgroups that issue their products in turns run half a promotion apart, so that one's products
 // fill the time in which the other one adds.
@@ -22,12 +20,12 @@ __device__ __forceinline__ void end_turn(int warpgroup) {
 }
 
 // Where a warpgroup's operands of a stage lie.
-struct Operands {
+struct Places {
     u32 a, b;
 };
 
 // Begins the products of one stage; from zero unless `accumulate`. The small ones come first.
-__device__ __forceinline__ void multiply_stage(float (&sums)[SUMS], const Operands& from,
+__device__ __forceinline__ void multiply_stage(float (&sums)[SUMS], const Places& from,
                                                int accumulate) {
     u64 a = core_matrices_descriptor(from.a, TILE_M * 16, 128);
     u64 b = core_matrices_descriptor(from.b, TILE_N * 16, 128);
@@ -48,25 +46,24 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[SUMS], const Operan
 
 // Of the `index`-th stage of a tile, once it is there: both operands in a stage or, where a's stay
 // (s.resident) for all tiles, b alone.
-template <bool RESIDENT, class Shared>
-__device__ __forceinline__ Operands wait_for_stage(const Shared& s, const Ring<STAGES>& stage,
-                                                   int warpgroup, int index) {
+template <class Shared>
+__device__ __forceinline__ Places wait_for_stage(const Shared& s, const Ring<STAGES>& stage,
+                                                 int warpgroup, int index) {
     barrier_wait(&s.full[stage.place], stage.parity);
     u32 address = shared_address(s.stages + stage.place * STAGE_BYTES);
     u32 a = address, b = address + A_BYTES;
-    if constexpr (RESIDENT) {
+    if constexpr (RESIDENT > 0) {
         a = shared_address(s.resident + index * A_BYTES);
         b = address;
     }
     return {a + warpgroup * (64 * 16), b};
 }
 
-#if PROMOTE
 // `stages` are a multiple of PROMOTE: where the last ones could be left out, ptxas spilt half the
 // sums.
-template <bool RESIDENT = false, class Shared>
-__device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared& s, int warpgroup,
-                                              int stages, Ring<STAGES>& stage) {
+template <class Shared>
+__device__ __forceinline__ void multiply_by_parts(float (&total)[SUMS], const Shared& s,
+                                                  int warpgroup, int stages, Ring<STAGES>& stage) {
     float sums[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) total[i] = 0.0f;
@@ -77,7 +74,7 @@ __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared
 #pragma unroll
         for (int i = 0; i < PROMOTE; ++i) {
             int index = stages - left + i;
-            multiply_stage(sums, wait_for_stage<RESIDENT>(s, stage, warpgroup, index), i > 0);
+            multiply_stage(sums, wait_for_stage(s, stage, warpgroup, index), i > 0);
             if (i == PROMOTE - 1) end_turn(warpgroup);
             if (i > 0) {
                 wgmma_wait<1>();
@@ -92,16 +89,16 @@ __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared
         for (int i = 0; i < SUMS; ++i) total[i] += sums[i];
     }
 }
-#else
+
 // In turns only where twice as many stages as a tile has are in shared memory.
-template <bool RESIDENT = false, class Shared>
-__device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared& s, int warpgroup,
-                                              int stages, Ring<STAGES>& stage) {
+template <class Shared>
+__device__ __forceinline__ void multiply_at_once(float (&sums)[SUMS], const Shared& s,
+                                                 int warpgroup, int stages, Ring<STAGES>& stage) {
     int previous = -1;
     begin_turn(warpgroup);
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
-        multiply_stage(sums, wait_for_stage<RESIDENT>(s, stage, warpgroup, i), i > 0);
+        multiply_stage(sums, wait_for_stage(s, stage, warpgroup, i), i > 0);
         if (i == stages - 1) end_turn(warpgroup);
         if (i > 0) {
             wgmma_wait<1>();
@@ -113,4 +110,10 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared&
     wgmma_wait<0>();
     barrier_arrive_by_warp(&s.empty[previous]);
 }
-#endif
+
+template <class Shared>
+__device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared& s, int warpgroup,
+                                              int stages, Ring<STAGES>& stage) {
+    if constexpr (PROMOTE > 0) multiply_by_parts(sums, s, warpgroup, stages, stage);
+    else multiply_at_once(sums, s, warpgroup, stages, stage);
+}

@@ -9,34 +9,24 @@
 // that split/split.cuh would find doubtful: if they are many, it leaves the work to the direct
 // kernel.
 //
-// The generated source defines before it includes this file:
-//   InputT, DIFFERENCE    storage; whether points lose the centre and have norms
-//   DEPTH, COPIES         features of a stage of split/split.cuh; 2 for high and low words, else 1
-//   PARAMETER_BYTES       what lowering makes of Parameters
+// Facts, struct Side (an operand, and where it goes) and struct Fixed: class Pack of
+// kernlib/families/pairwise/kernels/pack.py.
 #pragma once
 
 #include "common/hopper.cuh"
-#include "pairwise/scalars.cuh"
 #include "pairwise/split/parameters.cuh"
+#include "pairwise/view.cuh"
 
+using InputT = Config::InputT;          // storage
+constexpr int DEPTH = Config::DEPTH;    // features of a stage of split/split.cuh
+constexpr int COPIES = Config::COPIES;  // 2 for high and low words, else 1
 constexpr int THREADS = 256, WARPS = THREADS / 32, GROUP = 8;
 constexpr int PASS = WARPS * 32;        // features that a CTA takes at once
 constexpr int SIDE = 64;                // probed points of a, and of b
 constexpr int PROBES = SIDE * SIDE / WARPS;
 constexpr int LEAST_TOP = -98;          // of features near 2^-98 both powers of two are normal
 
-// An operand, and where it goes.
-struct Side {
-    View view;
-    i64 points;                         // M or N
-    i64 packed_stride, info_stride;     // from batch entry to batch entry: bytes, points
-    int tile, groups;                   // points of a tile; groups of GROUP of a batch entry
-    int entries, vectors;               // batch entries; whether features load 16 bytes at a time
-};
-
-// Laid out by kernlib/families/pairwise/lowering/split.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* a;
     const InputT* b;
     const float* centre;
@@ -45,12 +35,10 @@ struct Parameters {
     unsigned char* packed_b;
     PointInfo* a_info;
     PointInfo* b_info;
-    // fixed by the plan
-    Side a_side, b_side;
-    i64 centre_stride;
-    int k, stages, batch, padding;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Features k .. k + 7 of a point without the centre, zero past the last one.
 __device__ __forceinline__ void read_chunk(float (&x)[CHUNK], const InputT* point, i64 step,

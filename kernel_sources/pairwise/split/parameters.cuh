@@ -7,6 +7,7 @@
 
 #include "common/types.cuh"
 
+constexpr bool DIFFERENCE = Config::DIFFERENCE;  // squared distances, else dot products
 constexpr int CHUNK = 8;       // features of 16 bytes: a row of wgmma's core matrices
 constexpr int TOP = 14;        // binary exponent of a point's largest feature in fp16
 constexpr float LARGEST_NORM = 4.2535296e37f;  // 2^125: the sum of two norms is finite
@@ -32,9 +33,6 @@ __device__ __forceinline__ float scaled_sum(float product, float left, float rig
 
 // Whether a sum computed as `value` needs another, direct, computation.
 __device__ __forceinline__ bool is_doubtful(float value, float norms) {
-#ifdef BY_NORM
-    return !(value >= fmaf(TAU, norms, LEAST_SQUARES));
-#else
+    if (Config::BY_NORM) return !(value >= fmaf(TAU, norms, LEAST_SQUARES));
     return DIFFERENCE ? !(value >= TAU * norms) : value != value;
-#endif
 }

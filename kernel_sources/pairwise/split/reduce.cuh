@@ -39,7 +39,7 @@ constexpr int STAGE_BYTES = (RESIDENT > 0 ? 0 : A_BYTES) + B_BYTES;
 constexpr int INFOS = 3;                 // tiles whose PointInfo and lines of v are there
 constexpr int POINT_BYTES = TILE_N * sizeof(PointInfo);
 constexpr int INFO_BYTES = POINT_BYTES + TILE_N * Reducer::COLUMNS * 4;
-#ifdef KEPT
+#ifdef HAS_LISTS
 constexpr int LIST_BYTES = LISTS * (KEPT + WAITING) * 8;
 static_assert(LISTS == 2 * 128 * WARPGROUPS, "two rows of a thread");
 #else
@@ -144,7 +144,7 @@ __device__ __forceinline__ void consume(const SplitLaunch& p, const Shared& s, c
     i64 m = part.m0 + (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4;
     const PointInfo* left = p.a_info + l * p.a_info_stride + m;
     Rows rows = {l, {m, m + 8}, {left[0], left[8]}, {Reducer(first), Reducer(first)}};
-#ifdef KEPT
+#ifdef HAS_LISTS
     u64* lists = reinterpret_cast<u64*>(s.infos + INFOS * INFO_BYTES) + threadIdx.x - 128;
     rows.reducers[0].begin(lists, p.parameters.columns);
     rows.reducers[1].begin(lists + LISTS / 2, p.parameters.columns);

@@ -62,7 +62,7 @@ __device__ __forceinline__ void rotate(float (&sums)[SUMS]) {
     for (int i = 0; i < COUNT; ++i) sums[SUMS - COUNT + i] = first[i];
 }
 
-#ifdef KEPT
+#ifdef HAS_LISTS
 // Takes what passes of two columns, for which lists may have no room.
 __device__ __forceinline__ void take_values(Rows& rows, const AccT (&values)[4], int place) {
     bool any = false;
@@ -87,27 +87,27 @@ __device__ __forceinline__ bool reduce_quickly(Rows& rows, float (&sums)[SUMS], 
 #pragma unroll
         for (int c = 0; c < STEP / 8; ++c) {
             Columns right(tile, place + c * 8);
-#ifdef KEPT
+#ifdef HAS_LISTS
             AccT values[4];
 #endif
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 PairSum sum(sums[c * 4 + e], rows.info[e / 2], right.info.element[e % 2]);
                 fine = fine && !is_doubtful(sum.value, sum.norms);
-#ifdef KEPT
+#ifdef HAS_LISTS
                 values[e] = finish(sum.value);
 #else
                 rows.reducers[e / 2].add(finish(sum.value), tile.base + place + c * 8 + e % 2,
                                          right.weights + e % 2 * Reducer::COLUMNS);
 #endif
             }
-#ifdef KEPT
+#ifdef HAS_LISTS
             take_values(rows, values, tile.base + place + c * 8);
 #endif
         }
         if (ROLLED) rotate(sums);
     }
-#ifdef KEPT
+#ifdef HAS_LISTS
     fine = fine && !rows.reducers[0].missed && !rows.reducers[1].missed;
 #endif
     return fine;
@@ -132,7 +132,7 @@ struct Diagonal {
 // thousands of points would merge each of them into its total, off by 1.5e-8 of it each time.
 __device__ __forceinline__ void add_late(Reducer& reducer, AccT value, const Tile& tile,
                                          int column) {
-#ifdef KEPT
+#ifdef HAS_LISTS
     reducer.add_late(value, tile.base + column);
     return;
 #endif
@@ -183,7 +183,7 @@ __device__ __forceinline__ void reduce_carefully(Rows& rows, float (&sums)[SUMS]
     Diagonal diagonal(parameters, rows, tile.n0);
 #pragma unroll 1
     for (int first = 0; first < TILE_N; first += GROUP) {
-#ifdef KEPT
+#ifdef HAS_LISTS
         static_assert(WAITING >= GROUP / 4, "what a thread adds of a row between two settlements");
         rows.reducers[0].settle();
         rows.reducers[1].settle();
@@ -224,7 +224,7 @@ __device__ __forceinline__ void reduce_tile(Rows& rows, float (&sums)[SUMS],
         if (!fine) rows = before;
     }
     if (!fine) reduce_carefully(rows, sums, parameters, tile, finish);
-#ifdef KEPT
+#ifdef HAS_LISTS
     bool room = rows.reducers[0].has_room(WAITING / 2) && rows.reducers[1].has_room(WAITING / 2);
     if (__all_sync(~0u, room)) return;
 #endif
@@ -249,7 +249,7 @@ __device__ __forceinline__ void store_rows(Rows& rows, const Parameters& paramet
                                            const Part& part) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-#ifdef KEPT
+#ifdef HAS_LISTS
         rows.reducers[i].settle();
         if (rows.m[i] >= parameters.m) continue;
         i64 list = part.split * 4 + threadIdx.x % 4;

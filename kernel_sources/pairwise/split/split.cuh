@@ -14,70 +14,17 @@
 // Persistent CTAs: one producer thread, two warpgroups of 64 x TILE_N sums each; a tile is finished
 // by each warp for itself, in parts of 32 columns that lie in shared memory for a moment.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of a and b, float, storage of out
-//   TILE_N                   columns of a tile, a multiple of 32
-//   DEPTH, STAGES            features of a stage, a multiple of 16; stages in shared memory
-//   COPIES                   2 for high and low words and three products, else 1 and one
-//   PROMOTE                  stages whose products are summed in one go; 0 for all
-//   ORDERED                  whether warpgroups issue their products in turns
-//   SYMMETRIC                b is a: only tiles that reach the diagonal from above are computed
-//   DIFFERENCE               distances, else dot products
-//   GATED                    the count of doubtful pairs in the sample that leaves nothing to do
-//   SCALARS, Finish, BY_NORM as in direct/direct.cuh
-//   multiply(...)            one wgmma of 64 x TILE_N x 16
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts, struct Fixed, Finish and multiply(), one wgmma of 64 x TILE_N x 16: class Split of
+// kernlib/families/pairwise/kernels/split.py.
 #pragma once
 
-#include "common/hopper.cuh"
-#include "pairwise/scalars.cuh"
-#include "pairwise/split/parameters.cuh"
-#include "pairwise/terms.cuh"
+#include "pairwise/split/launch.cuh"
+#include "pairwise/split/multiply.cuh"
+#include "pairwise/split/store.cuh"
 
-using Inner = Square;  // where sums are under a root
-using Term = Difference<Inner>;
-
-constexpr int WARPGROUPS = 2, TILE_M = 64 * WARPGROUPS;
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int SUMS = TILE_N / 2;         // accumulators of a thread
-constexpr int RASTER_ROWS = 16;          // tile rows walked together, so that operands stay in L2
-
-constexpr int A_COPY = TILE_M * DEPTH * 2, B_COPY = TILE_N * DEPTH * 2;
-constexpr int A_BYTES = COPIES * A_COPY, B_BYTES = COPIES * B_COPY;
-constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int INFOS = 4;                 // tiles whose PointInfo is there
 constexpr int INFO_BYTES = (TILE_M + TILE_N) * sizeof(PointInfo);
-constexpr int PART = 32, PARTS = TILE_N / PART;
-constexpr int PART_BYTES = 16 * PART * 4;
-static_assert(DYNAMIC_BYTES == STAGES * STAGE_BYTES + INFOS * INFO_BYTES +
-                                   4 * WARPGROUPS * PART_BYTES, "as lowering counts it");
-
-// Laid out by kernlib/families/pairwise/lowering/split.py.
-struct Parameters {
-    // written at each launch
-    const InputT* a;
-    const InputT* b;
-    OutputT* out;
-    const u32* gate;
-    const unsigned char* packed_a;
-    const unsigned char* packed_b;
-    const PointInfo* a_info;
-    const PointInfo* b_info;
-    Scalar scalars[SCALARS];
-    // fixed by the plan
-    i64 scalar_strides[SCALARS];
-    View a_view, b_view, out_view;   // (batch, point, feature) of a and b, (batch, m, n) of out
-    i64 a_packed_stride, b_packed_stride, a_info_stride, b_info_stride;  // of batch entries
-    i64 diagonal;                    // n - m of the entries that receive the regularization
-    int m, n, k, stages;             // stages of a tile
-    int tiles_m, tiles_n;
-    u32 tiles;                       // in all
-    int out_vectors;                 // whether out takes aligned stores of 4 elements
-    int accumulate, padding;
-};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
-
-using ReadScalar = ScalarReader<Parameters>;
+static_assert(Config::DYNAMIC_BYTES == STAGES * STAGE_BYTES + INFOS * INFO_BYTES +
+                                           4 * WARPGROUPS * PART_BYTES, "as the host counts it");
 
 struct Shared {
     unsigned char* stages;
@@ -85,12 +32,6 @@ struct Shared {
     float* parts;
     u64 *full, *empty, *info_full, *info_empty;
 };
-
-struct Tile {
-    int l, row, column;
-};
-
-#include "pairwise/split/multiply.cuh"
 
 // The tiles of a CTA, every gridDim.x-th one, in groups of RASTER_ROWS rows walked along columns.
 struct Walk {
@@ -152,8 +93,6 @@ __device__ __forceinline__ void produce(const Parameters& p, const Shared& s) {
     }
 }
 
-#include "pairwise/split/store.cuh"
-
 __device__ __forceinline__ void consume(const Parameters& p, const Shared& s) {
     Ring<STAGES> stage(0);
     Ring<INFOS> info(0);
@@ -176,19 +115,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 pairwise_split(const __grid_constant__ Parameters parameters) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ u64 barriers[2 * (STAGES + INFOS)];
-    if (*parameters.gate > GATED) return;
+    if (*parameters.gate > Config::DOUBTFUL) return;  // the direct kernel does the work
     unsigned char* infos = dynamic + STAGES * STAGE_BYTES;
     Shared s = {dynamic, infos, reinterpret_cast<float*>(infos + INFOS * INFO_BYTES),
                 barriers, barriers + STAGES, barriers + 2 * STAGES, barriers + 2 * STAGES + INFOS};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], 4 * WARPGROUPS);
-        }
-        for (int i = 0; i < INFOS; ++i) {
-            barrier_init(&s.info_full[i], 1);
-            barrier_init(&s.info_empty[i], 4 * WARPGROUPS);
-        }
+        begin_barriers(s, 1);
         fence_barrier_init();
     }
     __syncthreads();

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "pairwise/split/direct.cuh"
+#include "pairwise/split/launch.cuh"
 
 constexpr int LINES = 4;  // of a part, that a thread finishes: every fourth one
 

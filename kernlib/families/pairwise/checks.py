@@ -14,7 +14,7 @@ from kernlib.descriptors.base import as_int, check_flag, refuse_argument, shown
 from kernlib.errors import warn
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
-from kernlib.families.pairwise.lowering import direct as lowering
+from kernlib.families.pairwise.lowering import problem as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.runtime import numbers
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator

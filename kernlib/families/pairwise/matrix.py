@@ -17,7 +17,7 @@ import torch
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import choose
-from kernlib.families.pairwise.lowering import direct as lowering
+from kernlib.families.pairwise.lowering import problem as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
 from kernlib.families.pairwise.units import (

@@ -20,11 +20,13 @@ from kernlib.families.pairwise.categories import arguments
 from kernlib.families.pairwise.categories.arguments import Tables
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
 from kernlib.families.pairwise.gradients.autograd import kernel_matrix
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.kernels.direct import DIRECT
 from kernlib.families.pairwise.lowering.layout import TABLE_OPERANDS, Categories
+from kernlib.families.pairwise.lowering.problem import OPERANDS as POINTS
 from kernlib.families.pairwise.matrix import PairwisePlan, key_of, loaded_plan, numbers_of
 from kernlib.families.pairwise.request import Request, is_empty, layout_of, problem_of
 from kernlib.families.pairwise.stages_reference import finish
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import rehearsal
 from kernlib.runtime.devices import arch_of, model
@@ -43,7 +45,7 @@ from kernlib.runtime.tensors import (
     stand_ins,
 )
 
-OPERANDS = (*TABLE_OPERANDS, *direct.OPERANDS)
+OPERANDS = (*TABLE_OPERANDS, *POINTS)
 CPU_ENTRIES = 1 << 20  # of a block of rows: 4 MB in float32, of which torch makes a few
 BLOCK_ENTRIES = 1 << 24  # of the matrix at once in a backward pass, which stores about eight
 _OF_SUMS = ("p", "inner_p", "inner_scale")
@@ -175,11 +177,9 @@ def _plan(request: Request, call: checks.Call, tables: Tables) -> PairwisePlan:
 def lower(request: Request, call: checks.Call, tables: Tables, device: int) -> Lowered:
     """The kernel of a checked call on a device."""
     problem, strides = problem_of(request, call)
-    count = model(device).multiprocessors
+    gpu = Gpu(arch_of(device), model(device).multiprocessors)
     categories = categories_of(tables, call.batch)
-    return direct.lower(
-        request.descriptor, problem, arch_of(device), count, strides, categories=categories
-    )
+    return DIRECT.launch_tables(request.descriptor, problem, gpu, strides, categories)
 
 
 def categories_of(tables: Tables, batch: int) -> Categories:

@@ -18,11 +18,14 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.gradients import arguments, products, reference
 from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
+from kernlib.families.pairwise.kernels import gradient_tensor
+from kernlib.families.pairwise.kernels.gradient import Gradient, Subject
 from kernlib.families.pairwise.lowering import gradient as lowering
-from kernlib.families.pairwise.lowering import gradient_tensor
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.request import layout_of, scalar_stride
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.kernel import Gpu, choose
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime import operation, rehearsal
 from kernlib.runtime.devices import arch_of, lower_on
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
@@ -138,9 +141,7 @@ def rule(problem: lowering.Problem) -> str:
     square = problem.operation == "Difference" and problem.slope == "SquareSlope"
     if square and problem.dtype != "float64" and size >= products.FEWEST:
         return "products"
-    return (
-        "tensor" if gradient_tensor.takes(problem) and gradient_tensor.pays(problem) else "direct"
-    )
+    return "tensor" if gradient_tensor.pays(problem) else "direct"
 
 
 def _products(kind: Kind, call: Call, problem: lowering.Problem) -> Callable:
@@ -178,9 +179,16 @@ def _tensor(
         coefficients=problem.coefficients if c is None else layout_of(c, call.batch),
         extremes=2 * call.features if z.dim() == 3 and z.shape[0] > 1 else 0,
     )
-    arch = arch_of(device)
-    lowered = lower_on(lambda count: gradient_tensor.lower(problem, arch, count), device)
-    if lowered is None:
+    subject, arch = Subject(problem.operation, problem.slope), arch_of(device)
+
+    def launch(count: int) -> Lowered:
+        gpu = Gpu(arch, count)
+        option = choose(gradient_tensor.KERNELS, problem, gpu)
+        return option.kernel.launch(subject, problem, gpu, option.knobs)
+
+    try:
+        lowered = lower_on(launch, device)
+    except UnsupportedError:  # that of the lanes may have room
         return None
     plan = load_lowered(lowered, lowering.OPERANDS, call.device)
     shape = (lowered.parts, call.batch, max(1, call.sets), call.queries, call.features)
@@ -216,8 +224,10 @@ def arranged(kind: Kind, operands: Operands) -> Operands:
 
 def _direct(kind: Kind, call: Call, problem: lowering.Problem, device: int) -> Callable:
     """By the kernel of the FP32 or FP64 lanes."""
-    arch = arch_of(device)
-    lowered = lower_on(lambda count: lowering.lower(problem, arch, count), device)
+    subject, arch = Subject(problem.operation, problem.slope), arch_of(device)
+    lowered = lower_on(
+        lambda count: Gradient().launch(subject, problem, Gpu(arch, count), {}), device
+    )
     plan = load_lowered(lowered, lowering.OPERANDS, call.device)
     if lowered.parts == 1:
         return lambda operands, out, numbers: plan.launch(_pointers(operands, out), numbers)

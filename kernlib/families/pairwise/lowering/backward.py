@@ -15,17 +15,20 @@ from kernlib.families.pairwise.lowering.backward_source import (
     is_curved,
     slopes,
 )
-from kernlib.families.pairwise.lowering.direct import (
+from kernlib.families.pairwise.lowering.finish import finish_reduced
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import (
     MAX_BATCH_BLOCKS,
     THREADS,
     inner_codes,
     scalar_count,
     short,
+    terms,
+    types,
 )
-from kernlib.families.pairwise.lowering.finish import finish_reduced
-from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.reduce import Cut, Work
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import config
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.division import Sums, split
 from kernlib.lowering.names import named
@@ -227,19 +230,24 @@ def source(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str
     }
     numbers = {
         "SCALARS": scalar_count(descriptor),
+        "COLUMNS": made.columns,
+        "HYPER": len(derivatives.others),
+    }
+    rows = {
         "K": made.k,
+        "THREADS": THREADS,
         "ROWS": made.rows,
         "PARTNERS": made.partners,
         "STAGE": stage_of(made, len(derivatives.others)),
-        "COLUMNS": made.columns,
-        "HYPER": len(derivatives.others),
     }
     constants = [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     constants += [f"constexpr bool {name} = {str(on).lower()};" for name, on in flags.items()]
     lines = "\n".join(constants)
     return f"""#include "common/types.cuh"
 #include "pairwise/reduce/math.cuh"
+#include "pairwise/terms.cuh"
 
+{config.text({**types("float32"), **terms(descriptor, made, swapped), "BY_NORM": False, **rows})}
 using InputT = float;
 using AccT = float;
 

@@ -1,34 +1,58 @@
-"""From a pair gradient and the layout of its tensors to a KernelSpec, a grid and parameters.
+"""Pair gradients as their kernels see them: the problem, the slope of a stage, what plans fix.
 
-Pure arithmetic on plain data, as in :mod:`kernlib.families.pairwise.lowering.direct`. This is the
-kernel of the FP32 and FP64 lanes, which takes every problem; that of the tensor cores is
-:mod:`kernlib.families.pairwise.lowering.gradient_tensor`.
+Pure arithmetic on plain data. Two kernels compute them: that of the FP32 and FP64 lanes
+(:mod:`kernlib.families.pairwise.kernels.gradient`), which takes every problem, and that of the
+tensor cores (:mod:`kernlib.families.pairwise.kernels.gradient_tensor`).
 """
 
 from __future__ import annotations
 
-import struct
-from itertools import product
 from typing import NamedTuple
 
-from kernlib.errors import UnsupportedError
-from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, MAX_TILES
-from kernlib.families.pairwise.lowering.layout import Layout, access
-from kernlib.jit import targets
+from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.dtypes import DTYPES, outputs
-from kernlib.lowering.names import named
+from kernlib.lowering.fields import Fields
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 
-THREADS = 256
-TILE, TILE_K = 64, 16  # queries, and features if doubled; points of a stage
 # Whose addresses the parameter struct starts with, and the numbers behind them.
 OPERANDS = ("x", "z", "weights", "coefficients", "out", "extremes", "scales")
 SCALARS = ("p", "inner_scale", "eps")
 MAX_PARTS = 32  # of the points, whose sums meet in a workspace
 PART_POINTS = 256  # the fewest of a part
-O_TILES = (0, 1, 2, 4)
+OUT_VIEW = Fields((
+    "i64 batch_stride", "i64 coefficient_stride", "i64 query_stride", "i64 feature_stride",
+    "i64 part_stride",  # between the partial sums of parts of the points
+))  # fmt: skip
+FIXED = Fields(
+    (
+        f"i64 scalar_strides[{len(SCALARS)}]",
+        "View x_view",  # (batch, query, feature)
+        "View z_view",  # (batch, point, feature)
+        "View weights_view",  # (batch, query, point)
+        "View coefficients_view",  # (batch, coefficient, point)
+        "OutView out_view",
+        "View scales_view",  # (batch, query, point)
+        "i64 extremes_stride",  # from one batch entry's to the next
+        "i64 queries", "i64 batch",
+        "double factor",  # of whole sums
+        "int points", "int features", "int coefficient_count",
+        "int tiles_q", "int tiles_k", "int tiles_o",
+        "int parts", "int per_part",  # of the points; per_part is a whole number of stages
+        "int out_vectors",  # aligned stores of CHUNK elements: 1 along features, 2 along queries
+        "int accumulate",
+        "int times_p", "int times_scale",  # whether p and inner_scale belong to the factor
+    ),
+    {"OutView": OUT_VIEW},
+)  # fmt: skip
+TEXTS = OUT_VIEW.text("OutView"), FIXED.text()
+PARAMETER_BYTES = Parameters(len(OPERANDS), FIXED.format, len(SCALARS)).size
+# Headers of the types that struct Config and struct Fixed name.
+TYPES = (
+    "pairwise/gradient/operations.cuh", "pairwise/gradient/slopes.cuh", "pairwise/view.cuh",
+)  # fmt: skip
 
 # Slopes by what decides their code; host values of p without code of their own share "any" above 1
 # and "steep" below, device tensors "device".
@@ -94,19 +118,6 @@ class Problem(NamedTuple):
     scales: Layout | None = None  # (batch, queries, points), if there are any
 
 
-class Variant(NamedTuple):
-    """Everything that the generated code depends on."""
-
-    dtype: str
-    out_dtype: str
-    operation: str
-    slope: str
-    o_tile: int
-    access_w: str  # of the scales too
-    access_z: str
-    scales: bool = False
-
-
 def slope_of(operator: str, stage: str, exponent: float | str | None, plain: bool) -> str:
     """The struct of an inner stage's slope; ``exponent`` is a key of the tables above."""
     if stage == "Power" or plain:
@@ -127,52 +138,54 @@ def exponent_kind(value: float | None) -> float | str:
     return "steep" if value < 1 else "any"
 
 
-def lower(problem: Problem, arch: str, multiprocessors: int) -> Lowered:
-    """The variant for a call. Sums of several parts of the points go to a workspace (parts, batch,
-    sets, queries, features). Raises UnsupportedError for sizes no grid can hold."""
-    o_tile = _o_tile(problem.sets)
-    tiles_q = ceil_div(problem.queries, TILE)
-    tiles_k = ceil_div(problem.features, TILE * feature_tiles(problem.dtype, o_tile))
-    tiles_o = ceil_div(problem.sets, o_tile) if o_tile else 1
-    if tiles_q * tiles_k > MAX_TILES or problem.points >= 2**31 - TILE_K:
-        raise UnsupportedError(
-            f"a gradient of {problem.queries} x {problem.features} coordinates over "
-            f"{problem.points} points is more than one launch holds ({MAX_TILES} tiles); call it "
-            "on slices"
-        )
-    tiles = tiles_q * tiles_k * tiles_o * problem.batch
-    parts = parts_of(tiles, problem.points, multiprocessors * blocks(problem.dtype))
-    per_part = max(1, ceil_div(problem.points, parts * TILE_K)) * TILE_K
-    parts = max(1, ceil_div(problem.points, per_part))
-    variant = Variant(
-        problem.dtype,
-        problem.out_dtype if parts == 1 else DTYPES[problem.dtype].accumulator,
-        problem.operation,
-        problem.slope,
-        o_tile,
-        # Lines of points, which the kernel sums over as others over features.
-        _access_of_pairs(problem),
-        access(problem.z.transposed(), problem.features, problem.points, problem.dtype),
-        problem.scales is not None,
+def lowered(
+    problem: Problem,
+    spec: KernelSpec,
+    tiles: tuple[int, int, int],
+    parts: int,
+    per_part: int,
+    vectors: int = 0,
+) -> Lowered:
+    """The launch of either kernel. ``tiles`` are those of queries, features and sets, ``vectors``
+    as struct Fixed has them. Sums of several parts go to a workspace (parts, batch, sets, queries,
+    features)."""
+    out, scales = problem.out, problem.scales or Layout(0, 0, 0)
+    fixed = FIXED.pack(
+        scalar_strides=problem.scalar_strides,
+        x_view=problem.x[:3],
+        z_view=problem.z[:3],
+        weights_view=problem.weights[:3],
+        coefficients_view=problem.coefficients[:3],
+        out_view=(*out[:4], problem.batch * out.batch if parts > 1 else 0),
+        scales_view=scales[:3],
+        extremes_stride=problem.extremes,
+        queries=problem.queries,
+        batch=problem.batch,
+        factor=problem.factor,
+        points=problem.points,
+        features=problem.features,
+        coefficient_count=problem.sets,
+        tiles_q=tiles[0],
+        tiles_k=tiles[1],
+        tiles_o=tiles[2],
+        parts=parts,
+        per_part=per_part,
+        out_vectors=vectors,
+        accumulate=problem.accumulate,
+        times_p=problem.times_p,
+        times_scale=problem.times_scale,
     )
-    if parts > 1:
-        problem = problem._replace(out=workspace(problem), accumulate=False)
-    vectors = _out_vectors(problem, variant.out_dtype)
-    fixed = fixed_parameters(problem, (tiles_q, tiles_k, tiles_o), parts, per_part, vectors)
-    grid = (tiles_q * tiles_k, min(problem.batch * tiles_o * parts, MAX_BATCH_BLOCKS))
-    return Lowered((step(spec(variant, arch), grid, fixed),), parts=parts, per_part=per_part)
+    rows = min(problem.batch * tiles[2] * parts, MAX_BATCH_BLOCKS)
+    pointers = tuple((name, 0) for name in OPERANDS)
+    step = Step(spec, (tiles[0] * tiles[1], rows), fixed, pointers, len(SCALARS))
+    return Lowered((step,), parts=parts, per_part=per_part)
 
 
-def _access_of_pairs(problem: Problem) -> str:
-    """That of the weights, and of the scales if there are any."""
-    operands = [t for t in (problem.weights, problem.scales) if t is not None]
-    found = {access(t, problem.queries, problem.points, problem.dtype) for t in operands}
-    return found.pop() if len(found) == 1 else "strided"
-
-
-def step(made: KernelSpec, grid: tuple[int, int], fixed: bytes) -> Step:
-    """The launch of a kernel of pair gradients."""
-    return Step(made, grid, fixed, tuple((name, 0) for name in OPERANDS), len(SCALARS))
+def cut(tiles: int, points: int, slots: int, stage: int) -> tuple[int, int]:
+    """Parts of the points, and how many points, in whole stages, each has."""
+    parts = parts_of(tiles, points, slots)
+    per_part = max(1, ceil_div(points, parts * stage)) * stage
+    return max(1, ceil_div(points, per_part)), per_part
 
 
 def parts_of(tiles: int, points: int, slots: int) -> int:
@@ -188,140 +201,8 @@ def parts_of(tiles: int, points: int, slots: int) -> int:
     return best
 
 
-def workspace(problem: Problem) -> OutLayout:
-    """The layout of the sums of one part."""
+def parted(problem: Problem) -> Problem:
+    """The same with the sums of parts in a workspace in the place of the result."""
     plane = problem.queries * problem.features
-    sets = max(1, problem.sets)
-    return OutLayout(sets * plane, plane, problem.features, 1)
-
-
-def _o_tile(sets: int) -> int:
-    return next((o for o in O_TILES if o >= sets), O_TILES[-1])
-
-
-def feature_tiles(dtype: str, o_tile: int) -> int:
-    """Tiles of TILE features in a CTA's: two where 32 sums and coordinates a thread fit 128
-    registers."""
-    return 2 if o_tile <= 1 and dtype != "float64" else 1
-
-
-def blocks(dtype: str) -> int:
-    """CTAs of a multiprocessor that registers permit; shared memory of 100 KB holds one."""
-    return 1 if dtype == "float64" else 2
-
-
-def spec(variant: Variant, arch: str) -> KernelSpec:
-    """The KernelSpec of a variant. Raises UnsupportedError where its shared memory does not fit."""
-    shared = shared_bytes(variant)
-    if shared > targets.SHARED_BYTES[arch]:
-        raise UnsupportedError(
-            f"a pair gradient needs {shared} bytes of shared memory, a block of {arch} has "
-            f"{targets.SHARED_BYTES[arch]}"
-        )
-    dtypes = "->".join(dict.fromkeys((variant.dtype, variant.out_dtype)))
-    described = f"{variant.operation} {variant.slope} {dtypes} sets={variant.o_tile}"
-    described += " scales" * variant.scales
-    made = KernelSpec(
-        "pairwise",
-        source(variant),
-        "pair_gradient",
-        THREADS,
-        shared,
-        description=f"pair_gradient {described} {variant.access_w}/{variant.access_z}",
-    )
-    return named(made, described, f"{TILE}x{TILE}", variant.access_w, variant.access_z)
-
-
-def shared_bytes(variant: Variant) -> int:
-    """Two stages of the operands and the coefficients, totals of float, and the notes of what is
-    not finite."""
-    accumulator = DTYPES[variant.dtype].sums.bytes
-    operands = 1 + feature_tiles(variant.dtype, variant.o_tile)
-    line = TILE * accumulator + 16
-    copied = operands + variant.scales
-    stage = copied * TILE_K * line + TILE_K * variant.o_tile * accumulator
-    sums = (variant.o_tile or 1) * (operands - 1) * TILE * TILE
-    totals = 0 if variant.dtype == "float64" else sums * accumulator
-    return 2 * stage + totals + operands * TILE * 4
-
-
-def source(variant: Variant) -> str:
-    """The generated CUDA text: a few defines and one include."""
-    return f"""#include "common/types.cuh"
-
-using InputT = {DTYPES[variant.dtype].cuda};
-using AccT = {DTYPES[variant.dtype].sums.cuda};
-using OutputT = {DTYPES[variant.out_dtype].cuda};
-
-constexpr int O_TILE = {variant.o_tile};
-constexpr int FEATURE_TILES = {feature_tiles(variant.dtype, variant.o_tile)};
-constexpr bool SCALES = {str(variant.scales).lower()};
-constexpr int UNROLL = {_unroll(variant)};
-constexpr int BLOCKS = {blocks(variant.dtype)};
-
-#define OPERATION {variant.operation}
-#define SLOPE {variant.slope}
-#define ACCESS_W Access::{variant.access_w}
-#define ACCESS_Z Access::{variant.access_z}
-
-#include "pairwise/gradient/gradient.cuh"
-"""
-
-
-def _unroll(variant: Variant) -> int:
-    """Points unrolled: two where a point is short, and reads of shared memory show."""
-    short = variant.slope in ("AbsSlope", "SquareSlope") and variant.o_tile <= 1
-    return 2 if short and variant.dtype == "float32" else 1
-
-
-def variants(
-    operation: str,
-    slope: str,
-    arch: str,
-    dtypes: tuple[str, ...],
-    sets: tuple[int, ...] = O_TILES,
-    scales: bool = False,
-) -> list[KernelSpec]:
-    """Every spec that :func:`lower` can choose for a slope and inputs of ``dtypes``."""
-    accesses = ("features", "points", "strided")
-    tiles = sorted({_o_tile(count) for count in sets})
-    made = {
-        spec(Variant(dtype, out, operation, slope, tile, w, z, scales), arch)
-        for dtype in dtypes
-        for out in outputs(dtype)
-        for tile, w, z in product(tiles, accesses, accesses)
-    }
-    return sorted(made, key=lambda s: s.source)
-
-
-def _out_vectors(problem: Problem, out_dtype: str) -> int:
-    """Whether out takes aligned stores of one chunk (16 bytes of accumulators): 1 along features, 2
-    along queries, 0 if neither."""
-    out, chunk = problem.out, 16 // DTYPES[problem.dtype].sums.bytes
-    if out.alignment % (chunk * DTYPES[out_dtype].bytes) or out.batch % chunk:
-        return 0
-    if out.coefficients % chunk:
-        return 0
-    if out.features == 1 and out.queries % chunk == 0:
-        return 1
-    return 2 if out.queries == 1 and out.features % chunk == 0 else 0
-
-
-def fixed_parameters(
-    problem: Problem, tiles: tuple[int, int, int], parts: int, per_part: int, vectors: int = 0
-) -> bytes:
-    """What follows the numbers in struct Parameters of gradient/parameters.cuh. ``tiles`` are those
-    of queries, features and sets."""
-    layouts = (problem.x, problem.z, problem.weights, problem.coefficients)
-    views = [x for v in layouts for x in (v.batch, v.rows, v.columns)]
-    out, scales = problem.out, problem.scales or Layout(0, 0, 0)
-    part = problem.batch * out.batch if parts > 1 else 0
-    flags = (vectors, problem.accumulate, problem.times_p, problem.times_scale)
-    return struct.pack(
-        "<3q12q5q3q3qd12i",
-        *problem.scalar_strides, *views,
-        out.batch, out.coefficients, out.queries, out.features, part,
-        scales.batch, scales.rows, scales.columns,
-        problem.extremes, problem.queries, problem.batch, problem.factor,
-        problem.points, problem.features, problem.sets, *tiles, parts, per_part, *flags,
-    )  # fmt: skip
+    out = OutLayout(max(1, problem.sets) * plane, plane, problem.features, 1)
+    return problem._replace(out=out, accumulate=False)

@@ -4,10 +4,11 @@ kernel_sources/pairwise/direct/categories.cuh)."""
 
 from __future__ import annotations
 
-import struct
+from functools import cache
 from typing import NamedTuple
 
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.fields import Fields
 
 TABLE_OPERANDS = ("a_codes", "b_codes", "tables")  # whose addresses stand ahead of the points'
 MOST_ELEMENTS = 2**30 - 1  # of all tables, so that places in them add up within an int
@@ -55,11 +56,32 @@ class Categories(NamedTuple):
         return self._replace(a=self.b, b=self.a, by_rows=not self.by_rows)
 
     def pack(self) -> bytes:
-        """The struct of that name, padded to 8 bytes."""
-        views = [x for v in (self.a, self.b) for x in (v.batch, v.rows, v.columns)]
-        ints = (int(self.wide), int(self.by_rows), *self.sizes)
-        fixed = struct.pack(f"<7q{len(ints)}i", *views, self.table_batch, *ints)
-        return fixed + bytes(-len(fixed) % 8)
+        """The struct of that name."""
+        padding = {"padding": 0} if len(self.sizes) % 2 else {}
+        return table_fields(len(self.sizes)).pack(
+            a_view=self.a[:3],
+            b_view=self.b[:3],
+            table_batch=self.table_batch,
+            wide=self.wide,
+            by_rows=self.by_rows,
+            sizes=self.sizes,
+            **padding,
+        )
+
+
+@cache
+def table_fields(count: int) -> Fields:
+    """What a plan fixes of tables of so many features; nothing where there are none."""
+    if not count:
+        return Fields(())
+    return Fields((
+        "View a_view", "View b_view",  # (batch, point, feature) of codes
+        "i64 table_batch",  # from one entry's tables to the next
+        "int wide",  # whether codes are of 64 bits
+        "int by_rows",  # whether codes of a choose rows of tables, and not columns
+        f"int sizes[{count}]",
+        *["int padding"] * (count % 2),
+    ))  # fmt: skip
 
 
 def group_bytes(tile: int) -> int:

@@ -1,6 +1,5 @@
-"""The launches before the products of tensor cores (kernel_sources/pairwise/split/split.cuh and
-split/reduce.cuh): the centre of the data, and both operands packed as words of fp16. What lies
-where in the workspace that they share.
+"""Which calls are products of tensor cores, what lies where in the workspace that their launches
+share, those of :mod:`kernlib.families.pairwise.kernels.pack` that come first, and the gate.
 
 A ``variant`` here has ``dtype``, ``copies`` (words of a number), ``rows`` and ``columns`` of a
 tile, ``depth`` (features of a stage) and ``promote`` (of whose multiples stages are counted).
@@ -12,29 +11,23 @@ from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.direct import MAX_BATCH_BLOCKS, Problem
+from kernlib.families.pairwise.kernels.pack import PROBES, Centre, Pack
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, Problem, types
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import config
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.lowering.names import named
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.dtypes import FLOAT_SUMS
 from kernlib.lowering.steps import WORKSPACE, Step
 
+ARCH = "sm_90a"
+PRECISIONS = {"fp32": 2, "tf32": 1, "bf16": 1}  # copies: two words of a number, or one
+BARRIER_BYTES = 256  # at most, of static shared memory
 INFO_BYTES = 8  # of a point
-CHUNK = 8  # features
-CENTRE_COLUMNS = 32
-SAMPLES = 512  # of each operand, for the centre
-PACK_WARPS = 8
-PROBES = 64 * 64
 DOUBTFUL = PROBES // 64  # probed pairs above which the direct kernel does the work
 ALIGNMENT = 256  # of what lies in the workspace
 MAX_WORKSPACE = 2**32
 MAX_SIZE = 2**31 - 2**16  # of a side, in points or features
-# A Side of split/pack.cuh, of which its parameter struct has two, and that of split/centre.cuh.
-SIDE = "6q4i"
-CENTRE_PARAMETERS = Parameters(4, "<6qq2iq2i4i")
-PACK_PARAMETERS = Parameters(8, f"<{SIDE}{SIDE}q4i")
 
 
 class Workspace(NamedTuple):
@@ -117,56 +110,14 @@ def steps(
     """The centre, then the packing; ``names`` are the operands in the caller's words."""
     difference = is_difference(descriptor, problem)
     return (
-        _centre_step(problem, place, names, difference),
-        _pack_step(problem, variant, place, names, difference),
+        Centre().step(problem, place, names, difference),
+        Pack().step(problem, variant, place, names, difference),
     )
 
 
 def opening(problem: Problem, place: Workspace, centred: bool) -> Step:
     """What opens the gate, and finds the centre if asked to, where no points are packed."""
-    return _centre_step(problem, place, ("a", "b"), centred)
-
-
-def _centre_step(problem: Problem, place: Workspace, names, difference: bool) -> Step:
-    alone = place.centres > 1
-    fixed = CENTRE_PARAMETERS.pack(
-        *view(problem.a), *view(problem.b), *_sample(problem.m), *_sample(problem.n),
-        problem.k, place.centre_pitch, 1 if alone else problem.batch, 0,
-    )  # fmt: skip
-    grid = (ceil_div(place.centre_pitch, CENTRE_COLUMNS), place.centres) if difference else (1, 1)
-    pointers = _pointers(names, place.centre, place.doubtful)
-    return Step(centre_spec(problem.dtype, difference), grid, fixed, pointers)
-
-
-def _sample(points: int) -> tuple[int, int, int]:
-    """struct Sample of an operand."""
-    step = ceil_div(points, SAMPLES)
-    return step, ceil_div(points, step), 0
-
-
-def _pointers(names: tuple[str, str], *offsets: int) -> tuple[tuple[str, int], ...]:
-    return (names[0], 0), (names[1], 0), *((WORKSPACE, offset) for offset in offsets)
-
-
-def _pack_step(problem: Problem, variant, place: Workspace, names, difference: bool) -> Step:
-    sides, blocks = [], 0
-    for layout, count, tile, stride, points in (
-        (problem.a, problem.m, variant.rows, place.a_stride, place.a_points),
-        (problem.b, problem.n, variant.columns, place.b_stride, place.b_points),
-    ):
-        groups = round_up(count, tile) // CHUNK
-        entries = 1 if layout.batch == 0 else problem.batch
-        blocks += groups * entries
-        sides += (*view(layout), count, stride, points, tile, groups, entries)
-        sides.append(_reads_vectors(layout, problem.dtype))
-    centre = place.centre_pitch if place.centres > 1 else 0
-    fixed = PACK_PARAMETERS.pack(*sides, centre, problem.k, place.stages, problem.batch, 0)
-    pointers = _pointers(
-        names, place.centre, place.doubtful, place.packed_a, place.packed_b, place.a_info,
-        place.b_info,
-    )  # fmt: skip
-    grid = (blocks + PROBES // PACK_WARPS, 1)
-    return Step(pack_spec(variant, difference), grid, fixed, pointers)
+    return Centre().step(problem, place, ("a", "b"), centred)
 
 
 def view(layout: Layout) -> tuple[int, int, int]:
@@ -174,17 +125,11 @@ def view(layout: Layout) -> tuple[int, int, int]:
     return layout.batch, layout.rows, layout.columns
 
 
-def _reads_vectors(layout: Layout, dtype: str) -> bool:
-    """Whether 8 features are aligned loads of 16 bytes."""
-    run = 16 // DTYPES[dtype].bytes
-    aligned = layout.alignment % 16 == 0 and layout.columns == 1
-    return aligned and layout.rows % run == 0 and layout.batch % run == 0
-
-
 def gated(spec: KernelSpec) -> KernelSpec:
     """A direct kernel, for the case that the gate is open to it."""
     name = f"{spec.entry}_gated"
-    source = f"#define GATED {DOUBTFUL}\n{spec.source.replace(spec.entry, name, 1)}"
+    source = spec.source.replace(spec.entry, name, 1)
+    source = source.replace("int GATED = 0;", f"int GATED = {DOUBTFUL};", 1)
     return spec._replace(entry=name, source=source, description=f"{spec.description} gated")
 
 
@@ -194,35 +139,16 @@ def gated_step(step: Step, place: Workspace) -> Step:
     return step._replace(spec=gated(step.spec), pointers=pointers)
 
 
-def centre_spec(dtype: str, difference: bool) -> KernelSpec:
-    source = f"""{constants(dtype, difference, CENTRE_PARAMETERS.size)}
-#include "pairwise/split/centre.cuh"
-"""
-    words = f"pairwise split centre {dtype}" + " dot" * (not difference)
-    made = KernelSpec("pairwise", source, "pairwise_split_centre", 1024, description=words)
-    return named(made, dtype, *["dot"] * (not difference))
-
-
-def pack_spec(variant, difference: bool) -> KernelSpec:
-    source = f"""{constants(variant.dtype, difference, PACK_PARAMETERS.size)}
-constexpr int DEPTH = {variant.depth};
-constexpr int COPIES = {variant.copies};
-
-#include "pairwise/split/pack.cuh"
-"""
-    words = f"pairwise split pack {variant.dtype} words={variant.copies} depth={variant.depth}"
-    words += " dot" * (not difference)
-    made = KernelSpec("pairwise", source, "pairwise_split_pack", 256, description=words)
-    return named(made, words.removeprefix("pairwise split pack"))
-
-
-def constants(dtype: str, difference: bool, parameter_bytes: int) -> str:
+def constants(dtype: str, difference: bool, parameter_bytes: int, fixed="", **facts) -> str:
     """What each of the sources begins with."""
+    facts = {**types(dtype), "DIFFERENCE": difference, "BY_NORM": False, **facts}
     return f"""#include "common/types.cuh"
-
-using InputT = {DTYPES[dtype].cuda};
-using AccT = float;
-
-constexpr bool DIFFERENCE = {str(difference).lower()};
+{'#include "pairwise/terms.cuh"' if "Term" in facts else ""}
+{'#include "pairwise/reduce/kinds.cuh"' if "Reducer" in facts else ""}
+{'#include "pairwise/view.cuh"' if fixed else ""}
+{config.text(facts)}
+{fixed}
+using InputT = Config::InputT;
+using AccT = Config::AccT;
 constexpr int PARAMETER_BYTES = {parameter_bytes};
 """

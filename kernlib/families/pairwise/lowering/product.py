@@ -14,12 +14,13 @@ import struct
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import pack, product_source
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.pack import ARCH
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, scalar_count
 from kernlib.families.pairwise.lowering.product_source import FIXED, FOLD_POINTS, PACK_PARAMETERS
 from kernlib.families.pairwise.lowering.reduce import Problem
-from kernlib.families.pairwise.lowering.split import ARCH
 from kernlib.families.pairwise.lowering.wide import (
     GROUP,
     LEAST_STAGES,
@@ -75,7 +76,7 @@ def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str | No
         return False
     if problem.columns > WIDTHS[-1] or max(problem.m, problem.n) > pack.MAX_SIZE:
         return False
-    if problem.batch > direct.MAX_BATCH_BLOCKS:
+    if problem.batch > MAX_BATCH_BLOCKS:
         return False
     gated = problem._replace(columns=min(problem.columns, direct.WIDTHS[-1]))
     on_lanes, of_words = is_on_lanes(descriptor, problem), is_of_words(descriptor, problem)
@@ -138,7 +139,7 @@ def lower(
     per_split: int = 0,
 ) -> Lowered:
     """The launches of a product that :func:`takes`, with partial results and ``per_split`` as of
-    :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
+    :func:`kernlib.families.pairwise.kernels.reduce.lower`."""
     variant, second = variants(descriptor, problem, precision)
     place = workspace(problem, variant, second)
     row_blocks = ceil_div(problem.m, variant.rows)
@@ -227,7 +228,7 @@ def _steps_behind(
     for first in range(0, problem.columns, direct.WIDTHS[-1]):
         count = min(direct.WIDTHS[-1], problem.columns - first)
         part = problem._replace(columns=count)
-        (step,) = direct.lower(descriptor, part, arch, multiprocessors, strides, per_split).steps
+        (step,) = reduce.lower(descriptor, part, arch, multiprocessors, strides, per_split).steps
         offsets = {"v": first * problem.v.columns * DTYPES[problem.dtype].bytes, "out": 4 * first}
         pointers = tuple((name, at + offsets.get(name, 0)) for name, at in step.pointers)
         made.append(pack.gated_step(step._replace(pointers=pointers), place.closed))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
 from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
+from kernlib.families.pairwise.lowering.problem import inner_codes, scalar_count, short, terms
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.lowering.wide import TILE_N, Variant, exponent_of
 from kernlib.jit.spec import KernelSpec
@@ -52,7 +52,9 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     parameters = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars)
     operation = "Difference" if descriptor.operator == "difference" else "Dot"
     of_points = "" if variant.features else multiply("float16", TILE_N, False)
-    return f"""{pack.constants(variant.dtype, difference, parameters.size)}
+    facts, fixed = terms(descriptor, variant), direct.fields(scalars).text()
+    head = pack.constants(variant.dtype, difference, parameters.size, fixed, **facts)
+    return f"""{head}
 #include "pairwise/reduce/math.cuh"
 
 constexpr int WARPGROUPS = {variant.warpgroups};
@@ -70,7 +72,7 @@ constexpr int DOUBTFUL = {pack.DOUBTFUL};
 #define FOLDED {int(variant.sums == "folded")}
 #define OPERATION {operation}
 #define INNER {inner_codes(descriptor)[variant.inner]}
-{"#define BY_NORM" * is_norm(descriptor, variant)}
+{"#define NORMS" * is_norm(descriptor, variant)}
 
 {multiply("float16", variant.width, True)}
 {of_points}
@@ -102,7 +104,9 @@ constexpr int SCALARS = {scalar_count(descriptor)};
 
 def pack_spec(variant: Variant) -> KernelSpec:
     """The KernelSpec of the packing of v, and of lines of points."""
-    source = f"""{pack.constants(variant.dtype, True, PACK_PARAMETERS.size)}
+    fixed = direct.fields(1).text()
+    head = pack.constants(variant.dtype, True, PACK_PARAMETERS.size, fixed, SCALARS=1)
+    source = f"""{head}
 constexpr int WIDTH = {variant.width};
 constexpr int V_COPIES = {variant.v_copies};
 constexpr int FEATURES = {variant.features};

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import inner_codes, scalar_count, short
 from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm, lists
+from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES, PRECISIONS
+from kernlib.families.pairwise.lowering.problem import inner_codes, scalar_count, short, terms
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
-from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
@@ -156,7 +157,7 @@ def lower(
     choice: Mapping[str, object] | None = None,
 ) -> Lowered:
     """The launches of a reduction that :func:`takes`, with partial results and ``per_split`` as of
-    :func:`kernlib.families.pairwise.lowering.reduce.lower`; ``choice`` overrides fields of the
+    :func:`kernlib.families.pairwise.kernels.reduce.lower`; ``choice`` overrides fields of the
     variant."""
     variant = default(descriptor, problem, precision)._replace(**(choice or {}))
     place = pack.workspace(problem, variant)
@@ -166,7 +167,7 @@ def lower(
         sums = direct.sums_of(problem)
         per_split = division.split(sums, row_blocks, variant.columns, multiprocessors, least)
     main = main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
-    behind = direct.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
+    behind = reduce.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
     steps = (
         *pack.steps(descriptor, problem, variant, place),
         main,
@@ -232,9 +233,15 @@ def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
     parameters = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars)
     text = finish_reduced(descriptor, variant)
     if variant.kept:
-        text += lists(variant.kept, WAITING, LISTS * variant.rows, variant.largest)
-        text += '#include "pairwise/topk/nearest.cuh"\n'
-    return f"""{pack.constants(variant.dtype, difference, parameters.size)}
+        text += '#define HAS_LISTS\n#include "pairwise/topk/nearest.cuh"\n'
+    kept = lists(variant.kept, WAITING, LISTS * variant.rows, variant.largest)
+    facts = {
+        **terms(descriptor, variant), **kept,
+        "Reducer": variant.reducer, "REGULARIZED": variant.regularized,
+    }  # fmt: skip
+    fixed = direct.fields(scalars).text()
+    head = pack.constants(variant.dtype, difference, parameters.size, fixed, **facts)
+    return f"""{head}
 #include "pairwise/reduce/math.cuh"
 
 constexpr int WARPGROUPS = {variant.warpgroups};
@@ -246,14 +253,12 @@ constexpr int COPIES = {variant.copies};
 constexpr bool ORDERED = {str(variant.ordered).lower()};
 constexpr bool ROLLED = {str(_is_long(text)).lower()};
 constexpr int SCALARS = {scalars};
-constexpr bool REGULARIZED = {str(variant.regularized).lower()};
 constexpr int DYNAMIC_BYTES = {variant.shared_bytes};
 constexpr int DOUBTFUL = {pack.DOUBTFUL};
 #define PROMOTE {variant.promote}
 #define OPERATION {"Difference" if difference else "Dot"}
 #define INNER {inner_codes(descriptor)[variant.inner]}
-#define REDUCER {variant.reducer}
-{"#define BY_NORM" * is_norm(descriptor, variant)}
+{"#define NORMS" * is_norm(descriptor, variant)}
 
 {multiply("float16", variant.columns, False)}
 {text}

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.direct import inner_codes
 from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
+from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES, PRECISIONS
+from kernlib.families.pairwise.lowering.problem import inner_codes
 from kernlib.families.pairwise.lowering.reduce import Problem
-from kernlib.families.pairwise.lowering.split import ARCH, BARRIER_BYTES, PRECISIONS
 from kernlib.jit import targets
 from kernlib.lowering.arithmetic import ceil_div, round_up
 

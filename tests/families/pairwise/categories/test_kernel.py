@@ -8,7 +8,7 @@ import torch
 import kernlib as kl
 from kernlib.families.pairwise import matrix
 from kernlib.families.pairwise.categories import operation
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.kernels.direct import Direct
 from tests.families.pairwise.categories.cases import Case, drawn, sums, table_sums
 from tests.support.emulation import gpus as emulated
 from tests.support.emulation.emulator import kernels_of
@@ -32,9 +32,9 @@ def gpus(monkeypatch, folder):
 @pytest.fixture
 def large_tile(monkeypatch):
     """The tile of large calls, for small ones."""
-    known = direct.candidates
-    monkeypatch.setattr(direct, "candidates", lambda problem, arch, count=0: known(
-        problem._replace(m=1000, n=1000), arch, count)[:1])  # fmt: skip
+    known = Direct.choices
+    monkeypatch.setattr(Direct, "choices", lambda self, call, arch: known(
+        self, call._replace(problem=call.problem._replace(m=1000, n=1000)), arch)[:1])  # fmt: skip
 
 
 def on_gpu(case: Case) -> Case:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kernlib as kl
 from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.lowering import reduce
-from kernlib.families.pairwise.lowering.direct import scalar_count
+from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.families.pairwise.reductions import arguments, fused
 from kernlib.jit import targets
 from kernlib.lowering import division

@@ -3,9 +3,11 @@
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import direct
+from kernlib.families.pairwise.kernels.direct import DIRECT
 from kernlib.families.pairwise.lowering.layout import Categories, Layout
+from kernlib.families.pairwise.lowering.problem import Problem, Scope, scalar_count
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only
 from tests.support.speeds import slow_but
@@ -23,7 +25,7 @@ KERNELS = {
 
 
 def variant(descriptor, dtype="float32", tile=128, long=False, inner="any", root=False):
-    return direct.Variant(
+    return DIRECT.Variant(
         dtype, dtype, tile, long, "features", "strided", False, inner, "any", root
     )
 
@@ -44,20 +46,20 @@ FAST = [("few", "float32", 128, False), ("any p", "float32", 128, True)]
 def test_kernels_compile(kind):
     name, dtype, tile, long = kind
     descriptor, fields = KERNELS[name]
-    made = direct.spec(descriptor, variant(descriptor, dtype, tile, long, **fields), "sm_90a")
+    made = DIRECT.spec(descriptor, variant(descriptor, dtype, tile, long, **fields), "sm_90a")
     assert compiled(made, "sm_90a").spilled <= SPILL_BYTES[dtype]
 
 
 @pytest.mark.parametrize("arch", slow_but(["sm_90a"], ARCHS))
 def test_small_tiles_compile_for_every_gpu(arch):
-    made = direct.spec(KERNELS["few"][0], variant(KERNELS["few"][0], tile=64), arch)
+    made = DIRECT.spec(KERNELS["few"][0], variant(KERNELS["few"][0], tile=64), arch)
     assert compiled(made, arch).spilled == 0
 
 
 @pytest.mark.parametrize("arch", sorted(targets.SHARED_BYTES))
 def test_shared_memory_fits_every_gpu_and_two_blocks_a_hopper(arch):
     for name in KERNELS:
-        known = direct.variants(KERNELS[name][0], arch, ("float32", "float64"))
+        known = DIRECT.specs(KERNELS[name][0], Scope(("float32", "float64"), arch), arch)
         most = max(spec.shared_bytes for spec in known)
         assert known and most <= targets.SHARED_BYTES[arch]
         assert 2 * (most + 1024) <= 228 * 1024
@@ -66,7 +68,7 @@ def test_shared_memory_fits_every_gpu_and_two_blocks_a_hopper(arch):
 def test_the_most_categories_fit_the_parameters_of_a_launch():
     descriptor = kl.laplace_pq(categories=128)
     made = Categories(Layout(0, 1, 1), Layout(0, 1, 1), (3,) * 128, 0, True)
-    problem = direct.Problem(70, 200, 5, 1, *[Layout(0, 5, 1)] * 3)
-    strides = (0,) * direct.scalar_count(descriptor)
-    step = only(direct.lower(descriptor, problem, "sm_90a", 132, strides, categories=made))
+    problem = Problem(70, 200, 5, 1, *[Layout(0, 5, 1)] * 3)
+    strides = (0,) * scalar_count(descriptor)
+    step = only(DIRECT.launch_tables(descriptor, problem, Gpu("sm_90a", 132), strides, made))
     assert 8 * len(step.pointers) + 16 * step.scalars + len(step.fixed) <= 4096

@@ -11,11 +11,13 @@ import kernlib as kl
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import exp_power_sum
-from kernlib.families.pairwise.lowering import direct as lowering
-from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.kernels.direct import DIRECT
+from kernlib.families.pairwise.lowering import problem as lowering
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Call, Problem, Scope
 from kernlib.jit import sources, targets
-from kernlib.lowering import dtypes
+from kernlib.lowering import dtypes, kernel
+from kernlib.lowering.kernel import Gpu
 from tests.support.kernels import only
 
 L1, LAPLACE, NORM = kl.l1_distance(), kl.laplace_l1(), kl.p_distance()
@@ -38,12 +40,22 @@ def lowered(descriptor=L1, arch="sm_90a", processors=132, **changes):
     return lower(descriptor, problem(**changes), arch, processors, strides)
 
 
-def lower(*arguments):
-    return only(lowering.lower(*arguments))
+def lower(descriptor, given, arch, processors, strides, choice=None):
+    call, gpu = Call(descriptor, given, strides), Gpu(arch, processors)
+    option = kernel.choose((DIRECT,), call, gpu, {"kind": "direct", **(choice or {})})
+    return only(DIRECT.launch(descriptor, call, gpu, option.knobs))
+
+
+def candidates(given, arch):
+    return DIRECT.choices(Call(L1, given), arch)
+
+
+def variants(descriptor, arch, dtypes):
+    return DIRECT.specs(descriptor, Scope(dtypes, arch), arch)
 
 
 def access(found):
-    return re.findall(r"#define ACCESS_[AB] Access::(\w+)", found.spec.source)
+    return re.findall(r"ACCESS_[AB] = Access::(\w+)", found.spec.source)
 
 
 def constant(found, name):
@@ -171,7 +183,7 @@ REPRESENTATIVE = {
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_every_variant_fits_every_target_and_has_a_description_of_its_own(name):
     for arch in ARCHS:
-        specs = lowering.variants(REPRESENTATIVE[name], arch, tuple(DTYPES))
+        specs = variants(REPRESENTATIVE[name], arch, tuple(DTYPES))
         assert len({spec.source for spec in specs}) == len(specs) > 100
         assert len({spec.description for spec in specs}) == len(specs)
         assert max(spec.shared_bytes for spec in specs) <= targets.SHARED_BYTES[arch]
@@ -185,16 +197,16 @@ def test_a_target_with_too_little_shared_memory_is_refused(monkeypatch):
     ):
         lowered(arch="sm_86")
     with pytest.raises(UnsupportedError, match="bytes of shared memory"):
-        lowering.variants(L1, "sm_86", ("float32",))
+        variants(L1, "sm_86", ("float32",))
 
 
 def test_where_the_big_tile_does_not_fit_the_small_one_is_taken(monkeypatch):
     monkeypatch.setitem(targets.SHARED_BYTES, "sm_86", 98 * 1024)
     found = lowered(m=30000, n=30000, k=1024, arch="sm_86")
     assert constant(found, "TILE") == "64"
-    assert lowering.candidates(problem(k=1024), "sm_86") == [{"tile": 64}]
+    assert candidates(problem(k=1024), "sm_86") == [{"tile": 64}]
     assert constant(lowered(m=30000, n=30000, k=64, arch="sm_86"), "TILE") == "128"
-    for spec in lowering.variants(L1, "sm_86", ("float32",)):
+    for spec in variants(L1, "sm_86", ("float32",)):
         assert spec.shared_bytes <= 98 * 1024
         assert "tile=64" in spec.description or "long" not in spec.description
 
@@ -214,14 +226,14 @@ CANDIDATES = [  # changes of a 1000 x 2000 problem, tiles to choose from
 @pytest.mark.parametrize(("changes", "tiles"), CANDIDATES)
 def test_tuning_may_choose_any_tile_that_the_problem_fills(changes, tiles):
     given = problem(**changes)
-    assert lowering.candidates(given, "sm_90a") == [{"tile": tile} for tile in tiles]
+    assert candidates(given, "sm_90a") == [{"tile": tile} for tile in tiles]
     strides = (0,) * lowering.scalar_count(L1)
     for tile in tiles:
         for value in (tile, str(tile)):
             found = lower(L1, given, "sm_90a", 132, strides, {"tile": value})
             assert constant(found, "TILE") == str(tile)
             assert found.grid[0] == -(-given.m // tile) * -(-given.n // tile)
-            assert found.spec in lowering.variants(L1, "sm_90a", (given.dtype,))
+            assert found.spec in variants(L1, "sm_90a", (given.dtype,))
 
 
 @pytest.mark.parametrize("choice", [None, {}, {"tile": 32}, {"tile": "big"}, {"tile": 64, "x": 1}])
@@ -281,8 +293,8 @@ def test_wide_stores_are_chosen_only_where_every_one_is_aligned(dtype, out, expe
 )  # fmt: skip
 def test_the_code_of_exponentials_follows_the_exponent(inner, code):
     found = lowered(exp_power_sum(), inner=inner)
-    assert f"#define INNER {code}\n" in found.spec.source
-    assert "#define INNER PowerLog\n" in lowered(kl.Pairwise(inner=norms.PowerLog())).spec.source
+    assert f"using Inner = {code};" in found.spec.source
+    assert "using Inner = PowerLog;" in lowered(kl.Pairwise(inner=norms.PowerLog())).spec.source
 
 
 def test_a_descriptor_without_tensor_cores_has_the_same_source():
@@ -317,7 +329,7 @@ KNOWN = {}
 
 def known(descriptor, arch):
     if (descriptor, arch) not in KNOWN:
-        KNOWN[descriptor, arch] = set(lowering.variants(descriptor, arch, tuple(DTYPES)))
+        KNOWN[descriptor, arch] = set(variants(descriptor, arch, tuple(DTYPES)))
     return KNOWN[descriptor, arch]
 
 
@@ -335,7 +347,7 @@ def test_lowering_chooses_among_the_variants(descriptor, arch, data, m, n, k, ba
         m, n, k, batch, a, a if descriptor.symmetric else b, out, dtype, out_dtype,
         inner=inner, root=isinstance(descriptor.outer, kl.Root),
     )  # fmt: skip
-    choice = data.draw(st.sampled_from([None, *lowering.candidates(given, arch)]))
+    choice = data.draw(st.sampled_from([None, *candidates(given, arch)]))
     strides = (0,) * lowering.scalar_count(descriptor)
     assert lower(descriptor, given, arch, 100, strides, choice).spec in known(descriptor, arch)
 
@@ -347,7 +359,7 @@ def test_lowering_chooses_among_the_variants(descriptor, arch, data, m, n, k, ba
 )  # fmt: skip
 def test_exponents_of_the_outer_stage_are_among_the_variants(inner, codes):
     descriptor = kl.Pairwise(inner=inner, outer=kl.Power())
-    specs = lowering.variants(descriptor, "sm_90a", ("float32",))
+    specs = variants(descriptor, "sm_90a", ("float32",))
     assert lowered(descriptor, **codes).spec in specs
 
 

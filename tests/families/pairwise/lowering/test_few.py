@@ -7,17 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import choose, direct, few
-from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.kernels import few
+from kernlib.families.pairwise.lowering import choose
+from kernlib.families.pairwise.lowering import problem as direct
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Call, Problem, Scope
 from kernlib.jit import targets
 from kernlib.lowering import dtypes
+from kernlib.lowering.kernel import Gpu
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only, stem
 from tests.support.speeds import slow_but
 
 L1, L2, NORM = kl.l1_distance(), kl.l2_distance(), kl.p_distance()
 SYMMETRIC = kl.laplace_l1(symmetric=True)
+FEW = few.Few()
 
 
 def problem(m, n, k, batch=1, **changes):
@@ -33,6 +37,15 @@ def problem(m, n, k, batch=1, **changes):
 def lowered(call, descriptor=L1, choice=None, processors=132):
     strides = (0,) * direct.scalar_count(descriptor)
     return choose.lower(descriptor, call, "sm_90a", processors, strides, "fp32", choice)
+
+
+def few_pairs(descriptor, call):
+    strides = (0,) * direct.scalar_count(descriptor)
+    return FEW.launch(descriptor, Call(descriptor, call, strides), Gpu("sm_90a", 132), {})
+
+
+def variants(descriptor, kinds):
+    return FEW.specs(descriptor, Scope(kinds, "sm_90a"), "sm_90a")
 
 
 def kind(*arguments, **options) -> str:
@@ -97,7 +110,7 @@ def test_a_gpu_of_few_multiprocessors_is_filled_by_less():
 def test_tuning_may_choose_it_where_it_is_taken(m, n, k):
     call = problem(m, n, k)
     known = choose.candidates(L1, call, "sm_90a", "fp32")
-    assert (choose.FEW in known) == few.takes(call) == (m < 2000)
+    assert ({"kind": "few"} in known) == FEW.takes(Call(L1, call), "sm_90a") == (m < 2000)
     for choice in known:
         expected = choice.get("kind", "direct")
         text = {name: str(value) for name, value in choice.items()}
@@ -111,10 +124,10 @@ def test_tuning_may_choose_it_where_it_is_taken(m, n, k):
 def test_what_it_takes(changes, taken):
     call = Problem(**{"m": 3, "n": 4, "k": 5, "batch": 16_384, **dict.fromkeys(
         ("a", "b", "out"), Layout(0, 0, 1)), **changes})  # fmt: skip
-    assert few.takes(call) is taken and call.batch - 1 < direct.MAX_BATCH_BLOCKS
+    assert FEW.takes(Call(L1, call), "sm_90a") is taken and call.batch - 1 < direct.MAX_BATCH_BLOCKS
 
 
-@pytest.mark.parametrize("choice", [choose.FEW, {"kind": "few", "x": 1}, {"kind": "many"}, {}])
+@pytest.mark.parametrize("choice", [{"kind": "few"}, {"kind": "few", "x": 1}, {"kind": "many"}, {}])
 def test_a_choice_that_is_no_candidate_is_passed_over(choice):
     call = problem(3000, 3000, 10)
     assert lowered(call, choice=choice) == lowered(call)
@@ -126,7 +139,7 @@ def test_a_choice_that_is_no_candidate_is_passed_over(choice):
 )
 def test_warps_share_a_patch_by_32_features_each(features, warps):
     assert 1 << few.slice_bits(features) == warps
-    step = only(few.lower(L1, problem(10, 9, features, 70), (0,) * 5))
+    step = only(few_pairs(L1, problem(10, 9, features, 70)))
     assert step.grid == (-(-9 * warps // 8), 70)  # of 3 x 3 patches
 
 
@@ -152,14 +165,14 @@ def test_lowering_chooses_among_the_variants(descriptor, data, m, n, k, batch, d
         root=isinstance(descriptor.outer, kl.Root),
     )  # fmt: skip
     if descriptor not in KNOWN:
-        KNOWN[descriptor] = set(few.variants(descriptor, tuple(dtypes.DTYPES)))
-    step = only(few.lower(descriptor, call, (0,) * direct.scalar_count(descriptor)))
+        KNOWN[descriptor] = set(variants(descriptor, tuple(dtypes.DTYPES)))
+    step = only(few_pairs(descriptor, call))
     assert step.spec in KNOWN[descriptor]
 
 
 def test_variants_of_a_descriptor_have_those_of_few_pairs():
     made = choose.variants(L1, "sm_80", ("float32",))
-    assert set(few.variants(L1, ("float32",))) <= set(made) and len(set(made)) == len(made)
+    assert set(variants(L1, ("float32",))) <= set(made) and len(set(made)) == len(made)
 
 
 # What NVRTC makes of it.
@@ -179,7 +192,7 @@ def matrix():
         (kl.exp_power_sum(), "any", False),
     ]
     specs = [
-        few.spec(descriptor, few.Variant(dtype, out, inner, "any", root))
+        FEW.spec(descriptor, FEW.Variant(dtype, out, inner, "any", root), "sm_90a")
         for descriptor, inner, root in cases
         for dtype, out in (("float32", "float32"), ("float64", "float64"), ("float16", "float32"))
     ]

@@ -5,14 +5,14 @@ from itertools import product
 
 import pytest
 
-from kernlib.errors import CompileError
 from kernlib.families.pairwise.gradients import primitive
-from kernlib.families.pairwise.lowering import gradient as direct
-from kernlib.families.pairwise.lowering import gradient_tensor as tensor
+from kernlib.families.pairwise.kernels import gradient as direct
+from kernlib.families.pairwise.kernels import gradient_tensor as tensor
+from kernlib.families.pairwise.kernels.gradient import Gradient, Scope, Subject
+from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.jit import targets
-from kernlib.jit.compiler import compile_spec
-from kernlib.lowering.steps import NUMBER
+from kernlib.lowering.kernel import Gpu, choose
 from tests.support.compiled_kernels import compiled
 from tests.support.fakes import MODELS
 from tests.support.kernels import only
@@ -20,18 +20,28 @@ from tests.support.speeds import one_of_each, slow_but
 
 HERE = "sm_90a"
 COUNT = MODELS[0][2]
-HEAD = 8 * len(direct.OPERANDS) + struct.calcsize("<" + NUMBER * len(direct.SCALARS))
 
 
 def problem(queries=100, points=300, features=40, sets=0, batch=1, **changed):
-    made = direct.Problem(
+    made = lowering.Problem(
         queries, points, features, sets, batch,
         x=Layout(0, features, 1), z=Layout(0, 1, points + -points % 4),
         weights=Layout(0, points, 1), coefficients=Layout(0, points, 1),
-        out=direct.OutLayout(0, queries * features, features, 1),
+        out=lowering.OutLayout(0, queries * features, features, 1),
         operation="Difference", slope="AbsSlope",
     )  # fmt: skip
     return made._replace(**changed)
+
+
+def on_lanes(made):
+    gpu = Gpu(HERE, COUNT)
+    return Gradient().launch(Subject(made.operation, made.slope), made, gpu, {})
+
+
+def by_tensor_cores(made):
+    option = choose(tensor.KERNELS, made, Gpu(HERE, COUNT))
+    subject = Subject(made.operation, made.slope)
+    return option.kernel.launch(subject, made, Gpu(HERE, COUNT), option.knobs)
 
 
 LARGE = {"queries": 10000, "points": 10000, "features": 768}
@@ -82,25 +92,25 @@ def test_the_way_of_a_problem(changed, way):
     ],
 )
 def test_the_slope_of_a_stage(stage, exponent, plain, slope):
-    kind = direct.exponent_kind(exponent) if "Power" in stage else None
-    assert direct.slope_of("difference", stage, kind, plain) == slope
+    kind = lowering.exponent_kind(exponent) if "Power" in stage else None
+    assert lowering.slope_of("difference", stage, kind, plain) == slope
 
 
 def test_a_sign_of_products_is_no_comparison():
-    assert direct.slope_of("dot", "Abs", None, False) == "AbsValueSlope"
+    assert lowering.slope_of("dot", "Abs", None, False) == "AbsValueSlope"
 
 
 @pytest.mark.parametrize(
     ("tiles", "points", "parts"), [(264, 10000, 1), (1, 200, 1), (1, 100000, 32), (132, 10000, 2)]
 )
 def test_points_are_parted_where_tiles_are_few(tiles, points, parts):
-    assert direct.parts_of(tiles, points, 264) == parts
+    assert lowering.parts_of(tiles, points, 264) == parts
 
 
 @pytest.mark.parametrize("points", [0, 1, 300, 5000, 100000])
-@pytest.mark.parametrize("lower", [direct.lower, tensor.lower])
+@pytest.mark.parametrize("lower", [on_lanes, by_tensor_cores])
 def test_parts_hold_all_points_and_none_is_empty(points, lower):
-    made = lower(problem(points=points), HERE, COUNT)
+    made = lower(problem(points=points))
     per_part = struct.unpack("<12i", only(made).fixed[-48:])[7]
     assert made.parts == struct.unpack("<12i", only(made).fixed[-48:])[6]
     assert (made.parts - 1) * per_part < max(points, 1) <= made.parts * per_part
@@ -109,7 +119,7 @@ def test_parts_hold_all_points_and_none_is_empty(points, lower):
 
 
 def test_partial_sums_go_to_a_workspace():
-    made = direct.lower(problem(points=100000, sets=3, accumulate=True), HERE, COUNT)
+    made = on_lanes(problem(points=100000, sets=3, accumulate=True))
     fields = struct.unpack("<3q12q5q3q3qd12i", only(made).fixed)
     assert made.parts > 1
     assert fields[15:20] == (3 * 4000, 4000, 40, 1, 3 * 4000)
@@ -118,9 +128,9 @@ def test_partial_sums_go_to_a_workspace():
 
 @pytest.mark.parametrize("sets", [0, 1, 2, 3, 4, 5, 16, 33])
 def test_coefficients_fill_tiles(sets):
-    made = direct.lower(problem(points=64, sets=sets), HERE, COUNT)
+    made = on_lanes(problem(points=64, sets=sets))
     tile = {0: 0, 1: 1, 2: 2}.get(sets, 4)
-    assert f"constexpr int O_TILE = {tile};" in only(made).spec.source
+    assert f" O_TILE = {tile};" in only(made).spec.source
     assert only(made).grid[1] == max(1, -(-sets // max(tile, 1)))
 
 
@@ -137,22 +147,22 @@ def test_coefficients_fill_tiles(sets):
     ],
 )
 def test_how_weights_are_read(layout, access):
-    made = direct.lower(problem(weights=layout), HERE, COUNT)
-    assert f"#define ACCESS_W Access::{access}\n" in only(made).spec.source
+    made = on_lanes(problem(weights=layout))
+    assert f" ACCESS_W = Access::{access};" in only(made).spec.source
 
 
 @pytest.mark.parametrize(
     ("out", "vectors"),
     [
-        (direct.OutLayout(0, 4000, 40, 1), 1),
-        (direct.OutLayout(0, 4000, 1, 100), 2),
-        (direct.OutLayout(0, 4000, 1, 101), 0),
-        (direct.OutLayout(0, 4000, 40, 1, 4), 0),
-        (direct.OutLayout(0, 4001, 40, 1), 0),
+        (lowering.OutLayout(0, 4000, 40, 1), 1),
+        (lowering.OutLayout(0, 4000, 1, 100), 2),
+        (lowering.OutLayout(0, 4000, 1, 101), 0),
+        (lowering.OutLayout(0, 4000, 40, 1, 4), 0),
+        (lowering.OutLayout(0, 4001, 40, 1), 0),
     ],
 )
 def test_how_out_is_written(out, vectors):
-    made = direct.lower(problem(points=64, sets=2, out=out), HERE, COUNT)
+    made = on_lanes(problem(points=64, sets=2, out=out))
     assert struct.unpack("<12i", only(made).fixed[-48:])[8] == vectors
 
 
@@ -161,81 +171,59 @@ def test_how_out_is_written(out, vectors):
 def test_tiles_of_tensor_cores_fit(features, sets):
     made = problem(features=features, sets=sets)
     for arch, limit in targets.SHARED_BYTES.items():
-        tile = tensor.default(made, arch)
+        kernel, tile = chosen_tile(made, arch)
         assert tensor.shared_bytes(True, tensor.columns_of(made, arch), tile) <= limit
-        assert tile.wgmma == (arch == HERE and features > tensor.NARROW and sets > 8)
-    assert tensor.default(problem(features=8), HERE).features == 16
+        by_wgmma = isinstance(kernel, tensor.TensorWgmma)
+        assert by_wgmma == (arch == HERE and features > tensor.NARROW and sets > 8)
+    assert chosen_tile(problem(features=8), HERE)[1].features == 16
+
+
+def chosen_tile(made, arch):
+    option = choose(tensor.KERNELS, made, Gpu(arch, COUNT))
+    return option.kernel, option.knobs["tile"]
 
 
 # What NVRTC makes of it.
-
-# NVRTC 13.2 has no offsetof in constants. The compiler folds the comparisons; what remains of one
-# that does not hold, ptxas refuses.
-LAYOUT = """
-static_assert(sizeof(Parameters) == {size}, "size");
-
-template <typename Field>
-__device__ void expect(Field& field, unsigned long long offset) {{
-    if (reinterpret_cast<unsigned long long>(&field) != offset) asm volatile("misplaced;");
-}}
-
-extern "C" __global__ void layout() {{
-    Parameters& at_zero = *static_cast<Parameters*>(nullptr);
-    expect(at_zero.scalar_strides, {head});
-    expect(at_zero.out_view, {out});
-    expect(at_zero.points, {points});
-}}
-"""
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("lower", [direct.lower, tensor.lower])
-def test_the_parameters_are_laid_out_as_the_kernel_reads_them(lower):
-    made = lower(problem(), HERE, COUNT)
-    size = HEAD + len(only(made).fixed)
-    places = {"head": HEAD, "out": HEAD + 15 * 8, "points": size - 48}
-
-    def build(**given):
-        text = LAYOUT.format(size=size, **places | given)
-        return compile_spec(only(made).spec._replace(source=only(made).spec.source + text), HERE)
-
-    assert build().cubin[:4] == b"\x7fELF"
-    with pytest.raises(CompileError, match="misplaced"):
-        build(points=size - 44)
 
 
 def matrix():
     """Name to (spec, arch): each slope, type, access and tile at least once."""
     cases = {}
     accesses = ("features", "points", "strided")
-    for index, slope in enumerate(dict.fromkeys(direct.SLOPES)):
+    sign = Subject("Difference", tensor.SIGN)
+    lanes, mma = Gradient(), tensor.TensorMma()
+    for index, slope in enumerate(dict.fromkeys(lowering.SLOPES)):
         for dtype in ("float32", "float64"):
             access = accesses[index % 3], accesses[(index + 1) % 3]
-            made = direct.Variant(dtype, dtype, "Difference", slope, index % 2, *access)
-            cases[f"{slope} {dtype}"] = (direct.spec(made, HERE), HERE)
+            made = lanes.Variant(dtype, dtype, index % 2, *access)
+            subject = Subject("Difference", slope)
+            cases[f"{slope} {dtype}"] = (lanes.spec(subject, made, HERE), HERE)
     for tile in direct.O_TILES:
         for dtype in ("float32", "float64", "bfloat16"):
-            made = direct.Variant(dtype, dtype, "Difference", "AbsSlope", tile, "points", "points")
-            cases[f"sets {tile} {dtype}"] = (direct.spec(made, HERE), HERE)
-    made = direct.Variant("float16", "float32", "Dot", "PowerSlope", 4, "strided", "features")
-    cases["dot"] = (direct.spec(made, HERE), HERE)
+            made = lanes.Variant(dtype, dtype, tile, "points", "points")
+            cases[f"sets {tile} {dtype}"] = (lanes.spec(sign, made, HERE), HERE)
+    made = lanes.Variant("float16", "float32", 4, "strided", "features")
+    cases["dot"] = (lanes.spec(Subject("Dot", "PowerSlope"), made, HERE), HERE)
     for arch in ("sm_80", "sm_86", "sm_120"):
-        made = direct.Variant("float32", "float32", "Difference", "AbsSlope", 1, *accesses[:2])
-        cases[f"{arch} direct"] = (direct.spec(made, arch), arch)
+        made = lanes.Variant("float32", "float32", 1, *accesses[:2])
+        cases[f"{arch} direct"] = (lanes.spec(sign, made, arch), arch)
         for slope, columns in (("AbsSlope", 0), ("AbsSlope", 2), ("PowerSlope", 1)):
-            sign = slope == tensor.SIGN
+            is_sign = slope == tensor.SIGN
             tile = next(
-                t for t in tensor.TILES[sign][columns]
-                if tensor.shared_bytes(sign, columns, t) <= targets.SHARED_BYTES[arch]
+                t for t in tensor.TILES[is_sign][columns]
+                if tensor.shared_bytes(is_sign, columns, t) <= targets.SHARED_BYTES[arch]
             )  # fmt: skip
-            made = tensor.Variant(slope, columns, tile)
-            cases[f"{arch} tensor {slope} {columns}"] = (tensor.spec(made), arch)
-    for sign, table in product((True, False), (tensor.TILES, tensor.WGMMA)):
-        for columns, tile in ((c, t) for c, tiles in table[sign].items() for t in tiles):
-            for slope in ("AbsSlope",) if sign else ("ThreeHalvesSlope", "DeviceSlope"):
-                unit = "wgmma" if tile.wgmma else "mma"
+            spec = mma.spec(Subject("Difference", slope), mma.Variant(columns, tile), arch)
+            cases[f"{arch} tensor {slope} {columns}"] = (spec, arch)
+    for is_sign, kernel in product((True, False), (mma, tensor.TensorWgmma())):
+        table = kernel.tiles[is_sign]
+        for columns, tile in ((c, t) for c, tiles in table.items() for t in tiles):
+            for slope in ("AbsSlope",) if is_sign else ("ThreeHalvesSlope", "DeviceSlope"):
+                unit = "mma" if kernel is mma else "wgmma"
                 name = f"{unit} {slope} {columns} {tile.queries}x{tile.features}"
-                cases[name] = (tensor.spec(tensor.Variant(slope, columns, tile)), HERE)
+                subject = Subject("Difference", slope)
+                spec = kernel.spec(subject, kernel.Variant(columns, tile), HERE)
+                cases[name] = (spec, HERE)
     return cases
 
 
@@ -261,9 +249,10 @@ def test_a_kernel_compiles_within_its_bounds(name):
 
 
 def test_every_choice_is_a_variant():
-    known = {s.source for s in direct.variants("Difference", "AbsSlope", HERE, ("float32",))}
-    known |= {s.source for s in tensor.variants("AbsSlope", HERE)}
+    subject, scope = Subject("Difference", "AbsSlope"), Scope(HERE, ("float32",))
+    kernels = (Gradient(), *tensor.KERNELS)
+    known = {s.source for one in kernels for s in one.specs(subject, scope, HERE)}
     for sets, points in product((0, 1, 2, 7, 16, 40), (64, 100000)):
-        for features, lower in product((16, 40, 768), (direct.lower, tensor.lower)):
+        for features, lower in product((16, 40, 768), (on_lanes, by_tensor_cores)):
             made = problem(points=points, sets=sets, features=features)
-            assert only(lower(made, HERE, COUNT)).spec.source in known
+            assert only(lower(made)).spec.source in known

@@ -5,15 +5,18 @@ import struct
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import direct, split
-from kernlib.families.pairwise.lowering.direct import Problem
+from kernlib.families.pairwise.kernels import split
+from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Call, Problem, Scope, scalar_count
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import stem
 from tests.support.speeds import one_of_each, slow_but
 
 HERE = "sm_90a"
+SPLIT = split.Split()
 INSTRUCTIONS = 4700  # 1.5 times the 3128 of the longest
 GATED_SPILLS = 176  # bytes, of NVRTC 13.0 to 13.4
 L2, DOT = kl.l2_distance(), kl.dot_product()
@@ -31,8 +34,12 @@ def problem(m=1000, n=2000, k=64, batch=1, **changes):
 
 
 def lowered(descriptor=L2, precision="fp32", **changes):
-    strides = (0,) * direct.scalar_count(descriptor)
-    return split.lower(descriptor, problem(**changes), HERE, 132, strides, precision)
+    call = Call(descriptor, problem(**changes), (0,) * scalar_count(descriptor), precision)
+    return SPLIT.launch(descriptor, call, Gpu(HERE, 132), {})
+
+
+def variants(descriptor, dtype, arch=HERE):
+    return SPLIT.specs(descriptor, Scope((dtype,), arch), arch)
 
 
 def parameter_bytes(step):
@@ -58,8 +65,9 @@ def parameter_bytes(step):
     ],
 )
 def test_it_takes_sums_of_products(descriptor, changes, taken):
-    assert split.takes(descriptor, problem(**changes), HERE, "fp32") is taken
-    assert not split.takes(descriptor, problem(**changes), "sm_80", "fp32")
+    call = Call(descriptor, problem(**changes))
+    assert SPLIT.takes(call, HERE) is taken
+    assert not SPLIT.takes(call, "sm_80")
 
 
 def test_it_pays_for_large_problems():
@@ -76,10 +84,10 @@ def test_it_pays_for_large_problems():
 
 def test_the_workspace_holds_both_operands():
     made = lowered(m=1000, n=2000, k=100)
-    place = split.workspace(problem(1000, 2000, 100), split.default(L2, problem(k=100), "fp32"))
+    place = pack.workspace(problem(1000, 2000, 100), split.variant_of(L2, problem(k=100), "fp32"))
     assert made.workspace == place.size
     assert place.stages == 4  # of 32 features, added outside by two
-    assert place.b_info - place.a_info == 1024 * split.INFO_BYTES
+    assert place.b_info - place.a_info == 1024 * pack.INFO_BYTES
     assert place.packed_b - place.packed_a == 1024 * 128 * 4
     assert place.size - place.packed_b == 11 * 192 * 128 * 4
     assert all(offset % 256 == 0 for step in made.steps for _, offset in step.pointers)
@@ -87,11 +95,11 @@ def test_the_workspace_holds_both_operands():
 
 def test_what_batch_entries_share_is_packed_once():
     shared = problem(1000, 2000, 64, 5, b=Layout(0, 64, 1))
-    place = split.workspace(shared, split.default(L2, shared, "fp32"))
+    place = pack.workspace(shared, split.variant_of(L2, shared, "fp32"))
     assert (place.a_stride, place.b_stride) == (1024 * 64 * 4, 0)
     assert (place.centres, place.b_points) == (1, 0)
     own = problem(1000, 2000, 64, 5)
-    place = split.workspace(own, split.default(L2, own, "fp32"))
+    place = pack.workspace(own, split.variant_of(L2, own, "fp32"))
     assert (place.centres, place.b_stride) == (5, 11 * 192 * 64 * 4)
 
 
@@ -104,8 +112,8 @@ def test_parameters_are_as_long_as_the_device_says(descriptor):
 
 def test_the_direct_kernel_waits_behind_a_gate():
     main, last = lowered(m=30000, n=30000, k=1024).steps[2:]
-    assert last.spec.source.startswith(f"#define GATED {split.DOUBTFUL}\n")
-    assert f"#define GATED {split.DOUBTFUL}\n" in main.spec.source
+    assert f" GATED = {pack.DOUBTFUL};" in last.spec.source
+    assert f" DOUBTFUL = {pack.DOUBTFUL};" in main.spec.source
     assert main.grid == (132, 1) and last.grid == (264, 1)
     assert last.pointers[0] == ("workspace", 0) == main.pointers[3]
 
@@ -122,7 +130,7 @@ def test_a_column_major_result_exchanges_the_operands():
 def test_symmetric_tiles_reach_the_diagonal(m):
     symmetric = kl.l2_distance(symmetric=True)
     shape = problem(m, m)
-    variant = split.default(symmetric, shape, "fp32")
+    variant = split.variant_of(symmetric, shape, "fp32")
     count = split.tile_count(symmetric, shape, variant)
     rows, columns = -(-m // split.TILE_M), -(-m // variant.columns)
     reached = sum(
@@ -175,11 +183,11 @@ def test_a_kernel_compiles_within_its_bounds(name):
 
 def test_variants_hold_what_calls_choose():
     for descriptor, dtype in ((kl.gaussian(), "float32"), (kl.polynomial(), "float16")):
-        known = set(split.variants(descriptor, HERE, (dtype,)))
-        for precision in split.PRECISIONS:
+        known = set(variants(descriptor, dtype))
+        for precision in pack.PRECISIONS:
             for k in (16, 100):
                 made = lowered(descriptor, precision, k=k, dtype=dtype, out_dtype=dtype)
                 assert {step.spec for step in made.steps} <= known
-    assert split.variants(L2, "sm_80", ("float32",)) == []
-    assert split.variants(kl.l1_distance(), HERE, ("float32",)) == []
-    assert split.variants(L2, HERE, ("float64",)) == []
+    assert variants(L2, "float32", "sm_80") == []
+    assert variants(kl.l1_distance(), "float32") == []
+    assert variants(L2, "float64") == []

@@ -9,7 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.gradients import primitive
-from kernlib.families.pairwise.lowering import gradient_tensor as tensor
+from kernlib.families.pairwise.kernels import gradient_tensor as tensor
 from kernlib.runtime.plan import forget_plans
 
 TERMS = {torch.float32: 3e-6, torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 3e-2}

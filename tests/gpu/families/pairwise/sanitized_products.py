@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import split, split_reduce
+from kernlib.families.pairwise.kernels import split, split_reduce
 from kernlib.runtime.plan import forget_plans
 
 SHAPES = ((1, 1, 1), (67, 33, 7), (68, 196, 36), (130, 193, 140))

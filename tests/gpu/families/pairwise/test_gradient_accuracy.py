@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import gradient_tensor as tensor
+from kernlib.families.pairwise.lowering import gradient as lowering
 from tests.families.pairwise import norms
 from tests.families.pairwise.derivatives import FUNCTIONS, SQUARES, compare
 from tests.gpu.families.pairwise.gradient_cases import by
@@ -55,7 +55,7 @@ def test_sums_of_few_and_of_many_terms(count, p, sets, way, seed):
     a, b = torch.randn(count, m, device="cuda"), torch.randn(n, count, device="cuda")
     c, d = torch.randn(sets, count, device="cuda"), torch.randn(n, m, device="cuda")
     # In one part, as where there are many tiles; tensor cores alone would be 2e-5 off.
-    with by(way), mock.patch.object(tensor, "parts_of", lambda *_: 1):
+    with by(way), mock.patch.object(lowering, "parts_of", lambda *_: 1):
         assert worst(a, b, c, d, p) <= BAR
         assert worst(a.abs(), b - 20, c.abs(), d, p) <= BAR  # terms of one sign
         assert worst(torch.full_like(a, 0.1), b * 0, torch.full_like(c, 0.7), d * 0 + 0.3, p) <= BAR
