@@ -153,10 +153,8 @@ def meant(module: str, name: str) -> list[str]:
     if word in OTHERS:
         return list(OTHERS[word])
     for modules in ((*_LIGHT, *_HEAVY), _COMPAT):
-        pairs = [(other, candidate) for other in modules for candidate in _public(other)]
-        matches = [
-            f"{other}.{candidate}" for other, candidate in pairs if _plain(candidate) == word
-        ]
+        pairs = [(home, public) for home in modules for public in _public(home)]
+        matches = [f"{home}.{public}" for home, public in pairs if _plain(public) == word]
         if matches:
             return matches
     if near := _close(name, names):

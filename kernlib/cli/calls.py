@@ -193,14 +193,8 @@ def in_options(text: str, descriptors: list) -> str:
     arguments that are missing, with the options that give them."""
     match = re.search(r" needs ([^:]+): (run_kernel\(.*\))$", text)
     if match:
-        epilogues = [
-            epilogue
-            for descriptor in descriptors
-            for epilogue in getattr(descriptor, "epilogue", ())
-        ]
-        tensors = {
-            name for epilogue in epilogues for name in (*epilogue.vectors, *dict(epilogue.summands))
-        }
+        epilogues = [part for d in descriptors for part in getattr(d, "epilogue", ())]
+        tensors = {name for part in epilogues for name in (*part.vectors, *dict(part.summands))}
         names = [name.split()[0] for name in match[1].split(", ")]  # of "p (or inner_p)" the first
         options = [f"--shape {n}=384" if n in tensors else f"--argument {n}=1.0" for n in names]
         text = f"{text[: match.end(1)]}, such as {' '.join(options)}"

@@ -290,9 +290,8 @@ def _damaged(store) -> list[Finding]:
     of = f"of {contents.kernels + len(contents.damaged)}"
     text = f"{counted(len(contents.damaged), 'damaged entry')} {of}, missing when they are wanted"
     advice = "`kernlib cache verify --repair` drops them"
-    return [
-        Finding("cache", text, advice, details={"damaged": [k.hex() for k in contents.damaged]})
-    ]
+    details = {"damaged": [key.hex() for key in contents.damaged]}
+    return [Finding("cache", text, advice, details=details)]
 
 
 def _aside(folder: Path) -> list[Finding]:
@@ -311,14 +310,12 @@ def _aside(folder: Path) -> list[Finding]:
 def _room(folder: Path, facts: dict) -> Finding:
     """Whether the disk has what the store may still take."""
     free = shutil.disk_usage(folder).free
-    may_grow = max(0, facts["budget"] - facts["bytes_used"])
+    growth = max(0, facts["budget"] - facts["bytes_used"])
     text = f"{size(free)} left on its disk"
-    details = {"free": free, "may_grow": may_grow}
-    if free >= may_grow:
+    details = {"free": free, "may_grow": growth}
+    if free >= growth:
         return Finding("disk", text, details=details)
-    advice = (
-        f"the cache may still grow by {size(may_grow)}: make room, or lower KERNLIB_CACHE_BYTES"
-    )
+    advice = f"the cache may still grow by {size(growth)}: make room, or lower KERNLIB_CACHE_BYTES"
     return Finding("disk", text, advice, details=details)
 
 

@@ -90,9 +90,8 @@ class Maker:
         rival = {"gaussian": gaussian, "laplace_l1": laplace}[name]
         text = f"{name} {points}x{others}x{features}"
         descriptor = getattr(kl, name)()
-        return Call(
-            "pairwise", text, "fp32", descriptor, (x, y), {"bandwidth": width}, rival, (x, y)
-        )
+        arguments = {"bandwidth": width}
+        return Call("pairwise", text, "fp32", descriptor, (x, y), arguments, rival, (x, y))
 
     def kronecker_sparse(self, pattern: tuple, rows: int, precision: str) -> Call:
         """A layer: one factor, a bias and GELU."""
@@ -115,10 +114,8 @@ class Maker:
         x = self._normal(precision, rows, math.prod(sizes))
         factors = [self._normal(precision, size, size) / size**0.5 for size in sizes]
         text = f"{'⊗'.join(map(str, sizes))}, {rows} rows"
-        operands = (x, *factors)
-        return Call(
-            "Kronecker product", text, precision, descriptor, operands, {}, kronecker, operands
-        )
+        both = (x, *factors)
+        return Call("Kronecker product", text, precision, descriptor, both, {}, kronecker, both)
 
     def sparse(self, rows: int, columns: int, precision: str, format: str = "auto") -> Call:
         """A weight of which half is pruned, times one vector. Of the formats with kernels for

@@ -83,11 +83,8 @@ def refuse_call(descriptor: Descriptor) -> NoReturn:
 def refuse_positional(what: str, value: str, make: Callable) -> None:
     """Raises TypeError for a value that ``what`` has no place for."""
     descriptor = make()
-    goes = (
-        f": numbers are arguments of the call, {call_of(what, descriptor)}"
-        if descriptor.required
-        else ""
-    )
+    text = f": numbers are arguments of the call, {call_of(what, descriptor)}"
+    goes = text if descriptor.required else ""
     raise TypeError(f"{what}() got an unexpected positional argument, {value}{goes}")
 
 
@@ -128,9 +125,7 @@ def instead_of_part(value: object, known: Iterable[type]) -> str:
     kind = by_word.get("silu" if word == "swish" else word)
     if kind is None or kind.__name__ == "Custom":
         return ""
-    settings = [
-        f"{field}={getattr(value, field)!r}" for field in _SETTINGS if hasattr(value, field)
-    ]
+    settings = [f"{x}={getattr(value, x)!r}" for x in _SETTINGS if hasattr(value, x)]
     return f": write kernlib.{kind.__name__}({', '.join(settings)})"
 
 

@@ -102,9 +102,9 @@ def solve_kernel(
     preconditioner, count = None, x.shape[0]
     columns = y[:, None] if y.dim() == 1 else y
     if rank is None and x.device.type == "cpu" and count <= MOST_STORED:
-        result = _stored(plain, x, columns, mu, tol, hyperparameters)
-        if result is not None:
-            return _answer(result, y, tol)
+        cg = _stored(plain, x, columns, mu, tol, hyperparameters)
+        if cg is not None:
+            return _answer(cg, y, tol)
     if rank is None:
         rank = min(count, math.ceil(2 * math.sqrt(count)))
     rank = checked_rank(rank, count, least=0)
@@ -117,12 +117,10 @@ def solve_kernel(
         return _shifted(kernlib.kernel_matmul(plain, x, x, v, **hyperparameters), v, mu)
 
     limits = tol, max_iter, check_every
-    result = solve(product, columns, preconditioner, None, *limits, capture=True)
+    cg = solve(product, columns, preconditioner, None, *limits, capture=True)
     if x.dtype is not torch.float64:
-        result = result._replace(
-            residual=_residual(plain, x, columns, result.x, mu, hyperparameters)
-        )
-    return _answer(result, y, tol)
+        cg = cg._replace(residual=_residual(plain, x, columns, cg.x, mu, hyperparameters))
+    return _answer(cg, y, tol)
 
 
 def as_numbers(hyperparameters: dict) -> dict:

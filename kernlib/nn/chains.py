@@ -131,11 +131,7 @@ class Suggestions(Mapping[Sizes, tuple[Suggestion, ...]]):
         if not speedup >= 0:
             raise ValueError(f"speedup must be 0 or more, got {speedup}")
         for sizes, suggestions in self._by_sizes.items():
-            fast = [
-                suggestion.chain
-                for suggestion in suggestions
-                if suggestion.estimate.speedup >= speedup
-            ]
+            fast = [s.chain for s in suggestions if s.estimate.speedup >= speedup]
             chains |= {sizes: fast[0]} if fast else {}
         return chains
 
@@ -156,14 +152,11 @@ class Suggestions(Mapping[Sizes, tuple[Suggestion, ...]]):
             dense, layer = cols * out, f"{cols} to {out}"
             if not suggestions:
                 table.add_row(layer, "none is faster", *[""] * 5)
-            for suggestion in suggestions:
-                words = [
-                    f"{suggestion.parameters:,}",
-                    f"{100 * suggestion.parameters / dense:.1f} %",
-                ]
-                words += [f"{time:.1f}" for time in suggestion.estimate]
-                chain = " ".join(map(_short, suggestion.chain))
-                table.add_row(layer, chain, *words, f"{suggestion.estimate.speedup:.2f}")
+            for s in suggestions:
+                words = [f"{s.parameters:,}", f"{100 * s.parameters / dense:.1f} %"]
+                words += [f"{time:.1f}" for time in s.estimate]
+                chain = " ".join(map(_short, s.chain))
+                table.add_row(layer, chain, *words, f"{s.estimate.speedup:.2f}")
                 layer = ""
         return table
 

@@ -187,17 +187,10 @@ def bind(product: Product, on_meta: Callable | None = None) -> Bound:
     def rehearsed(plan, descriptor, operands, out, parameters) -> torch.Tensor:
         return plan.result() if out is None else out
 
-    functions = product.key, product.check, product.way, reference, product.plan
+    own = product.key, product.check, product.way, reference, product.plan
     return operation.bind(
         Operation(
-            product.name,
-            product.operators,
-            *functions,
-            launch,
-            tensors,
-            materialised,
-            rehearsed,
-            on_meta,
+            product.name, product.operators, *own, launch, tensors, materialised, rehearsed, on_meta
         )
     )
 

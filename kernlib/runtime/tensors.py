@@ -140,11 +140,9 @@ def is_of(tensor: torch.Tensor, kind: str) -> bool:
 def stand_ins(*tensors) -> bool:
     """Whether one of these has no memory here but stands for a tensor that has: a fake tensor
     outside its mode, a functional one, one with a dispatcher of its own."""
-    plain, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
+    own, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
     for t in tensors:  # any() over a generator would double the time
-        if isinstance(t, torch.Tensor) and (
-            type(t).__torch_dispatch__ is not plain or functional(t)
-        ):
+        if isinstance(t, torch.Tensor) and (type(t).__torch_dispatch__ is not own or functional(t)):
             sharding.notice(type(t))
             return True
     return False

@@ -22,22 +22,16 @@ class Window(NamedTuple):
 def structure(mask: Node) -> Window:
     """A mask's parts, all of which must hold, as a window and what is none."""
     left = right = None
-    unbounded = []
+    parts = []
     for part in _parts(mask):
         bounds = _bounds(part)
         if bounds is None:
-            unbounded.append(part)
+            parts.append(part)
             continue
         low, high = bounds  # of row - col
         right = _least(right, None if low is None else -low)
         left = _least(left, high)
-    rest = (
-        Operation("and", tuple(unbounded))
-        if len(unbounded) > 1
-        else unbounded[0]
-        if unbounded
-        else None
-    )
+    rest = Operation("and", tuple(parts)) if len(parts) > 1 else parts[0] if parts else None
     return Window(left, right, rest)
 
 

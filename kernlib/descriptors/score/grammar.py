@@ -147,7 +147,7 @@ class _Reader:
         """Of a chain, all of its comparisons."""
         sides = [node.left, *node.comparators]
         terms = [self.read(side) for side in sides]
-        comparisons = []
+        nodes = []
         for index, op in enumerate(node.ops):
             operator = _COMPARISONS.get(type(op))
             if operator is None:
@@ -156,10 +156,8 @@ class _Reader:
             if BOOL in (pair[0].kind, pair[1].kind):
                 self._check_conditions(operator, sides[index : index + 2], pair)
             pair = tuple(term.node for term in kinds.together(*pair))
-            comparisons.append(Operation(operator, pair))
-        return Term(
-            comparisons[0] if len(comparisons) == 1 else Operation("and", tuple(comparisons)), BOOL
-        )
+            nodes.append(Operation(operator, pair))
+        return Term(nodes[0] if len(nodes) == 1 else Operation("and", tuple(nodes)), BOOL)
 
     def _check_conditions(self, operator: str, sides: list, pair: list[Term]) -> None:
         """Raises ValueError unless both are conditions, which are equal or are not."""

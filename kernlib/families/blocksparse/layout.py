@@ -192,10 +192,8 @@ class Layout:
 
         refuse_traced("Layout.from_block_mask")
         mask, block = imports.read_block_mask(block_mask)
-        layout = cls(mask, block, capacity)
-        return (
-            layout.set_condition(imports.condition_of(block_mask)) if capacity is None else layout
-        )
+        new = cls(mask, block, capacity)
+        return new.set_condition(imports.condition_of(block_mask)) if capacity is None else new
 
     @classmethod
     def from_state(
@@ -364,10 +362,8 @@ class Layout:
         layout has some. Raises what that and :meth:`from_indices` do."""
         self._begin_update()
         if (heads is None) != (self._heads is None):
-            heads_text = "no heads" if self._heads is None else f"{self._heads} heads"
-            raise ValueError(
-                f"heads must be given where the layout has some; this has {heads_text}"
-            )
+            count = "no heads" if self._heads is None else f"{self._heads} heads"
+            raise ValueError(f"heads must be given where the layout has some; this has {count}")
         lists = checked_indices(rows, cols, heads)
         check_source("rows", lists["rows"], self._device)
         with outside():

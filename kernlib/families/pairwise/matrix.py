@@ -271,9 +271,7 @@ def _launch(
     if plan.swapped:
         pointers = pointers[1], pointers[0], pointers[2]
     plan.launch.launch(pointers, numbers)
-    del (
-        converted
-    )  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del converted  # the stream orders the reuse of their memory behind the launch
     return out
 
 

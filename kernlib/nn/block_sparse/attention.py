@@ -239,9 +239,8 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.precision = precision
-        self._layout, self._of_lengths = (
-            (source, None) if isinstance(source, Layout) else (None, source)
-        )
+        self._layout = source if isinstance(source, Layout) else None
+        self._of_lengths = None if self._layout is source else source
         self._made: dict[tuple[int, int], Layout] = {}  # of lengths
         self._settle()
 

@@ -176,9 +176,8 @@ def _recorded(
 
 def _calls_of(model: nn.Module, blocks: list[nn.Module], index: int, batch: Any) -> list[Call]:
     calls: list[Call] = []
-    inputs: list[
-        Any
-    ] = []  # what the block that runs is called with, and how often that was written
+    # What the block that runs is called with, and how often that was written.
+    inputs: list[Any] = []
     versions: list[int] = []
     results: list[Any] = []  # of the block in front
 

@@ -19,10 +19,8 @@ DROPPED = ("for want of capacity", "as duplicates", "as out of range")
 
 def layout_text(block: tuple, grid: tuple, heads: int | None, capacity: int) -> str:
     """What :attr:`Layout.text` says: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
-    head_text = "no heads" if heads is None else f"{heads} heads"
-    return (
-        f"{block[0]}x{block[1]} blocks, {grid[0]}x{grid[1]} grid, {head_text}, capacity {capacity}"
-    )
+    count = "no heads" if heads is None else f"{heads} heads"
+    return f"{block[0]}x{block[1]} blocks, {grid[0]}x{grid[1]} grid, {count}, capacity {capacity}"
 
 
 def parse_layout(

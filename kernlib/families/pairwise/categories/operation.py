@@ -203,9 +203,7 @@ def _launch(plan: PairwisePlan, request: Request, tables: Tables) -> torch.Tenso
     if plan.launch is not None:
         operands = (*tables[:3], request.a, request.b, out)
         plan.launch.launch(tuple(t.data_ptr() for t in operands), numbers)
-    del (
-        converted
-    )  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del converted  # the stream orders the reuse of their memory behind the launch
     return out
 
 

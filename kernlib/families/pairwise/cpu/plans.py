@@ -284,9 +284,8 @@ def _finished(descriptor, v: torch.Tensor, numbers: dict) -> torch.Tensor:
 def _evaluated(epilogues: tuple, v: torch.Tensor, numbers: dict) -> torch.Tensor:
     names = [name for epilogue in epilogues for name in epilogue.parameters]
     result = expressions.apply(epilogues, v, {name: numbers[name] for name in names})
-    return (
-        result if result.is_contiguous() else result.clone()
-    )  # of one number alone it is expanded
+    # A result of one number alone is expanded.
+    return result if result.is_contiguous() else result.clone()
 
 
 def _factor(epilogue: object, numbers: dict) -> float | None:

@@ -119,9 +119,8 @@ class Squares:
         diagonal = None
         if self.same and rows.start < columns.stop and columns.start < rows.stop:
             diagonal = rows.start - columns.start
-            squares.diagonal(diagonal).fill_(
-                math.inf
-            )  # not close, so that no row is mended for it alone
+            # Not close, so that no row is mended for it alone.
+            squares.diagonal(diagonal).fill_(math.inf)
         low = self._low(squares, rows)
         if squares is not out:
             out.copy_(squares)

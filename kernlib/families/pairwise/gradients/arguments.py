@@ -137,15 +137,11 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
                 f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {t.dtype}"
             )
         if t.dtype != first.dtype:
-            first_name = kind.names[0]
-            raise TypeError(
-                f"{name} must have the dtype of {first_name}, {first.dtype}, got {t.dtype}"
-            )
+            lead = kind.names[0]
+            raise TypeError(f"{name} must have the dtype of {lead}, {first.dtype}, got {t.dtype}")
         if t.device != first.device:
-            first_name = kind.names[0]
-            raise ValueError(
-                f"{name} must be on the device of {first_name}, {first.device}: {t.device}"
-            )
+            lead = kind.names[0]
+            raise ValueError(f"{name} must be on the device of {lead}, {first.device}: {t.device}")
     x, z, weights, coefficients, scales = operands.transposed(kind)
     queries, features, points = x.shape[-2], x.shape[-1], z.shape[-2]
     sets = 0 if coefficients is None else coefficients.shape[-2]

@@ -336,9 +336,8 @@ def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, lis
             arguments.check_number(kind, name, value, x.device)
         tensor = on_device(name, value, x.device, wide)
         address = tensor.data_ptr()
-        has_memory = (
-            address >= LOWEST_ADDRESS or not tensor._is_zerotensor()
-        )  # else its number is 0
+        # The number of a zero tensor, which has no memory, is 0.
+        has_memory = address >= LOWEST_ADDRESS or not tensor._is_zerotensor()
         numbers += [0.0, address if has_memory else 0]
         tensors.append(tensor)
     return numbers, tensors
@@ -352,9 +351,7 @@ def _launch(plan: GradientPlan, kind: Kind, operands: Operands, out, accumulate,
         _refuse_overlap(kind, operands, out, plan.spans, plan.out_span, values)
     if plan.compute is not None:
         plan.compute(operands, out, numbers)
-    del (
-        converted
-    )  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del converted  # the stream orders the reuse of their memory behind the launch
     return out
 
 

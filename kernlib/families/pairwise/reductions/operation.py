@@ -182,12 +182,10 @@ def _materialised(reduction, descriptor, a, b, v, out, *rest) -> tuple | None:
 
 def _refuse_overlap(plan: CallPlan, out: torch.Tensor, values: dict, **inputs) -> None:
     """Raises ValueError when ``out`` shares memory with an input."""
-    present = {name: t for name, t in inputs.items() if t is not None}
-    ranges = [
-        (t.data_ptr(), length) for t, length in zip(present.values(), plan.spans, strict=False)
-    ]
+    named = {name: t for name, t in inputs.items() if t is not None}
+    ranges = [(t.data_ptr(), length) for t, length in zip(named.values(), plan.spans, strict=False)]
     if ranges_meet(out.data_ptr(), plan.spans[3], ranges):
-        refuse_overlap(out, **present)
+        refuse_overlap(out, **named)
     if any(isinstance(value, torch.Tensor) for value in values.values()):
         refuse_overlap(out, **{k: t for k, t in values.items() if isinstance(t, torch.Tensor)})
 
@@ -237,9 +235,7 @@ def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: 
     for part, in_v, in_values in launch.launches:
         pointers = a.data_ptr(), b.data_ptr(), of_v + in_v, result.data_ptr() + in_values, of_places
         part.launch(pointers, numbers)
-    del (
-        converted
-    )  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del converted  # the stream orders the reuse of their memory behind the launch
     if direct:
         return out
     if launch.splits > 1:

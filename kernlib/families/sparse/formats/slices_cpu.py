@@ -150,14 +150,10 @@ def _parts(counts: torch.Tensor) -> Iterator[slice]:
 def _slots(rows: torch.Tensor, count: int) -> torch.Tensor:
     """The lane, counted through the slices of its panel, of each of ``count`` rows, (panels, rows),
     as ``rows`` of some panels say it."""
-    row_numbers = numbers(rows).flatten(1)
-    lane = torch.arange(row_numbers.shape[1], dtype=torch.int64, device=rows.device)
-    slots = row_numbers.new_empty(
-        len(row_numbers), count + 1
-    )  # the last one of lanes without a row
-    return slots.scatter_(
-        1, torch.where(row_numbers < 0, count, row_numbers), lane.expand_as(row_numbers)
-    )
+    row = numbers(rows).flatten(1)
+    lane = torch.arange(row.shape[1], dtype=torch.int64, device=rows.device)
+    slots = row.new_empty(len(row), count + 1)  # the last one of lanes without a row
+    return slots.scatter_(1, torch.where(row < 0, count, row), lane.expand_as(row))
 
 
 def read(
@@ -241,10 +237,8 @@ def _stored_steps(
         places = torch.arange(wide, dtype=torch.int64, device=data.device)
         places += LANES * count * itemsize
         for some, at in zip(owner.split(GROUPS), begin.split(GROUPS), strict=True):
-            step_sums = by_byte[data[at[:, None] + places].long()]
-            sums.index_add_(
-                0, some, step_sums.view(len(some), LANES, count * code.bits // 8).sum(2)
-            )
+            steps = by_byte[data[at[:, None] + places].long()]
+            sums.index_add_(0, some, steps.view(len(some), LANES, count * code.bits // 8).sum(2))
         count //= 2
     return sums
 
