@@ -200,9 +200,9 @@ def unread(environ: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environ if name.upper().startswith(PREFIX) and name not in names)
 
 
-def _bad(name: str, text: str, wanted: str) -> ValueError:
+def _bad(name: str, text: str, expected: str) -> ValueError:
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
-    return ValueError(f"{name}={shown!r} cannot be used: expected {wanted}")
+    return ValueError(f"{name}={shown!r} cannot be used: expected {expected}")
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:

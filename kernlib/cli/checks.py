@@ -342,17 +342,17 @@ def _bundle(mounted: places.Mounted, here: list[str]) -> Finding:
     return Finding("bundle", text, _bundle_advice(contents, here), details=details)
 
 
-def _bundle_advice(found: places.Contents, here: list[str]) -> str:
+def _bundle_advice(contents: places.Contents, here: list[str]) -> str:
     from kernlib.jit import toolchain
 
     major = toolchain.cuda_major()
-    if found.damaged:
-        return f"{counted(len(found.damaged), 'entry')} damaged: have it exported again"
-    if not found.kernels:
+    if contents.damaged:
+        return f"{counted(len(contents.damaged), 'entry')} damaged: have it exported again"
+    if not contents.kernels:
         return "it is empty: take it out of KERNLIB_CACHE_DIR, or have it exported again"
-    if major != toolchain.UNKNOWN_VERSION and not found.majors[major]:
+    if major != toolchain.UNKNOWN_VERSION and not contents.majors[major]:
         return f"nothing in it is for CUDA {major}, so it is never found: have one made with that"
-    if here and not any(found.archs[arch] for arch in here):
+    if here and not any(contents.archs[arch] for arch in here):
         options = " ".join(f"--arch {arch}" for arch in here)
         return f"nothing in it is for this machine's GPU: compile it with {options}, export again"
     return ""

@@ -88,10 +88,10 @@ def _entry(key: bytes, repaired: bool) -> dict:
     return _problem("entry", "the entry is damaged and counts as missing", key.hex(), repaired)
 
 
-def _print(found: list[dict]) -> None:
-    rows = [(p["where"], p["kernels"], _result(p), p["path"]) for p in found]
+def _print(facts: list[dict]) -> None:
+    rows = [(p["where"], p["kernels"], _result(p), p["path"]) for p in facts]
     print_table(PLACES, rows)
-    for place in found:
+    for place in facts:
         for problem in place["problems"]:
             key = f" {problem['key']}" if problem["key"] else ""
             end = " (repaired)" if problem["repaired"] else ""

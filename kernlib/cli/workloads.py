@@ -82,13 +82,13 @@ class Maker:
         self._device = device
         self._random = torch.Generator(device).manual_seed(0)
 
-    def pairwise(self, name: str, points: int, others: int, features: int, width: float) -> Call:
+    def pairwise(self, name: str, points: int, columns: int, features: int, width: float) -> Call:
         """``gaussian`` or ``laplace_l1`` of a bandwidth."""
         import kernlib as kl
 
-        x, y = self._normal("fp32", points, features), self._normal("fp32", others, features)
+        x, y = self._normal("fp32", points, features), self._normal("fp32", columns, features)
         rival = {"gaussian": gaussian, "laplace_l1": laplace}[name]
-        text = f"{name} {points}x{others}x{features}"
+        text = f"{name} {points}x{columns}x{features}"
         descriptor = getattr(kl, name)()
         arguments = {"bandwidth": width}
         return Call("pairwise", text, "fp32", descriptor, (x, y), arguments, rival, (x, y))

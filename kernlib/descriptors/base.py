@@ -163,18 +163,18 @@ def explained(kind: type[_Kind]) -> type[_Kind]:
     names = [field.name for field in dataclasses.fields(kind) if field.init and field.name != "_"]
     fields = frozenset(names)
 
-    def refuse(values: tuple, given: dict) -> None:  # apart: Dynamo of torch 2.8 traces `init`
+    def refuse(values: tuple, named: dict) -> None:  # apart: Dynamo of torch 2.8 traces `init`
         from kernlib.descriptors.words import refuse_fields  # which right calls do without
 
         placed = dict(zip(names, values, strict=False))
-        refuse_fields(kind.__name__, placed | given, names, kind)
+        refuse_fields(kind.__name__, placed | named, names, kind)
 
     @functools.wraps(make)
-    def init(self, *values, **given):
-        for name in given:
+    def init(self, *values, **named):
+        for name in named:
             if name not in fields:
-                refuse(values, given)
-        make(self, *values, **given)
+                refuse(values, named)
+        make(self, *values, **named)
 
     kind.__init__ = init
     return kind
@@ -220,19 +220,20 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def refuse_descriptor(wanted: str, value: object) -> NoReturn:
-    """Raises TypeError for a descriptor that is none, or another than is ``wanted``."""
+def refuse_descriptor(expected: str, value: object) -> NoReturn:
+    """Raises TypeError for what is no descriptor, or another than the ``expected`` one."""
     from kernlib.descriptors.words import instead_of_descriptor  # which right calls do without
 
     advice = "" if isinstance(value, Descriptor) else instead_of_descriptor(value)
-    raise TypeError(f"descriptor must be a {wanted}, got {shown(value)}{advice}")
+    raise TypeError(f"descriptor must be a {expected}, got {shown(value)}{advice}")
 
 
-def refuse_argument(descriptor: Descriptor, name: str, taken: Sequence[str]) -> NoReturn:
-    """Raises TypeError for a keyword of a call that is none of those which are ``taken``."""
+def refuse_argument(descriptor: Descriptor, name: str, accepted: Sequence[str]) -> NoReturn:
+    """Raises TypeError for a keyword that is none of the ``accepted`` ones."""
     from kernlib import hints  # which right calls do without
 
-    listed, hint = ", ".join(taken) or "none", hints.argument(name, (*taken, *descriptor.options))
+    listed = ", ".join(accepted) or "none"
+    hint = hints.argument(name, (*accepted, *descriptor.options))
     if name == "bias" and descriptor.family != "pairwise":
         hint = "; with epilogue=kernlib.Bias() it takes bias"
     raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {listed}{hint}")

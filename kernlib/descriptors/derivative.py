@@ -332,45 +332,45 @@ def fits(outer: str, epilogue: tuple[Epilogue, ...], snaps: bool) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _tree(made: Derivative) -> Node:
+def _tree(record: Derivative) -> Node:
     """By the chain rule, from s outwards: the value so far, and its derivative."""
-    value, slope = _V, ONE if made.by == VALUE else ZERO
-    if made.outer == "Sqrt":
-        slope = product(slope, root_slope(_V, made.smallest))
-    for step in _steps(made):
-        by_value, by_name = _slopes(step, made)
+    value, slope = _V, ONE if record.by == VALUE else ZERO
+    if record.outer == "Sqrt":
+        slope = product(slope, root_slope(_V, record.smallest))
+    for step in _steps(record):
+        by_value, by_name = _slopes(step, record)
         slope = product(substitute(by_value, value), slope)
         slope = total(slope, substitute(by_name, value))
         value = substitute(step.tree() if isinstance(step, Epilogue) else step, value)
     return slope
 
 
-def _steps(made: Derivative) -> list[Epilogue | Node]:
-    power = Operation("**", (_V, Name(made.exponent)))
+def _steps(record: Derivative) -> list[Epilogue | Node]:
+    power = Operation("**", (_V, Name(record.exponent)))
     stages = {"Abs": _call("abs", _V), "Square": product(_V, _V), "Power": power}
-    steps = [stages[made.outer]] if made.outer in stages else []
-    if made.snaps:
-        steps.append(product(_kept(made), _V))
-    return [*steps, *made.epilogue]
+    steps = [stages[record.outer]] if record.outer in stages else []
+    if record.snaps:
+        steps.append(product(_kept(record), _V))
+    return [*steps, *record.epilogue]
 
 
-def _kept(made: Derivative) -> Node:
+def _kept(record: Derivative) -> Node:
     """1, and 0 where v is below the limit in magnitude."""
-    below = _call("max", difference(Name(made.limit), _call("abs", _V)), ZERO)
-    return difference(ONE, _step(below, made.smallest))
+    below = _call("max", difference(Name(record.limit), _call("abs", _V)), ZERO)
+    return difference(ONE, _step(below, record.smallest))
 
 
-def _slopes(step: Epilogue | Node, made: Derivative) -> tuple[Node, Node]:
+def _slopes(step: Epilogue | Node, record: Derivative) -> tuple[Node, Node]:
     """The derivatives of a step by its value and by the name that is asked for."""
-    if made.snaps and step == product(_kept(made), _V):
-        return _kept(made), ZERO
+    if record.snaps and step == product(_kept(record), _V):
+        return _kept(record), ZERO
     if isinstance(step, Matern):
-        return _matern_slopes(step, made.by)
+        return _matern_slopes(step, record.by)
     if isinstance(step, (Gaussian, Cauchy, RationalQuadratic)):
-        return _slopes_of_squares(step, made.by, 1 / made.smallest)
+        return _slopes_of_squares(step, record.by, 1 / record.smallest)
     tree = step.tree() if isinstance(step, Epilogue) else step
-    by_name = ZERO if made.by == VALUE else derivative(tree, made.by, made.smallest)
-    return derivative(tree, VALUE, made.smallest), by_name
+    by_name = ZERO if record.by == VALUE else derivative(tree, record.by, record.smallest)
+    return derivative(tree, VALUE, record.smallest), by_name
 
 
 def _slopes_of_squares(step: Epilogue, by: str, most: float) -> tuple[Node, Node]:

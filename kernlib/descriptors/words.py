@@ -40,14 +40,14 @@ TRACED = (  # what to do with a Proxy
 )
 
 
-def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable) -> None:
+def refuse_fields(what: str, named: dict, fields: Iterable[str], make: Callable) -> None:
     """Raises TypeError for the first of the keywords that is none of the ``fields`` of ``what``,
     and says where an argument of a call goes. ``make`` makes a descriptor of the other keywords."""
     fields = list(fields)
-    name = next(name for name in given if name not in fields)
+    name = next(name for name in named if name not in fields)
     text = f"{what}() got an unexpected keyword argument {name!r}"
     try:
-        descriptor = make(**{key: value for key, value in given.items() if key in fields})
+        descriptor = make(**{key: value for key, value in named.items() if key in fields})
     except (TypeError, ValueError):  # which the caller hears of when this is mended
         descriptor = None
     if descriptor is not None and name in (*descriptor.required, *descriptor.options):
@@ -63,9 +63,9 @@ def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable)
     raise TypeError(text + (hint or f"; it takes {', '.join(fields)}"))
 
 
-def _own_epilogue(what: str, made: Descriptor) -> str:
+def _own_epilogue(what: str, descriptor: Descriptor) -> str:
     """Why ``what`` takes no epilogue, and what does."""
-    epilogue, bare = f"kernlib.{made.epilogue[0]!r}", made.replace(epilogue=())
+    epilogue, bare = f"kernlib.{descriptor.epilogue[0]!r}", descriptor.replace(epilogue=())
     takes = f"kernlib.{bare.describe()}(epilogue="
     return (
         f": {what} has an epilogue of its own, {epilogue}. {takes}...) takes another in its place, "
@@ -88,12 +88,12 @@ def refuse_positional(what: str, value: str, make: Callable) -> None:
     raise TypeError(f"{what}() got an unexpected positional argument, {value}{goes}")
 
 
-def call_of(what: str, made: Descriptor, *names: str) -> str:
+def call_of(what: str, described: Descriptor, *names: str) -> str:
     """A call of a descriptor that ``what`` makes, with arguments of these names."""
-    named = dict.fromkeys((*made.required, *names))
+    named = dict.fromkeys((*described.required, *names))
     values = [f"{name}={_OF_CALLS.get(name, '...')}" for name in named]
     descriptor = f"{what}()" if what and what[0].islower() else "descriptor"
-    return f"run_kernel({', '.join([descriptor, *made.operands, *values])})"
+    return f"run_kernel({', '.join([descriptor, *described.operands, *values])})"
 
 
 def instead_of_descriptor(value: object) -> str:
@@ -110,10 +110,10 @@ def instead_of_descriptor(value: object) -> str:
     return ""
 
 
-def instead_of_part(value: object, known: Iterable[type]) -> str:
-    """What to write in place of something that is none of the ``known`` parts of a descriptor, or
+def instead_of_part(value: object, kinds: Iterable[type]) -> str:
+    """What to write in place of something that is none of the ``kinds`` of parts of a descriptor, or
     ""."""
-    by_word = {kind.__name__.lower(): kind for kind in known}
+    by_word = {kind.__name__.lower(): kind for kind in kinds}
     if isinstance(value, type) and value in by_word.values():
         return f": call it, kernlib.{value.__name__}({'...' if _needs_arguments(value) else ''})"
     if isinstance(value, str) and not value.isidentifier() and "custom" in by_word:
@@ -163,12 +163,12 @@ def _line_of_tensor(value: object, name: str) -> str:
     return f"torch.tensor({name})" if numbers and name != "out" else ""
 
 
-def _makes_descriptor(whole: str) -> bool:
+def _makes_descriptor(path: str) -> bool:
     """Whether a name of kernlib is that of a class of descriptors, or of a function that makes
     one."""
     import kernlib
 
-    value = getattr(kernlib, whole.removeprefix("kernlib."), None) if whole[8:] else None
+    value = getattr(kernlib, path.removeprefix("kernlib."), None) if path[8:] else None
     return callable(value) and getattr(value, "__module__", "").endswith(".descriptor")
 
 

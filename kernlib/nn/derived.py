@@ -29,7 +29,7 @@ class Kept(NamedTuple):
 
 
 def derived(
-    kept: dict[Hashable, Kept],
+    entries: dict[Hashable, Kept],
     place: Hashable,
     name: str,
     make: Callable[[torch.Tensor], torch.Tensor],
@@ -49,10 +49,10 @@ def derived(
     if torch.compiler.is_compiling():
         return None
     if not _may_keep(weight, promised):
-        kept.pop(place, None)
+        entries.pop(place, None)
         return None
     stamp = _stamp(name, weight, promised)
-    entry = kept.get(place)
+    entry = entries.get(place)
     if entry is not None and entry.stamp == stamp and _holds(entry, weight):
         return entry.value
     with torch.inference_mode(False), torch.no_grad():
@@ -61,8 +61,8 @@ def derived(
             memory = StorageWeakRef(weight.untyped_storage())
         else:  # and the value may be a view of it
             weight = copy = weight.clone()
-        kept[place] = Kept(stamp, memory, copy, make(weight))
-    return kept[place].value
+        entries[place] = Kept(stamp, memory, copy, make(weight))
+    return entries[place].value
 
 
 def ordinary(*tensors: torch.Tensor) -> bool:
@@ -98,11 +98,11 @@ def _stamp(name: str, weight: torch.Tensor, promised: bool) -> tuple:
     return *stamp, weight._version, *place
 
 
-def _holds(found: Kept, weight: torch.Tensor) -> bool:
+def _holds(entry: Kept, weight: torch.Tensor) -> bool:
     """Whether what is kept was made of these values: by a look at them, or by where they lie."""
-    if found.copy is not None:
-        return torch.equal(found.copy, weight)
-    return found.memory.cdata == weight.untyped_storage()._cdata
+    if entry.copy is not None:
+        return torch.equal(entry.copy, weight)
+    return entry.memory.cdata == weight.untyped_storage()._cdata
 
 
 def _stream(device: torch.device) -> int:

@@ -209,11 +209,11 @@ def _mixed(v: torch.Tensor) -> torch.Tensor:
     return v
 
 
-def is_close(mark: torch.Tensor, wanted: torch.Tensor) -> bool:
+def is_close(mark: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether a mark is one but for rounding. Waits for the device."""
-    if mark.shape != wanted.shape or not mark.is_floating_point():
+    if mark.shape != expected.shape or not mark.is_floating_point():
         return False
-    return bool(((mark.to(wanted.dtype) - wanted).abs() <= TOLERANCE).all())
+    return bool(((mark.to(expected.dtype) - expected).abs() <= TOLERANCE).all())
 
 
 def plain(mark: torch.Tensor) -> tuple[torch.Tensor, int | None]:

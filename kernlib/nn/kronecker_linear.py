@@ -289,12 +289,12 @@ def _nearest_rank_1(tensor: torch.Tensor) -> tuple[list[torch.Tensor], float]:
     return vectors, norm
 
 
-def _contracted(tensor: torch.Tensor, vectors: list[torch.Tensor], kept: int) -> torch.Tensor:
+def _contracted(tensor: torch.Tensor, vectors: list[torch.Tensor], place: int) -> torch.Tensor:
     """Sums over every dimension but one, with the weights of that dimension's vector: the best
     vector of the kept one, the others as they are."""
-    for vector in reversed(vectors[kept + 1 :]):
+    for vector in reversed(vectors[place + 1 :]):
         tensor = tensor @ vector
-    for vector in vectors[:kept]:
+    for vector in vectors[:place]:
         tensor = torch.tensordot(vector, tensor, 1)
     return tensor
 

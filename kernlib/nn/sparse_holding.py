@@ -196,16 +196,16 @@ class MatrixModule(IndexedModule):
             )
         return matrix
 
-    def _look_at_writes(self, held: SparseMatrix, writes: int) -> None:
+    def _look_at_writes(self, matrix: SparseMatrix, writes: int) -> None:
         """Look at tensors that torch has counted a write to. Raises ValueError for what is no
         matrix any more."""
-        if held.device.type == "meta" or stand_ins(*held.operands):
+        if matrix.device.type == "meta" or stand_ins(*matrix.operands):
             return
-        refuse_capture(held.operands)
+        refuse_capture(matrix.operands)
         with torch.inference_mode(False), torch.no_grad(), untransformed():
-            digits = fingerprint(held.operands)
+            digits = fingerprint(matrix.operands)
             if not torch.equal(digits, self._digits):
-                check_written(held)
+                check_written(matrix)
                 self._digits, self._data = digits, None
                 self._set_mark(digits.clone())
         self._written = writes

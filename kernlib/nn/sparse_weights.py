@@ -121,7 +121,7 @@ def rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
     return in_dtype(matrix, dtype)
 
 
-def of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
+def of_others(matrix: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
     """The matrix of other tensors than those held, by the names of the buffers."""
     if not is_dynamo_compiling():  # there the operator checks them when it runs
         check_dense(tuple(tensors), **tensors)
@@ -129,8 +129,8 @@ def of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMat
         if not stand_ins(*tensors.values()):
             from kernlib.families.sparse.fitted import fitted
 
-            return fitted(held.layout, tuple(tensors.values()))
-    return SparseMatrix.from_layout(held.layout, tuple(tensors.values()))
+            return fitted(matrix.layout, tuple(tensors.values()))
+    return SparseMatrix.from_layout(matrix.layout, tuple(tensors.values()))
 
 
 def _untracked(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -95,13 +95,13 @@ class ScoreExpression(Part):
         return Trees(score, mask)
 
 
-def _as_captured(given: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _as_captured(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Pairs of names and axes. Raises TypeError and ValueError for what are none."""
-    if isinstance(given, Mapping):
-        given = tuple(given.items())
-    if not isinstance(given, (tuple, list)):
-        raise TypeError(f"captured must be a dict such as {_EXAMPLE}, got {shown(given)}")
-    pairs = tuple(_as_pair(pair) for pair in given)
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"captured must be a dict such as {_EXAMPLE}, got {shown(value)}")
+    pairs = tuple(_as_pair(pair) for pair in value)
     names = [name for name, _ in pairs]
     require(len(set(names)) == len(names), f"captured repeats a name: {names}")
     return pairs

@@ -45,37 +45,37 @@ def instead(name: str) -> str:
     return _DONE.get(name.replace("_", "").lower(), "").format(name)
 
 
-def unread(name: str, known: Iterable[str]) -> str:
-    """What is to be done about a tensor that nothing reads, whose name is none of the ``known``
-    arguments."""
+def unread(name: str, names: Iterable[str]) -> str:
+    """What to do about a tensor that no text reads and whose name is none of the arguments'
+    ``names``."""
     done = instead(name)
     if done:
         return f"; attention has no argument {name}: {done}"
-    return hints.argument(name, known)
+    return hints.argument(name, names)
 
 
-def unknown_argument(name: str, known: Iterable[str]) -> str:
+def unknown_argument(name: str, names: Iterable[str]) -> str:
     """Why a keyword is refused that is no tensor and that nothing names."""
     done = instead(name)
-    hint = f"; {done}" if done else hints.argument(name, known)
+    hint = f"; {done}" if done else hints.argument(name, names)
     return f"attention has no argument {name}{hint}"
 
 
-def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
+def unknown_name(what: str, name: str, names: tuple[str, ...]) -> str:
     """Why a name is refused."""
     if name == VALUE:
         return "is the logit, which a mask does not see; its score may be where(condition, v, -inf)"
     if name in (*ARGUMENTS, "q", "k") and name not in _OTHERS:
         return "is an argument of attention; give the tensor another name"
     meant = _OTHERS.get(name, "")
-    hint = f"; write {meant}" if meant in known else hints.argument(name, known)
+    hint = f"; write {meant}" if meant in names else hints.argument(name, names)
     if not hint or len(name) == 1:  # which may as well be a tensor that was forgotten
         hint += "" if hint.endswith("?") else "."
         hint += (
             f" A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given "
             "to the call by its name"
         )
-    return f"is not known to a {what}; known are {', '.join(known)}, pi, e and inf{hint}"
+    return f"is not known to a {what}; known are {', '.join(names)}, pi, e and inf{hint}"
 
 
 def indexed(name: str, index: str) -> str:

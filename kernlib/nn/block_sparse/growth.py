@@ -47,14 +47,14 @@ def chosen(
     return largest(scores, density, per)
 
 
-def without_smallest(layout: Layout, norms: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
-    """The mask of the ``kept`` stored blocks of largest ``norms`` (capacity,); of equal ones the
+def without_smallest(layout: Layout, norms: torch.Tensor, most: torch.Tensor | int) -> torch.Tensor:
+    """The mask of the ``most`` stored blocks of largest ``norms`` (capacity,); of equal ones the
     first stay, and NaN is the largest of all."""
     at = places(layout)
     live = at < total(layout)
     order = torch.where(live, norms, -1.0).argsort(descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(0, order, _count_up(order))
-    return _with(layout, torch.where(live & (rank < kept), at, total(layout)))
+    return _with(layout, torch.where(live & (rank < most), at, total(layout)))
 
 
 def with_largest(

@@ -91,10 +91,10 @@ class LayoutModule(IndexedModule):
             return self._compiled(current)
         return current if self._is_unwritten() else self._of_mark()
 
-    def _compiled(self, held: Layout) -> Layout:
+    def _compiled(self, current: Layout) -> Layout:
         """The layout of a compiled call, which does not look into the mark. Raises RuntimeError for
         the mark of somebody else."""
-        if held.device.type == "meta" and self._buffers[MARK].device.type != "meta":
+        if current.device.type == "meta" and self._buffers[MARK].device.type != "meta":
             raise RuntimeError(
                 f"this {type(self).__name__} has been filled by name: call it once before it is "
                 "compiled"
@@ -105,7 +105,7 @@ class LayoutModule(IndexedModule):
                 "compiled calls do not read: load_state_dict makes it the layer's; without it "
                 "functional_call computes at the blocks of the layer"
             )
-        return held
+        return current
 
     def _own(self) -> Layout:
         """The layout, to be changed: that of whatever has been put in the place of the layer's

@@ -110,11 +110,11 @@ class BlockSparseModule(LayoutModule):
         if not any(p is weight for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer must be one that has the layer's weight, got another")
 
-    def _is_by_slots(self, held: object) -> bool:
+    def _is_by_slots(self, value: object) -> bool:
         """Whether it has a part for each slot: a moment of the weight's shape, or what Adafactor
         keeps of the rows and of the columns of each."""
         weight = self.weight
-        return isinstance(held, torch.Tensor) and held.dim() == 3 and len(held) == len(weight)
+        return isinstance(value, torch.Tensor) and value.dim() == 3 and len(value) == len(weight)
 
     def drop_(
         self,
