@@ -111,7 +111,7 @@ def instead_of_descriptor(value: object) -> str:
 
 
 def instead_of_part(value: object, kinds: Iterable[type]) -> str:
-    """What to write in place of something that is none of the ``kinds`` of parts of a descriptor, or
+    """What to write in place of something that is no part of a descriptor, of these ``kinds``, or
     ""."""
     by_word = {kind.__name__.lower(): kind for kind in kinds}
     if isinstance(value, type) and value in by_word.values():
