@@ -179,7 +179,7 @@ def _count(layout: Layout, by_columns: bool) -> int:
 
 
 def lines_of(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each slot the row of blocks and the column, of those of all heads."""
+    """The row and the column of blocks of each slot, counted through all heads."""
     rows, cols = (t.long() for t in layout.tensors[3:5])
     head = torch.div(rows, max(layout.grid[0], 1), rounding_mode="floor")
     return rows, head * layout.grid[1] + cols

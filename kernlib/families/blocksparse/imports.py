@@ -96,9 +96,9 @@ def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
 
 
 def condition_of(block_mask) -> str:
-    """What an attention over the blocks of a FlexAttention mask is to be told, "" where all of them
-    are whole. Blocks are partial that it lists apart from its full ones, whatever ``mask_mod`` it
-    has: a slice may have none. Waits for the device."""
+    """The arguments that attention over the blocks of a FlexAttention mask needs, "" where all
+    blocks are full. Partial blocks are those that it lists apart from its full ones, whatever
+    ``mask_mod`` it has: a slice may have none. Waits for the device."""
     has_rule = _rule(block_mask) is not None
     if not has_rule and block_mask.full_kv_num_blocks is None:
         return ""  # one list, of whole blocks

@@ -342,7 +342,7 @@ class Layout:
         return self.write_(mask)
 
     def write_(self, mask: Mask) -> Layout:
-        """:meth:`update_` of a layout that somebody keeps, by who moves the values along."""
+        """:meth:`update_` for the owner of a layout, which moves the values along."""
         index = "0, 0" if self._heads is None else "0"
         mask = checked_mask(mask, f"block_mask.to_dense()[{index}] has its blocks")
         expected = self._grid if self._heads is None else (self._heads, *self._grid)

@@ -78,7 +78,7 @@ def _way(call: products.Call, descriptor, operands: tuple, out, parameters: dict
 
 
 def _reference(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict) -> torch.Tensor:
-    from kernlib.families.blocksparse import reference  # 2 ms that kernels do without
+    from kernlib.families.blocksparse import reference  # 2 ms, for torch's way alone
 
     return reference.blocksparse_matmul(descriptor, *operands, parameters)
 
@@ -134,8 +134,9 @@ class Term(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def terms(descriptor: BlockSparseMatmul) -> tuple[Term, Term]:
-    """The gradients by a and by b. Of ``y = op(a) op(b)`` that of op(a) is ``grad op(b)^T``, that
-    of op(b) ``op(a)^T grad``; where op is the transpose, that of its operand is theirs."""
+    """The gradients by a and by b. With ``y = op(a) op(b)`` the gradient by op(a) is ``grad
+    op(b)^T`` and by op(b) ``op(a)^T grad``. Where op is the transpose, the operand's gradient is
+    the transpose of it."""
     y, a, b = descriptor.mode
     of_a, of_b = descriptor.transpose_a, descriptor.transpose_b
     by_a = Term(_plain(descriptor, a + y + b, False, not of_b), "grad", "b")
@@ -172,8 +173,8 @@ def gradients(
 
 
 def _folded(term: Term, layout: Layout, tensors: dict, operand) -> tuple:
-    """The factors of a gradient. That of values without a batch is one sum over all of it: the
-    batch joins the dimension that is summed over, where that is in front of the last."""
+    """The factors of a gradient. The gradient of values without a batch is one sum over the batch
+    too: the batch joins the dimension that is summed over, where that is in front of the last."""
     left, right = tensors[term.left], tensors[term.right]
     product = term.descriptor
     inner = product.mode == "sdd" and product.transpose_a and not product.transpose_b
@@ -224,7 +225,7 @@ class _Step(NamedTuple):
     plan: products.ProductPlan
     term: Term
     rows: bool  # whether both factors go in as rows
-    shape: torch.Size | None  # of what the product is summed to
+    shape: torch.Size | None  # to which the product is summed
 
 
 _backwards = PlanCache()
@@ -271,8 +272,8 @@ def _step(term: Term, layout: Layout, tensors: dict, operand: torch.Tensor) -> _
 
 
 def _multiply(descriptor: BlockSparseMatmul, layout: Layout, a, b) -> torch.Tensor:
-    """A product: by the operator where somebody must see it, by a function that records where a
-    gradient of it may be asked for, else by nothing but the kernels."""
+    """A product: by the library's operator where a mode watches, by a recording function where it
+    may be differentiated, else by the kernels alone."""
     if is_watched(a) or is_watched(b):
         return operators_of(PRODUCT).multiply(descriptor, layout, a, b)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):

@@ -70,7 +70,7 @@ def _lower(descriptor: BlockSparseMatmul, problem: Problem, device: int) -> Lowe
 
 
 def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
-    """As lowering knows it: "bf16" permits "tf32" too, which is what the kernels make of it."""
+    """The precision for lowering: kernels take "bf16" as "tf32", which it permits."""
     if dtype is not torch.float32:
         return "fp32"
     return "fp32" if (permitted or float32_precision()) == "fp32" else "tf32"
@@ -104,7 +104,7 @@ def _by_torch(descriptor: BlockSparseMatmul, operands: tuple, values: dict, out)
     in 2 us where the reference takes 15."""
     if out is not None and not descriptor.epilogue:
         return out.zero_()
-    from kernlib.families.blocksparse import reference  # 2 ms that kernels do without
+    from kernlib.families.blocksparse import reference  # 2 ms, for torch's way alone
 
     return reference.blocksparse_matmul(descriptor, *operands, values)
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 OPERATORS = ("difference", "dot")
 MOST_CATEGORIES = 128  # whose sizes are parameters of a kernel
-CODES = ("a_codes", "b_codes", "tables")  # what a call with categories is given beside its points
+CODES = ("a_codes", "b_codes", "tables")  # arguments of a call with categories besides its points
 
 
 @explained

@@ -92,7 +92,7 @@ def kind_of_number(name: str, value: object):
             raise RuntimeError(f"{name} is inside a transform, and has no memory")
         try:
             return value.shape, value.stride(), value.dtype, value.get_device()
-        except (RuntimeError, NotImplementedError):  # of what is not dense
+        except (RuntimeError, NotImplementedError):  # raised by tensors that are not dense
             check_kind(name, value)
             raise
     if name not in _EXPONENTS:
@@ -198,8 +198,8 @@ def lower(request: Request, call: checks.Call, device: int) -> Lowered:
 
 
 def precision(descriptor: Pairwise) -> str | None:
-    """What the products of float32 tensors may be, where a kernel takes products: "fp32" or "tf32";
-    "bf16" permits "tf32" too, which is what the kernels make of it."""
+    """The precision of a kernel's products of float32 tensors: "fp32" or "tf32". Kernels take
+    "bf16" as "tf32", which it permits."""
     if not descriptor.takes_products:
         return None
     permitted = descriptor.precision or float32_precision()

@@ -31,9 +31,9 @@ class Respelled(NamedTuple):
 
 def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respelled | None:
     """A call whose hyperparameters have one dimension more or less than kernels take, as they take
-    it; None for all others. ``beside`` is an argument of which three dimensions say that there is a
-    batch, or None, and ``offsets`` are those of rows and columns. Raises ValueError for a value of
-    which nobody can tell whether it belongs to points or to a batch."""
+    it; None for all others. ``beside`` is an argument that has a batch if it has three dimensions,
+    or None, and ``offsets`` are those of rows and columns. Raises ValueError for a value that may
+    belong to points as well as to a batch."""
     entries, single, diagonal = [], [], None
     tensors = (beside, *(values.get(name) for name in ("a_codes", "b_codes")))
     for name, value in values.items():

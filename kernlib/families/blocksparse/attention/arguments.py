@@ -126,8 +126,9 @@ def options_of(
     seed=None,
     return_lse=False,
 ) -> Options:
-    """The numbers of a call. Raises TypeError and ValueError for those that the descriptor has none
-    of, and for what is no number; operands are not checked, but for what a default needs."""
+    """The numbers of a call. Operands are checked only as far as a default depends on them. Raises
+    TypeError and ValueError for numbers that the descriptor does not take and for values that are
+    no numbers."""
     if scale is None:
         scale = _scale(descriptor, operands)
     if return_lse is not False:

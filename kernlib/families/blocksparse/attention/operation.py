@@ -66,7 +66,7 @@ def _key(descriptor, operands: tuple, out, options: Options, captured: dict) -> 
             descriptor.text, layout.key, signature(q), signature(k), signature(v), options.lse,
             None if out is None else signature(out),
         )  # fmt: skip
-        if options.has_tensors:  # 0.4 us that most calls do without
+        if options.has_tensors:  # 0.4 us, which most calls save
             key += tuple(map(parameter_key, options.tensors))
         for name, value in captured.items():
             key += (name, signature(value))
@@ -93,7 +93,7 @@ def _reference(call, descriptor, operands: tuple, out, options: Options, capture
 
 def by_reference(descriptor, operands: tuple, out, options: Options, captured: dict) -> tuple:
     """A checked call by torch's own operators, which are differentiable as they are."""
-    from kernlib.families.blocksparse.attention import reference  # which kernels do without
+    from kernlib.families.blocksparse.attention import reference  # for torch's way alone
 
     with no_autocast(operands[1]):
         y, lse = reference.attention(descriptor, operands, options, captured)
@@ -213,9 +213,9 @@ gradient_calls = operation.bind(GRADIENT)
 def _gradients(
     descriptor, operands, saved, options, captured: dict, grads: tuple, needs: tuple
 ) -> list:
-    """Those of q, k, v and captured tensors: by torch's operators where a gradient of them may be
-    asked for or a transform is active, by the operator where somebody must see it, else by
-    kernels."""
+    """The gradients of q, k, v and captured tensors: by torch's operators where they may be
+    differentiated again or a transform is active, by the library's operator where a mode watches,
+    else by kernels."""
     request = descriptor, operands, saved, options, captured, grads, needs
     # Operands are not wrapped where no transform is active: the call went to the reference then.
     tensors = (*operands[1:], *grads) if _are_functorch_transforms_active() else grads
@@ -241,8 +241,8 @@ class _Attention(torch.autograd.Function):
             options = Options(*(None if at in places else n for at, n in enumerate(options)))
         ctx.options, ctx.places = options, places
         ctx.set_materialize_grads(False)
-        # Of the layout what backward reads too, for torch to see what was written since: each
-        # tensor costs a step 0.7 us, and who writes one writes all.
+        # The layout's tensors that backward reads, so that torch notices writes: each tensor costs
+        # a step 0.7 us, and a write of one writes all.
         ctx.save_for_backward(out, lse, rest, q, k, v, *captured, *tensors, *layout.tensors[:3:2])
         return out, lse
 

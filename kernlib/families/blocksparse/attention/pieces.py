@@ -43,7 +43,7 @@ class Piece(NamedTuple):
         return part.index_select(COLUMNS, self.cols)
 
     def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        """Add to what a tensor has of it."""
+        """Add to the piece's part of a tensor."""
         place = total[self._index(total)]
         if self.cols is None or total.shape[COLUMNS] == 1:
             place += part
@@ -94,7 +94,7 @@ def stored(layout: Layout, sizes: Sizes) -> torch.Tensor:
 
 
 def may_look(layout: Layout) -> bool:
-    """Whether the contents are in host memory, and nobody records what is read of them."""
+    """Whether the contents are in host memory and reading them is not recorded."""
     if layout.device.type != "cpu" or stand_ins(*layout.tensors):
         return False
     return not (is_in_torch_dispatch_mode() or _is_tracing())

@@ -89,9 +89,9 @@ class AttentionPlan(NamedTuple):
 
 
 class GradientPlan(NamedTuple):
-    """The same of a gradient, whose ``reads`` are of out and grad too: ``made`` are those of q, k
-    and v, None for what is not needed, ``cut`` is whether these are wider than the operands, and
-    ``collected`` are those of captured tensors, by their places."""
+    """The plan of a gradient. ``reads`` has out and grad too. ``made`` makes the gradients of q, k
+    and v, None where not needed; ``cut`` is whether these are wider than the operands.
+    ``collected`` makes those of captured tensors, by their places."""
 
     index: int
     device: torch.device

@@ -114,8 +114,9 @@ def _joined(case: Case, parts: list[torch.Tensor]) -> torch.Tensor:
 def gradient(
     descriptor, operands: tuple, options: Options, captured: dict, grads: tuple, needs: tuple
 ) -> list:
-    """Those of q, k, v and the captured tensors that are needed, None for others, by the gradients
-    of out and lse, either of which may be None. A piece at a time: no record of them is kept."""
+    """The gradients of q, k, v and the captured tensors that are needed, None for others, from
+    those of out and lse, either of which may be None. They are computed a piece at a time, so that
+    no graph of all pieces is kept."""
     case = Case.of(descriptor, operands, options, captured)
     names = [name for name, need in zip(case.tensors, needs, strict=True) if need]
     wide = case.lse_type()
@@ -215,7 +216,7 @@ def _part(case: Case, piece: Piece, places: dict, own: dict, wide: torch.dtype) 
     q, k, v = (own[name].to(wide) for name in ("q", "k", "v"))
     captured = {name: own[name] for name in case.descriptor.names}
     mask = _kept(case, piece, places, indices, captured)
-    # What nobody here takes part in is 0, as 0 times the NaN of a padded row is none.
+    # Rows and columns of no pair are 0 here: 0 times the NaN of a padded row would be NaN.
     q = torch.where(mask.any(4, keepdim=True)[..., None], q, 0.0)
     is_read = mask.any(3, keepdim=True).any(2, keepdim=True)[..., None]
     k, v = torch.where(is_read, k, 0.0), torch.where(is_read, v, 0.0)

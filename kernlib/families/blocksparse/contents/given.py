@@ -64,7 +64,7 @@ def checked_indices(rows: Indices, cols: Indices, heads: Indices | None) -> dict
 
 
 def as_tensor(name: str, value: object, shape: str) -> torch.Tensor:
-    """A tensor of what callers give for one. Raises TypeError for what is none."""
+    """A tensor made of an argument. Raises TypeError for what cannot be one."""
     if not isinstance(value, torch.Tensor):
         try:
             value = torch.as_tensor(value, dtype=None, device="cpu")
@@ -144,5 +144,5 @@ def outside() -> Iterator[None]:
 
 
 def has_values(*tensors: torch.Tensor) -> bool:
-    """Whether all hold values here: none on meta, none a fake one."""
+    """Whether all tensors hold values: none is on meta, none is fake."""
     return not stand_ins(*tensors) and not any(t.is_meta for t in tensors)

@@ -66,13 +66,13 @@ def parse_form(text: str) -> tuple[tuple[int, int], bool]:
 
 
 def sizes_shape(grid: tuple, heads: int | None) -> tuple[int, int, int, int]:
-    """Of the tensor whose shape says the sizes: two more each, as torch.compile makes constants of
-    0 and 1, and no symbol of heads where there are none."""
+    """The shape of the tensor that carries the sizes, each plus two, as torch.compile makes
+    constants of 0 and 1. A 0 stands for no heads: it shall be no symbol."""
     return 0 if heads is None else heads + 2, grid[0] + 2, grid[1] + 2, 0
 
 
 def blocks_of(block: tuple, grid: tuple, heads: int | None, capacity: int) -> Blocks:
-    """The sizes as lowering has them: one head where there are none."""
+    """The sizes for lowering: one head where the layout has none."""
     return Blocks(*block, *grid, 1 if heads is None else heads, capacity)
 
 

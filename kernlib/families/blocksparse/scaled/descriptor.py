@@ -16,8 +16,8 @@ OUT_DTYPES = ("bfloat16", "float16")
 @explained
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockSparseScaledMatmul(Product):
-    """A product of float8 with a block-sparse matrix S, of which each stored block has a scale, and
-    a dense matrix, of which each vector that is multiplied has one, for inference.
+    """A float8 product of a block-sparse matrix S and a dense matrix, for inference. Each stored
+    block of S has a scale, and so has each vector of the dense matrix that is multiplied.
 
     With blocks ``S[b]`` that :class:`kernlib.blocksparse.Layout` places and sums in float32,
 

@@ -114,7 +114,8 @@ def check_operands(descriptor: BlockSparseScaledMatmul, operands: tuple) -> tupl
 
 
 def _columns_shape(descriptor: BlockSparseScaledMatmul, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a result's shape that of the scales of its columns: what is no line of op(S)."""
+    """The shape of the column scales of a result: its shape without the dimension of op(S)'s
+    lines."""
     return (*shape[:-2], shape[-3 - descriptor.axis])
 
 

@@ -241,8 +241,9 @@ def gradients(kept: Kept, grad: torch.Tensor, needs: Needs, pair: Callable) -> l
 
 
 def _of_scale(kept: Kept, to_logits: torch.Tensor) -> torch.Tensor:
-    """The gradient by the scale. An element that takes no part has none, whatever x holds there:
-    told by y, as what takes part may have a gradient of 0 whose own derivatives are none."""
+    """The gradient by the scale. Elements that take no part add nothing, whatever x holds there. y
+    tells which they are: an element that takes part may have a gradient of 0 with derivatives other
+    than 0."""
     wide = accumulator(to_logits.dtype)
     products = to_logits.to(wide) * torch.where(kept.y == 0.0, 0.0, kept.x).to(wide)
     grad = products.sum().to(kept.scale.dtype)
@@ -267,8 +268,9 @@ def _of_dense(kept: Kept, to_logits, needs: tuple) -> list:
 
 
 def eager_pair(layout: Layout, grad, y, scale, needs: tuple) -> list:
-    """Those by x and by the logits: by torch's operators where a gradient of them may be asked for
-    or a transform is active, by the operator where somebody must see it, else by the kernel."""
+    """The gradients by x and by the logits: by torch's operators where they may be differentiated
+    again or a transform is active, by the library's operator where a mode watches, else by the
+    kernel."""
     tensors = grad, y, scale
     if torch.is_grad_enabled() or any(map(is_wrapped, tensors)):
         return gradient_by_torch(layout, grad, y, scale, needs)

@@ -1,10 +1,9 @@
 """Calls of pairwise descriptors with categories, and their gradients.
 
 A call is ``finish(S + T)``, with the sums S of the numerical features and what the tables add, T.
-Forward is one kernel, on a CPU blocks by torch, of which the inputs are kept. Backward makes blocks
-of rows of the matrix again out of operators that are differentiable themselves, so that it takes
-memory for a block.
-"""
+The forward pass is one kernel; on a CPU torch computes it by blocks. It keeps the inputs. The
+backward pass computes blocks of rows of the matrix again by differentiable operators, so that it
+takes memory for one block."""
 
 from __future__ import annotations
 
@@ -65,8 +64,8 @@ def run(
     A code that is below 0, or not below the size of its table, makes NaN of every pair that it is
     part of: nothing outside a table is read, and nothing waits for a device to look at codes.
     Tables need not be symmetric, their entries not positive; the sum may be negative then, of which
-    roots are NaN. Sums are summed as those of ``power_sum`` are: no norm is computed anew that
-    leaves the range of float32 on the way.
+    roots are NaN. Sums are those of ``power_sum``: a norm whose sum leaves the range of float32 is
+    not computed anew.
 
     Gradients of points, tables and hyperparameters are recorded, those of gradients too.
 
@@ -89,7 +88,7 @@ def run(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *_some(out))):
         checks.refuse_out(out, a=a, b=b, out=out, tables=tables.flat, **values)
         check(request)
-        if _are_functorch_transforms_active():  # of which a Function knows none
+        if _are_functorch_transforms_active():  # a Function knows no transforms
             return matrix(request, tables).to(a.dtype)
         names = tuple(name for name, v in values.items() if isinstance(v, torch.Tensor))
         call = Call(request._replace(a=None, b=None), tables._replace(flat=None), names)
@@ -331,8 +330,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def gradients(call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
-    """Those of ``saved``, None for what needs none: of a call, or of something else that has its
-    ``of_rows`` and ``computed``, whose result has as many rows as a."""
+    """The gradients by the tensors ``saved``, None where ``needs`` says so. ``call`` is a Call, or
+    an object with the same ``of_rows`` and ``computed`` whose result has as many rows as a."""
     compute = _made_again if torch.is_grad_enabled() else _by_blocks
     return compute(call, needs, saved, grad)
 

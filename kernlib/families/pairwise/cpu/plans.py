@@ -53,7 +53,7 @@ class CpuPlan(NamedTuple):
     def compute(
         self, descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters: dict
     ) -> torch.Tensor:
-        """:meth:`run`, of which nobody is told."""
+        """:meth:`run` without an event."""
         values = _plain(self, hyperparameters) if hyperparameters else {}
         second = a if b is None else b
         if out is not None:
@@ -264,8 +264,8 @@ class _Entry:
 
 
 def _mirror(target: torch.Tensor, rows: slice) -> None:
-    """Copy what is right of the diagonal below it: for BLAS does not sum (m, n) and (n, m) in one
-    order. All columns from that of the first row on are there."""
+    """Copy what is right of the diagonal to below it: BLAS sums (m, n) and (n, m) in different
+    orders. The block has all columns from that of its first row on."""
     square = target[rows, rows]
     square.copy_(square.triu() + square.triu(1).T)
     target[rows.stop :, rows] = target[rows, rows.stop :].T

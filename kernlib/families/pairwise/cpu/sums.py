@@ -17,7 +17,7 @@ from kernlib.runtime import precision
 _DIRECT = "donot_use_mm_for_euclid_dist"
 # Of features that torch.cdist adds up at once: 8e-7 off in float32, 1000 of them 1.6e-6.
 LONGEST_SUM = 256
-# Differences up to which torch.cdist takes less time than what a product needs beside itself.
+# Up to so many differences torch.cdist takes less time than the preparation of a product.
 FEWEST_DIFFERENCES = 1 << 17
 ENTRIES = 1 << 20  # of a block of rows, which stays in cache until it is finished
 # A pair is close where its squared distance is below this part of |a|^2 + |b|^2. There a product
@@ -33,8 +33,8 @@ PAIRS = 1 << 21  # numbers of coordinates that are gathered at once
 FEW_FEATURES = 16  # up to which a product costs less than to write it, in float64 too
 # Entries up to which two more passes over them cost less than to put the sides together.
 FEW_ENTRIES = 1 << 16
-# Of a block of rows of squares, which stays in cache until it is finished: 16 MB, of which all is
-# done in its place, and 1 MB beside one.
+# Entries of a block of squares, which stays in cache until it is finished: 16 MB if all is done in
+# its memory, 1 MB if a second block is needed.
 ENTRIES_OF_SQUARES, ENTRIES_BESIDE = 1 << 22, 1 << 17
 
 
@@ -104,8 +104,8 @@ class Squares:
         self.of_a = (x * x).sum(1)
         self.of_b = self.of_a if same else (y * y).sum(1)
         self.most = float(self.of_a.max()), float(self.of_b.max())
-        # NaN and infinities of one point would be those of every point, by way of the mean.
-        # Overflows are those of the result's type.
+        # The mean would carry a NaN or infinity of one point to every point. Overflows are those of
+        # the result's type.
         self.usable = sum(self.most) < torch.finfo(a.dtype).max / 4
         self.part, self.smallest = CLOSE_TWICE if few else CLOSE[a.dtype], SMALLEST[a.dtype]
         self.sides, self.points = None, (x, y.T)

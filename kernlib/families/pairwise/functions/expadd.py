@@ -44,7 +44,7 @@ _LOWEST = {torch.float32: -1e30, torch.float64: -1e300}
 # error of |v|^p grows with log2 |v|, 6e-7 at 16.
 _NEAR, _NEAR_POWER = 16, 64
 _ENDS = {torch.float32: 126, torch.float64: 1022}  # those of units, which are normal numbers
-_FAR = -64  # that of a lengthscale from which down a unit may take points out of range
+_FAR = -64  # exponent of a lengthscale; a smaller one's unit may take points out of range
 
 
 def cdist_expadd(
@@ -154,7 +154,7 @@ def cdist_grad_expadd(
         return d.new_empty(shape) if out is None else out
     p, q, c0 = (plain(name, numbers[name]) for name in ("p", "q", "c0"))
     from kernlib.families.pairwise.gradients.points import (
-        pair_gradient,  # which cdist_expadd does without
+        pair_gradient,  # cdist_expadd needs none
     )
 
     wide = {name: t if t is None or t.dim() == 3 else t[None] for name, t in tensors.items()}

@@ -369,7 +369,7 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
 
 
 def _far_bandwidth(bandwidth: object) -> float | None:
-    """A bandwidth that is a number and no usual one; None for others, and for what is none."""
+    """A bandwidth if it is a number far from the usual range, else None."""
     if type(bandwidth) is float and _USUAL[0] <= bandwidth <= _USUAL[1]:
         return None  # before what takes 0.4 us
     if isinstance(bandwidth, torch.Tensor) or real(bandwidth) is None:

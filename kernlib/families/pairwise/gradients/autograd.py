@@ -131,9 +131,9 @@ def _recorded(call: Call, needs: tuple, saved: tuple, grad) -> list:
 
 
 def _of_several(call: Call, needs: tuple, saved: tuple, grad) -> list:
-    """Those of several gradients at once, as ``is_grads_batched`` has them: not by kernels, which
-    cannot read those. Raises RuntimeError for what no kernel knows the gradient of: torch's own
-    operators for a maximum refuse them too, or answer 0, as those of torch 2.8 do."""
+    """The gradients from several output gradients at once (``is_grads_batched``), by torch's
+    operators: kernels cannot read such tensors. Raises RuntimeError for a gradient that is no
+    kernel's: torch's own operators for a maximum refuse it too, or return 0, as in torch 2.8."""
     from kernlib.families.pairwise.gradients import backward, formula
 
     if backward.by_formula(formula.sums_of(call.descriptor, call.values(saved[2:]))):

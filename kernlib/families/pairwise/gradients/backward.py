@@ -43,12 +43,12 @@ BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much
 FEWEST_ROWS = 128  # of a block, unless there are fewer: a kernel's tile has as many
 _INFINITE = float("inf")
 _WITH_UNIT = frozenset(("a", "b", "bandwidth"))
-INNER = frozenset(("p", "inner_p", "inner_scale"))  # names of what the sums are given
+INNER = frozenset(("p", "inner_p", "inner_scale"))  # names of the sums' arguments
 DECIDING = frozenset(("p", "inner_p", "outer_p", "epsilon"))  # numbers that choose code
 
 
 class Call(NamedTuple):
-    """What of a call is no tensor, and the names of those of its hyperparameters that are."""
+    """The parts of a call that are no tensors, and the names of the hyperparameters that are."""
 
     descriptor: Pairwise
     row_offset: int
@@ -73,7 +73,7 @@ class Route(NamedTuple):
     wide: torch.dtype  # of the arithmetic
     points: tuple[bool, bool]  # whether those of a and b are asked for
     names: tuple[str, ...]  # hyperparameters whose gradients are
-    inner: tuple[str, ...]  # those of them that the sums take
+    inner: tuple[str, ...]  # the sums' ones among ``names``
     quotients: bool  # of points by a bandwidth
     sums: Pairwise
     arguments: tuple[tuple[str, str], ...]  # that the sums take, and the hyperparameters they are
@@ -91,9 +91,9 @@ _routes = PlanCache()
 
 
 def route_of(call: Call, needs: tuple, saved: tuple, scaled: bool = True) -> Route:
-    """The way to the gradients of a call of which ``needs`` says, one by one of the ``saved``
-    tensors, whether they are asked for: of norms by way of those, if it may be ``scaled``, else by
-    way of the sums."""
+    """The route to the gradients of a call; ``needs`` says for each of the ``saved`` tensors
+    whether its gradient is needed. It goes by the norms if they may be ``scaled``, else by the
+    sums."""
     dtype = saved[0].dtype
     key = call.descriptor.text, dtype, call.names, needs, scaled
     for name, value in call.numbers.items():

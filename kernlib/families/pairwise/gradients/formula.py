@@ -40,7 +40,7 @@ class Sums(NamedTuple):
         return self.given.get("inner_scale")
 
     def having(self, p, scale) -> Sums:
-        """The same of other numbers, None of what there is none of."""
+        """The same sums with other numbers; None is a number that they do not take."""
         numbers = {"p": p, "inner_scale": scale}
         return self._replace(given={k: v for k, v in numbers.items() if v is not None})
 
@@ -71,7 +71,7 @@ def _alone(descriptor: Pairwise, inner: str | None = None) -> Pairwise:
 
 
 def exponent_sums(made: Sums) -> Sums | None:
-    """The sums whose terms are the derivatives by the exponent of those of ``made``, if they have a
+    """The sums of the derivatives by the exponent of the terms of ``made``, if they have a
     kernel."""
     if not isinstance(made.descriptor.inner, norms.Power):
         return None

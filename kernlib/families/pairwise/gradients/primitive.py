@@ -68,7 +68,7 @@ def _kind(name: str, value: object):
     if isinstance(value, torch.Tensor):
         try:
             return value.shape, value.stride(), value.dtype, value.get_device()
-        except (RuntimeError, NotImplementedError):  # of what is not dense
+        except (RuntimeError, NotImplementedError):  # raised by tensors that are not dense
             check_kind(name, value)
             raise
     if name != "p":

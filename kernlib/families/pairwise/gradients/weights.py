@@ -65,8 +65,8 @@ class Slope(NamedTuple):
 
 
 def finish_of(descriptor: Pairwise, values: dict, of_norms: bool = False) -> Finish:
-    """That of a call with these hyperparameters: of its sums, or what follows the root if it is
-    ``of_norms``. ``regularization`` is no part of it."""
+    """The stages behind the sums of a call with these hyperparameters, or behind the root if
+    ``of_norms``, without ``regularization``."""
     outer, power = ("Identity", None) if of_norms else _outer(descriptor, values)
     epsilon = values.get("epsilon", 0.0)
     snaps = isinstance(epsilon, torch.Tensor) or epsilon != 0
@@ -157,7 +157,7 @@ def by_sums(
 def by_norms(
     descriptor: Pairwise, made: Sums, values: dict, n: torch.Tensor
 ) -> torch.Tensor | None:
-    """The same of what follows norms, by those."""
+    """:func:`by_sums` for the stages behind norms, by the norms."""
     finish = finish_of(descriptor, values, True)
     if has_kernels(finish):
         slope = slope_of(made.descriptor, finish, VALUE, n.dtype)

@@ -159,7 +159,7 @@ def _recorded(
     if flat:  # as the formula has it
         found, places = found[0], places if places is None else places[0]
     needed = _Reduced(call, reduction, places)
-    if _are_functorch_transforms_active():  # of which a Function knows none
+    if _are_functorch_transforms_active():  # a Function knows no transforms
         return needed.computed(a, b, tables.flat, *rest.values())
     return _Recorded.apply(needed, found, a, b, tables.flat, *rest.values())
 

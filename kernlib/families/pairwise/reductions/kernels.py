@@ -31,14 +31,14 @@ SMALL_COLUMNS, TILE_COLUMNS = 64, 16
 
 
 def _double() -> ModuleType:
-    """The kernel of float64, which the first call of any other type does without."""
+    """The float64 kernel's module, which first calls of other types do not load."""
     from kernlib.families.pairwise.lowering import double
 
     return double
 
 
 def _nearest() -> ModuleType:
-    """The kernel of the k nearest, which the first call of any other reduction does without."""
+    """The module of the k nearest's kernel, which first calls of other reductions do not load."""
     from kernlib.families.pairwise.lowering import topk
 
     return topk

@@ -358,9 +358,9 @@ def pair_values(request: Request, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _chosen_points(b: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """``b[l,indices[l,m,j]]``, (L, M, J, K). In float64 where a gradient is recorded: that of a
-    point that many rows have chosen is a sum of one term after the other, of 7000 of them 1e-5 off
-    in float32."""
+    """``b[l,indices[l,m,j]]``, (L, M, J, K). In float64 where a gradient is recorded: the gradient
+    of a point that many rows have chosen is summed term by term, which is 1e-5 off in float32 for
+    7000 terms."""
     points = b.to(torch.float64) if b.requires_grad else b
     near = points[0][indices] if b.shape[0] == 1 else points[_places(indices, 0), indices]
     return near.to(b.dtype)
