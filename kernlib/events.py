@@ -1,10 +1,9 @@
 """What the service did, one line an event, for people who want to know.
 
-Off unless somebody listens: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr
-without any logging set-up, :func:`subscribe` hands events to a function. A hot call without
-listeners pays for one test of an empty list. The logger ``kernlib`` of :mod:`logging` gets those of
-kernels that are looked for, compiled, stored and loaded, and calls too by ``subscribe(log)``.
-"""
+Off without listeners: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr without any
+logging set-up, :func:`subscribe` hands events to a function. A hot call without listeners pays for
+one test of an empty list. The logger ``kernlib`` of :mod:`logging` gets the events of looking for,
+compiling, storing and loading kernels, and by ``subscribe(log)`` those of calls."""
 
 from __future__ import annotations
 
@@ -71,9 +70,9 @@ def listening() -> bool:
 
 
 def emit(name: str, key: str, arch: str, description: str, **fields: object) -> None:
-    """Hand an event to everybody who listens: ``name``, ``key``, ``arch``, ``description`` and
-    ``fields`` are those of :class:`Event`. Raises what a listener raises, and KeyError for a name
-    that is none of :data:`NAMES`.
+    """Hand an event to all listeners: ``name``, ``key``, ``arch``, ``description`` and ``fields``
+    are those of :class:`Event`. Raises what a listener raises, and KeyError for a name that is none
+    of :data:`NAMES`.
 
     Example:
         >>> end = kl.events.subscribe(print)

@@ -85,7 +85,7 @@ def _stop_waiting() -> None:
 def _add() -> None:
     try:
         import_module(ADDED)
-    except ImportError:  # of versions without what is needed, as a call of it says
+    except ImportError:  # versions that lack what is needed: a call says so
         return
 
 

@@ -16,7 +16,7 @@ clock = time.monotonic
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show at once what is done: as told, and for None if somebody looks on. Raises
+    """Whether to show progress: as ``progress`` says, for None if it would be drawn. Raises
     TypeError."""
     check(progress)
     return is_drawn() if progress is None else progress

@@ -217,7 +217,7 @@ def _size(env: Mapping[str, str], name: str, default: int) -> int:
 
 def parse_size(text: str) -> int | None:
     """Bytes of a ``text`` such as ``512M`` or ``64 KiB``, None for what is no size: it raises
-    nothing. Of a number with more digits than any disk has bytes, one that is as far too large.
+    nothing. A number of absurdly many digits becomes another one that is too large for any disk.
 
     Example:
         >>> kl.settings.parse_size("64 KiB"), kl.settings.parse_size("many")

@@ -124,8 +124,8 @@ def _chosen(choices: list[Choice], values: dict, axis: int) -> Choice | None:
 
 
 def _local(name: str, value: Any, mesh, chosen: list) -> Any:
-    """What a process computes with in the place of an argument. Raises TypeError for a plain tensor
-    that nobody has said to be the same in all processes."""
+    """The local value with which a process computes for an argument. Raises TypeError for a plain
+    tensor that is not declared the same in all processes."""
     from torch.distributed.tensor import Replicate, Shard
 
     if isinstance(value, list):

@@ -398,9 +398,9 @@ def _is_uncompressed(file: Path) -> bool:
 
 
 def _check_records(file: Path, tensors: Iterable[torch.Tensor]) -> None:
-    """Raises CheckpointError if storages are larger than what the archive has of them: torch maps
-    as many bytes as the pickle says, be they of the next. Which is whose does not come back, so
-    that sizes are compared in order."""
+    """Raises CheckpointError if storages are larger than their records in the archive: torch maps
+    as many bytes as the pickle says, even those of the next record. torch does not say which record
+    a storage has, so sizes are compared in order."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     with zipfile.ZipFile(file) as archive:
         items = [item for item in archive.infolist() if "/data/" in item.filename]

@@ -30,7 +30,7 @@ COLUMNS = {
     "where": "left",
     "description": "left",
 }
-# What a narrow terminal does without, in this order.
+# Columns that a narrow terminal drops, in this order.
 SPARE = ("shared", "compile ms", "spills", "created", "registers", "cubin", "where", "last used")
 
 

@@ -159,8 +159,8 @@ def _tensor(shape: tuple[int, ...], dtype):
 
 
 def check_operands(descriptor, call: Call) -> None:
-    """Raises UsageError for a call of too few tensors, of which what is said in Python helps
-    nobody here."""
+    """Raises UsageError for a call of too few tensors: the message of the call in Python would not
+    help here."""
     takes, count = operands_of(descriptor, call), len(call.operands[0])
     if count < len(takes):
         who = f"{call.reduction} of {descriptor.describe()}" if call.reduction else ""

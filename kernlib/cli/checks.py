@@ -161,7 +161,7 @@ def _wheel(label: str, name: str) -> Finding:
 
 
 def _nvmath() -> Finding:
-    """The wheel by which solvers call cuSOLVER. Kernels do without, and so do CPU tensors."""
+    """The wheel by which solvers call cuSOLVER. Kernels and CPU tensors need none."""
     finding = _wheel("nvmath", "nvmath-python")
     if finding.advice:
         return Finding("nvmath", f"{finding.text}; kernlib.linalg has torch in place of cuSOLVER")

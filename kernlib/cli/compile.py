@@ -22,7 +22,7 @@ from kernlib.cli.options import (
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
 
 COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "left"}
-SPARE = ("shared", "spills", "registers", "cubin")  # what a narrow terminal does without
+SPARE = ("shared", "spills", "registers", "cubin")  # columns that a narrow terminal drops
 REDUCTIONS = (
     *("kernel_matmul", "kernel_sum", "kernel_logsumexp"),
     *("kernel_min", "kernel_argmin", "kernel_topk"),

@@ -118,9 +118,9 @@ def bundle_in(folder: Path, cache_layers=None):
 class Before:
     """A cache's folder before this process opens the store in it.
 
-    ``pages`` is what a walk over the store's pages finds wrong, ``died`` when processes opened it
-    that died with it open, ``aside`` the damaged stores beside it.
-    """
+    ``pages`` are the faults that a walk over the store's pages finds, ``died`` the times at which
+    processes opened it that died with it open, ``aside`` the damaged stores that were moved
+    aside."""
 
     pages: list[str]
     died: list[float]

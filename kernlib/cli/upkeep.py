@@ -39,8 +39,8 @@ def verify(repair: bool, as_json: bool) -> None:
 
 
 def _store(repair: bool) -> tuple[dict, object | None]:
-    """The facts about the store, after what ``repair`` asks for, and the layers if it was opened:
-    LMDB may die of what a walk over the pages finds."""
+    """The facts about the store, after what ``repair`` asks for, and the layers if it was opened.
+    It is not opened on damaged pages, of which LMDB may die."""
     folder = places.folder()
     before = places.before_opening(folder)
     problems = [_problem("pages", text, repaired=repair) for text in before.pages[:SHOWN_PAGES]]

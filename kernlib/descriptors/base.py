@@ -45,11 +45,10 @@ class Value:
 class Descriptor(Part):
     """Base of the frozen dataclasses that :func:`kernlib.run_kernel` accepts.
 
-    ``family`` names the modules that implement it: those of
-    ``kernlib.families.<family>``, and ``package`` that of these whose ``operation`` runs it, where
-    several share a family: a first call need not load what runs the others. Copies and pickles
-    rebuild through the constructor, so that a descriptor is always a validated one.
-    """
+    ``family`` names the package ``kernlib.families.<family>`` that implements it. Where that has
+    several packages, ``package`` names the one whose ``operation`` runs it: a first call need not
+    load the others. Copies and pickles rebuild through the constructor, so that a descriptor is
+    always a validated one."""
 
     __slots__ = ()
     family: ClassVar[str]
@@ -112,7 +111,7 @@ class Descriptor(Part):
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
             """Raises TypeError, which says how it is called: Python's own says that it is not."""
-            from kernlib.descriptors.words import refuse_call  # which right calls do without
+            from kernlib.descriptors.words import refuse_call  # only errors need it
 
             refuse_call(self)
 
@@ -164,7 +163,7 @@ def explained(kind: type[_Kind]) -> type[_Kind]:
     fields = frozenset(names)
 
     def refuse(values: tuple, named: dict) -> None:  # apart: Dynamo of torch 2.8 traces `init`
-        from kernlib.descriptors.words import refuse_fields  # which right calls do without
+        from kernlib.descriptors.words import refuse_fields  # only errors need it
 
         placed = dict(zip(names, values, strict=False))
         refuse_fields(kind.__name__, placed | named, names, kind)
@@ -205,8 +204,8 @@ def render(value: object) -> str:
 
 
 def with_symbols(descriptor: object, **sizes: object):
-    """A copy of a descriptor with other sizes, unchecked, as those of traced tensors are: these may
-    be symbols, and its text says nothing of them."""
+    """An unchecked copy of a descriptor with the sizes of traced tensors. These may be symbols,
+    which its text does not show."""
     copy = object.__new__(type(descriptor))
     for field in dataclasses.fields(descriptor):
         value = sizes.get(field.name, getattr(descriptor, field.name))
@@ -222,7 +221,7 @@ def require(condition: bool, message: str) -> None:
 
 def refuse_descriptor(expected: str, value: object) -> NoReturn:
     """Raises TypeError for what is no descriptor, or another than the ``expected`` one."""
-    from kernlib.descriptors.words import instead_of_descriptor  # which right calls do without
+    from kernlib.descriptors.words import instead_of_descriptor  # only errors need it
 
     advice = "" if isinstance(value, Descriptor) else instead_of_descriptor(value)
     raise TypeError(f"descriptor must be a {expected}, got {shown(value)}{advice}")
@@ -230,7 +229,7 @@ def refuse_descriptor(expected: str, value: object) -> NoReturn:
 
 def refuse_argument(descriptor: Descriptor, name: str, accepted: Sequence[str]) -> NoReturn:
     """Raises TypeError for a keyword that is none of the ``accepted`` ones."""
-    from kernlib import hints  # which right calls do without
+    from kernlib import hints  # only errors need it
 
     listed = ", ".join(accepted) or "none"
     hint = hints.argument(name, (*accepted, *descriptor.options))
@@ -275,7 +274,7 @@ def real(value: object) -> Real | None:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and not _is_tensor(value):
         return real(value.item())
     if type(value).__name__ == "Decimal" and not value.is_snan():
-        from fractions import Fraction  # which other numbers do without
+        from fractions import Fraction  # only such numbers need it
 
         return Fraction(value) if value.is_finite() else float(value)
     return None

@@ -5,9 +5,8 @@ Where there is none, they are those of a distance of equal points
 ``x ** y`` at 0 with y between 0 and 2 other than 1. Where two sides of ``max`` or ``min`` are
 equal, ``tie_share`` of :mod:`kernlib.descriptors.expression` says what each is given. The language
 of epilogues has no comparison. In place of one stands a product that saturates,
-``min(x / smallest, 1)``, which is 0 at 0 and 1 from ``smallest`` on. Scores have conditions, of
-which none has a derivative: that of ``where`` is the derivative of what is selected.
-"""
+``min(x / smallest, 1)``, which is 0 at 0 and 1 from ``smallest`` on. Scores have conditions, which
+have no derivative: the derivative of ``where`` is that of the selected operand."""
 
 from __future__ import annotations
 

@@ -524,7 +524,7 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
 
 def advice_on(value: object) -> str:
     """What to write in place of something that is no epilogue, or ""."""
-    from kernlib.descriptors.words import instead_of_part  # which right calls do without
+    from kernlib.descriptors.words import instead_of_part  # only errors need it
 
     return instead_of_part(value, KINDS)
 

@@ -225,7 +225,7 @@ def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
 def _convert_call(node: ast.Call, text: str, parameters: frozenset[str]) -> Node:
     function = node.func.id
     if function not in FUNCTIONS:
-        from kernlib import hints  # which right expressions do without
+        from kernlib import hints  # only errors need it
 
         hint = hints.argument(function, FUNCTIONS)
         if function in _WRITTEN:

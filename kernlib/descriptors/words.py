@@ -133,8 +133,8 @@ _SETTINGS = ("negative_slope", "approximate")  # of torch's modules, which epilo
 
 
 def instead_of_tensor(name: str, value: object) -> str:
-    """What stands in the place of the tensor ``name``, such as "ndarray", and the line that makes
-    one of it, where there is one."""
+    """What was passed for the tensor ``name``, such as "ndarray", and the line that makes a tensor
+    of it, if there is one."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if type(value).__name__ == "Proxy":  # which has every attribute
@@ -145,7 +145,7 @@ def instead_of_tensor(name: str, value: object) -> str:
 
 
 def _line_of_tensor(value: object, name: str) -> str:
-    # Dynamo splits no such text: of what has strides alone.
+    # Only with strides: Dynamo cannot split the module's text otherwise.
     if hasattr(value, "strides") and str(type(value).__module__).split(".")[0] == "numpy":
         if getattr(value, "ndim", 0) == 0:
             return f"torch.tensor({name})"

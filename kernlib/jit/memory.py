@@ -74,14 +74,15 @@ class MemoryStore:
         self._bytes -= len(self._values.pop(key, b""))
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every pair, those of what is behind included."""
+        """Every pair, those of the store behind this one included."""
         behind = () if self._behind is None else self._behind.items()
         with self._lock:
             pairs = {key: value for key, value in behind if key not in self._hidden}
             return iter((pairs | self._values).items())
 
     def info(self) -> dict[str, object]:
-        """kind, path of what is behind, entries, tuning (number of results), bytes_used, budget."""
+        """kind, path of the store behind, entries, tuning (number of results), bytes_used,
+        budget."""
         path = None if self._behind is None else str(self._behind.folder)
         facts = {"kind": "memory", "path": path, "entries": sum(1 for _ in self.items())}
         facts["tuning"] = len(self._tuning)

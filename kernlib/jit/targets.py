@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernlib.errors import UnsupportedError
 
 OLDEST = (8, 0)
-# For a target with instructions that no other GPU has: the target that does without them.
+# For a target with instructions that no other GPU has: the target without them.
 PORTABLE = {"sm_90a": "sm_90"}
 
 # Most shared memory of one block, in bytes (CUDA programming guide, technical specifications).

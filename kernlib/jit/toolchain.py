@@ -193,8 +193,7 @@ def cuda_major() -> str:
 
 
 def environment() -> tuple[str, ...]:
-    """Those of CODE_VARIABLES that are set, with their values, for the key. Mostly there are
-    none."""
+    """The CODE_VARIABLES that are set, with their values, for the key. Mostly none is."""
     return tuple(f"{name}={os.environ[name]}" for name in CODE_VARIABLES if name in os.environ)
 
 

@@ -143,8 +143,8 @@ def kron_inverse(
 def kron_eigh(
     factors: Sequence[torch.Tensor], *, check_errors: bool = False, debug: bool = False
 ) -> KronEigh:
-    """Eigenvalues and eigenvectors of symmetric factors, ``K_i = V_i diag(w_i) V_i^T``, of which
-    those of ``K1 ⊗ ... ⊗ KN`` are made:
+    """Eigenvalues and eigenvectors of symmetric factors, ``K_i = V_i diag(w_i) V_i^T``, from which
+    those of ``K1 ⊗ ... ⊗ KN`` follow:
 
         ``K1 ⊗ ... ⊗ KN = (V1 ⊗ ... ⊗ VN) diag(w1 ⊗ ... ⊗ wN) (V1 ⊗ ... ⊗ VN)^T``
 

@@ -214,8 +214,8 @@ class _Observed(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Columns of all entries of a batch as those of one matrix, each of which
-    :func:`conjugate_gradient` steps alone."""
+    """The columns of all entries of a batch side by side in one matrix: :func:`conjugate_gradient`
+    steps each column alone."""
 
     rows: int
     each: int

@@ -1,6 +1,6 @@
 """How :class:`kernlib.nn.SparseLinear` holds its matrix: its tensors are the indices of
-:mod:`kernlib.nn.indexed`, and what a state_dict holds is one tensor with all of it, in whose place
-the layer has a buffer without elements, for loaders to fill."""
+:mod:`kernlib.nn.indexed`. A state_dict holds one tensor with all of them. In its place the layer
+has a buffer without elements, for loaders to fill."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class MatrixModule(IndexedModule):
         self._put_carrier()
 
     def _lend(self, size: int) -> None:
-        """Hold no matrix but in calls, for each of which hooks put one of so many packed bytes, or
-        of any size if 0, in the place of the buffer, which is on meta between them."""
+        """Hold a matrix in calls alone. For each call hooks put one of so many packed bytes, or of
+        any size if 0, in the place of the buffer, which is on meta between calls."""
         self._become_empty(torch.device("meta"))
         self._carrier.resize_((size,))
         self._is_lent, self._other = True, None
@@ -84,8 +84,8 @@ class MatrixModule(IndexedModule):
         self._is_exchanged = False
 
     def _put_carrier(self) -> None:
-        """Put the buffer there that loaders write in the place of: of any size where nobody knows
-        which matrix it will be."""
+        """Register the buffer that loaders fill or replace: of any size while the matrix is
+        unknown."""
         matrix = self._matrix
         if matrix is None or matrix.device.type == "meta":
             self._carrier = Unsized.on(self._place if matrix is None else matrix.device)
@@ -117,9 +117,9 @@ class MatrixModule(IndexedModule):
     # The matrix that the layer has now.
 
     def _weight(self) -> SparseMatrix:
-        """The matrix of the tensors that are there now: functional_call, among others, puts others
-        there. Raises ValueError, TypeError where they are none of the kind held, RuntimeError where
-        the buffers are those of another matrix."""
+        """The matrix of the tensors that the layer has now: functional_call, among others, may have
+        put others there. Raises ValueError and TypeError for tensors of another kind, RuntimeError
+        for the buffers of another matrix."""
         compiling, writes = is_dynamo_compiling(), 0
         there = self._buffers[PACKED]
         is_filled = not hasattr(there, CARRIER) if compiling else there is not self._carrier
@@ -153,8 +153,8 @@ class MatrixModule(IndexedModule):
         return matrix if self._is_unwritten() else self._of_mark(matrix)
 
     def _of_carrier(self) -> SparseMatrix | None:
-        """The matrix that a loader, or functional_call, has put there: that of the layer from now
-        on, if it had none. None for a tensor without elements, or without values."""
+        """The matrix that a loader or functional_call has put there. A layer without a matrix keeps
+        it. None for a tensor without elements, or without values."""
         data = self._buffers[PACKED]
         if data.numel() == 0 or data.is_meta or stand_ins(data):
             return None

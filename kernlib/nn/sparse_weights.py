@@ -41,7 +41,7 @@ def matrix_of(linear: nn.Linear, format, density, per, columns) -> SparseMatrix 
 
 
 def is_silently_dense(matrix: SparseMatrix | None, density, format) -> bool:
-    """Whether a weight that nobody has pruned is kept dense, and nobody has said so."""
+    """Whether an unpruned weight is kept dense without a request for that."""
     return density is None and format == "auto" and matrix is not None and is_unpruned(matrix)
 
 

@@ -61,7 +61,7 @@ def factors_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:
 def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor | None]:
     """Parameters by name, whose sizes Dynamo handles as those of other tensors. For calls that it
     traces."""
-    if "parametrizations" in layer._modules:  # code of somebody else's computes some of them
+    if "parametrizations" in layer._modules:  # foreign code computes some of them
         return [getattr(layer, name) for name in names]
     from torch._dynamo.comptime import comptime  # which is there, if Dynamo traces the call
 

@@ -128,9 +128,9 @@ def _as_it_is(t: torch.Tensor) -> torch.Tensor:
 
 
 class StandIns:
-    """A meta tensor in the place of each tensor, one for all places of one, and a layout or matrix
-    on meta in the place of another. ``leaves`` are those of which gradients are wanted, and
-    ``device`` is that of the first tensor, None without one."""
+    """Meta tensors for the tensors of a call, one for all places of a tensor, and layouts and
+    matrices on meta for those of the call. ``leaves`` are the meta tensors whose gradients are
+    needed. ``device`` is that of the first tensor, None without one."""
 
     def __init__(self) -> None:
         # By the value's id, with the value, lest another one gets that id.
@@ -165,8 +165,8 @@ class StandIns:
 
 
 def stand_in(t: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of a tensor's sizes, strides and alignment, or of those of what is made of a
-    lazy one for a kernel to read."""
+    """A meta tensor of a tensor's sizes, strides and alignment. Of a lazy tensor, those of the copy
+    that a kernel would read."""
     if is_lazy(t):
         return torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
     without = t.is_meta or stand_ins(t)  # memory

@@ -25,8 +25,8 @@ from kernlib.runtime.schema import Saves, Schema
 
 
 class _Library(torch.library.Library):
-    """Operators, of which none lets a forward-mode derivative pass by: torch records gradients of
-    an operator alone, and would take 0 for such a one without a word."""
+    """Operators that refuse forward-mode derivatives: torch records the gradients of an operator
+    alone, and would silently take 0 for such a derivative."""
 
     def impl(self, op_name, fn, dispatch_key="", **options):
         if dispatch_key == "Autograd":

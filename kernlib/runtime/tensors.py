@@ -98,7 +98,7 @@ def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:
 
 def refuse_other(name: str, value: object, wanted: str = "a tensor") -> NoReturn:
     """Raises TypeError for what is no tensor, and names the line that would make it one."""
-    from kernlib.descriptors.words import instead_of_tensor  # which right calls do without
+    from kernlib.descriptors.words import instead_of_tensor  # only errors need it
 
     raise TypeError(f"{name} must be {wanted}, got {instead_of_tensor(name, value)}")
 

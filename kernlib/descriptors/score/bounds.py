@@ -20,7 +20,7 @@ class Window(NamedTuple):
 
 
 def structure(mask: Node) -> Window:
-    """A mask's parts, all of which must hold, as a window and what is none."""
+    """A mask's parts, all of which must hold, as a window and the rest."""
     left = right = None
     parts = []
     for part in _parts(mask):

@@ -37,9 +37,8 @@ class ScoreExpression(Part):
     ``"head"``, ``"row"`` and ``"col"``: pairs, or a dict such as ``{"bias": ("head", "row",
     "col"), "slope": "head"}``.
 
-    Raises TypeError for what is no text or no axes, and ValueError for an expression that is none,
-    whatever the tensors hold, for names that are taken, and for a tensor that nothing reads.
-    """
+    Raises TypeError for what is no text or no axes, and ValueError for an invalid expression,
+    whatever the tensors hold, for reserved names, and for a tensor that no expression reads."""
 
     score: str | None = None
     mask: str | None = None
@@ -58,7 +57,7 @@ class ScoreExpression(Part):
         used = frozenset().union(*(names(tree) for tree in trees if tree is not None))
         unused = [name for name in self.names if name not in used]
         if unused:
-            from kernlib.descriptors.score import words  # which right calls do without
+            from kernlib.descriptors.score import words  # only errors need it
 
             meant = words.unread(unused[0], MEANT) or "; name them there, or leave them out"
             raise ValueError(f"neither score nor mask reads captured tensor(s) {unused}{meant}")

@@ -111,7 +111,7 @@ class _Reader:
             return kinds.named(name, self.known[name])
         if name in SCORE_CONSTANTS:
             return Term(Number(SCORE_CONSTANTS[name]), FLOAT)
-        from kernlib.descriptors.score import words  # which right expressions do without
+        from kernlib.descriptors.score import words  # only errors need it
 
         self.refuse(node, words.unknown_name(self.what, name, tuple(self.known)))
 
@@ -196,7 +196,7 @@ class _Reader:
     def call(self, node: ast.Call) -> Term:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name not in CALLS or node.keywords or len(node.args) != CALLS[name]:
-            from kernlib.descriptors.score import words  # which right expressions do without
+            from kernlib.descriptors.score import words  # only errors need it
 
             self.refuse(node, words.wrong_call(name, node, CALLS))
         if name == "where":
@@ -213,7 +213,7 @@ class _Reader:
         return kinds.compute(name, *terms)
 
     def _refuse_unknown(self, node: ast.expr) -> NoReturn:
-        from kernlib.descriptors.score import words  # which right expressions do without
+        from kernlib.descriptors.score import words  # only errors need it
 
         self.refuse(node, words.unknown_part(node, CALLS))
 

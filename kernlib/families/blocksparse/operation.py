@@ -78,7 +78,7 @@ def _way(call: products.Call, descriptor, operands: tuple, out, parameters: dict
 
 
 def _reference(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict) -> torch.Tensor:
-    from kernlib.families.blocksparse import reference  # 2 ms, for torch's way alone
+    from kernlib.families.blocksparse import reference  # 2 ms; only torch's way needs it
 
     return reference.blocksparse_matmul(descriptor, *operands, parameters)
 

@@ -104,7 +104,7 @@ def _by_torch(descriptor: BlockSparseMatmul, operands: tuple, values: dict, out)
     in 2 us where the reference takes 15."""
     if out is not None and not descriptor.epilogue:
         return out.zero_()
-    from kernlib.families.blocksparse import reference  # 2 ms, for torch's way alone
+    from kernlib.families.blocksparse import reference  # 2 ms; only torch's way needs it
 
     return reference.blocksparse_matmul(descriptor, *operands, values)
 

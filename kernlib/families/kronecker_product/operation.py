@@ -214,7 +214,7 @@ calls = products.bind(PRODUCT)
 
 @lru_cache(maxsize=1024)
 def adjoint(descriptor: KroneckerProduct) -> KroneckerProduct:
-    """The product that takes the gradient of a result to that of x, with the same factors."""
+    """The product that turns a result's gradient into that of x, with the same factors."""
     return descriptor.replace(
         shapes=tuple(shape[::-1] for shape in descriptor.shapes),
         transposed=tuple(not turned for turned in descriptor.transposed),
@@ -273,8 +273,8 @@ def _gradient_way(call: Call, descriptor, grad, operands: tuple, needs: tuple) -
 
 
 def has_kernels(descriptor: KroneckerProduct, operands: tuple) -> bool:
-    """Whether kernels compute all gradients of a call, of which nothing is known but that torch
-    records it."""
+    """Whether kernels compute all gradients of a call that torch records; which are needed is not
+    known yet."""
     descriptor = _plain(descriptor)
     call = check_call(descriptor, operands, None, {})
     return _gradient_way(call, descriptor, operands[0], operands, ()) == KERNELS

@@ -285,8 +285,8 @@ def weight_gradient(
 def product_gradients(
     grad, x, weight, pattern, needs: tuple, options: tuple, product, weight_gradient
 ) -> tuple:
-    """Those with respect to x, weight and bias, None where there is no need. Without need of the
-    weight's x may be None, and the weight without need of that of x. ``options`` are batch_last,
+    """The gradients by x, weight and bias, None where not needed. x may be None where the weight's
+    gradient is not needed, and the weight where that of x is not. ``options`` are batch_last,
     precision and debug."""
     to_x = to_weight = to_bias = None
     if needs[0]:
@@ -408,9 +408,9 @@ def recorded_product(x, weight, bias, batch_last, precision, debug):
 
 
 def ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
-    """What a backward pass computes products and gradients of weights by: the operators where
-    somebody must see them, functions that record where a gradient of them may be asked for, else
-    nothing but the kernels."""
+    """What a backward pass computes products and gradients of weights by: the library's operators
+    where a mode watches, recording functions where they may be differentiated again, else the
+    kernels alone."""
     if is_watched(grad):
         operators = operators_of(PRODUCT)
         return operators.product, operators.weight_gradient

@@ -119,10 +119,10 @@ def lower(
 
 
 def torch_may(descriptor: KroneckerSparse, call: Call, x: torch.Tensor) -> bool:
-    """Whether torch's product of a call would be what is asked for, where it reads and writes the
-    tensors themselves: of float32, nothing behind it. Not where torch's settings permit TF32,
-    whatever the descriptor does, nor where they want algorithms that cuBLAS has not; and not for
-    what a stream captures that nobody prepared, as cuBLAS may have to be loaded."""
+    """Whether torch's product may compute a call whose tensors it reads and writes in place:
+    float32, with nothing behind the product. Not where torch's settings permit TF32, whatever the
+    descriptor says, nor where they ask for algorithms that cuBLAS lacks; and not in a stream's
+    capture that nothing prepared, as cuBLAS may have to be loaded."""
     if descriptor.epilogue or call.dtype is not torch.float32 or float32_precision() != "fp32":
         return False
     if torch.are_deterministic_algorithms_enabled():

@@ -330,7 +330,7 @@ def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect
 
 def _refuse(function: Callable, values: tuple, given: dict, listed, taken) -> None:
     """Raises TypeError for values without a place, or for the first keyword that is not taken."""
-    from kernlib.descriptors import words  # which right calls do without
+    from kernlib.descriptors import words  # only errors need it
 
     if values:
         words.refuse_positional(function.__name__, shown(values[0]), function)

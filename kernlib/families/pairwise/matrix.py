@@ -119,7 +119,7 @@ def _way(call: checks.Call | None, descriptor, a, *rest) -> str:
 
 
 def _reference(call: checks.Call, *request) -> torch.Tensor:
-    from kernlib.families.pairwise.cpu import plans as cpu  # which calls on GPUs do without
+    from kernlib.families.pairwise.cpu import plans as cpu  # only CPU tensors need it
 
     return cpu.plan(call, *request).compute(*request)
 
@@ -155,7 +155,7 @@ class PairwisePlan(NamedTuple):
 def _plan(call: checks.Call, descriptor, a, *rest):
     """The plan of a checked call. Raises UnsupportedError for devices that have no backend."""
     if a.device.type == "cpu":
-        from kernlib.families.pairwise.cpu import plans as cpu  # which calls on GPUs do without
+        from kernlib.families.pairwise.cpu import plans as cpu  # only CPU tensors need it
 
         return cpu.plan(call, descriptor, a, *rest)
     request = Request(descriptor, a, *rest)

@@ -554,7 +554,7 @@ def is_unpruned(w: SparseMatrix) -> bool:
 def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
     """:func:`kernlib.sparse.compress` without its warning."""
     if isinstance(dense, torch.Tensor) and dense.layout in SPARSE_LAYOUTS:
-        from kernlib.families.sparse.formats import torch_layouts  # which dense matrices do without
+        from kernlib.families.sparse.formats import torch_layouts  # only sparse layouts need it
 
         return of_entries(torch_layouts.of_tensor(dense), format, columns)
     dense = _matrix(dense)

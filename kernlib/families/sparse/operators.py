@@ -69,7 +69,7 @@ class Matrix(NamedTuple):
         state = getattr(self.transposed[0], TURNED, None)
         if state is None and turned._turned is not None:  # autograd hands views on without it
             state = turned._turned[::-1]
-        # Of a program that was saved and loaded nobody knows it.
+        # In a program that was saved and loaded the state is unknown.
         return turned if state is None or state == (state_of(w), state_of(turned)) else None
 
 

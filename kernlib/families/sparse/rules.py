@@ -17,7 +17,8 @@ from kernlib.sharding import Choice
 
 
 def _count_product(result: torch.Tensor, /, *, x, matrix, layout: str, **_) -> int:
-    """Of the entries that are not zero; of fake tensors, where nobody knows these, of all."""
+    """Operations of the entries other than zero; of all entries for fake tensors, whose zeros are
+    unknown."""
     has_values = not (stand_ins(*matrix) or matrix[0].is_meta)
     entries = fitted(layout, matrix).nnz if has_values else math.prod(shape_of(layout, matrix)[0])
     return 2 * entries * x.shape[:-1].numel()

@@ -378,7 +378,7 @@ def check_frozen(w: SparseMatrix) -> None:
 
 
 def _places(w: SparseMatrix) -> State:
-    """The addresses of a matrix's tensors: all that is known of those of inference mode."""
+    """The addresses of a matrix's tensors: the only state of tensors of inference mode."""
     return tuple([t.data_ptr() for t in w._operands])
 
 

@@ -366,8 +366,8 @@ def _checked_length(name: str, length) -> int:
 
 
 def _recordable(query, key, value) -> tuple[torch.Tensor, ...]:
-    """The inputs, copies of those of inference mode where a gradient may keep them; equal ones stay
-    one."""
+    """The inputs, with copies of inference-mode tensors where a gradient may keep them. A tensor
+    passed twice stays one."""
     # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
     if is_dynamo_compiling() or not torch.is_grad_enabled():
         return query, key, value

@@ -109,7 +109,7 @@ def _count_up(like: torch.Tensor) -> torch.Tensor:
 
 
 def _with(layout: Layout, at: torch.Tensor) -> torch.Tensor:
-    """The mask of blocks at these places, of which that behind the last is none."""
+    """The mask of the blocks at these places. The place behind the last is no block."""
     size = total(layout)
     mask = torch.zeros(size + 1, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
     return mask[:size].view(layout.grid)

@@ -76,9 +76,9 @@ class LayoutModule(IndexedModule):
     # The layout that the layer has now.
 
     def _here(self) -> Layout:
-        """The layout of this call: that of the tensors that are there now, as functional_call puts
-        others there. Raises ValueError and TypeError where these are none of its kind, RuntimeError
-        where the values are not those of its blocks."""
+        """The layout of this call, of the tensors that the layer has now: functional_call may have
+        put others there. Raises ValueError and TypeError for tensors of another kind, RuntimeError
+        for values of other blocks."""
         current = self._layout
         compiling = is_dynamo_compiling()
         # Dynamo guards the sizes of what it compares: of tensors of two dimensions, which come and
@@ -108,8 +108,8 @@ class LayoutModule(IndexedModule):
         return current
 
     def _own(self) -> Layout:
-        """The layout, to be changed: that of whatever has been put in the place of the layer's
-        tensors is the layer's own from now on."""
+        """The layout, to be changed. Tensors that were put in the place of the layer's become its
+        own from now on."""
         try:
             layout = self._here()
         except UnknownIndices:  # which a change mends
@@ -253,7 +253,8 @@ class LayoutModule(IndexedModule):
             self._adopt()
 
     def _adopt(self) -> None:
-        """Take what a loader has put there; the next call says what is wrong with it."""
+        """Take the tensors that a loader has put there. The next call reports what is wrong with
+        them."""
         with suppress(UnknownIndices):
             layout, mark = self._here(), self._buffers[MARK]
             if layout is self._layout and self._noted_other((mark,)) is layout:
@@ -417,7 +418,7 @@ def _marked(words: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def mask_of(mark: torch.Tensor, layout: Layout) -> torch.Tensor | None:
-    """The mask that a mark of some layout of these sizes says, on the CPU; None of what is no
+    """The mask that the mark of a layout of these sizes holds, on the CPU; None for what is no
     mark."""
     shape = layout.tensors[0].shape
     size = 8 * shape.numel()

@@ -198,7 +198,7 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
         return axes[name] if not isinstance(axes[name], str) else (axes[name],)
     if not isinstance(value, torch.Tensor):
         if not _is_named(name, texts):
-            from kernlib.descriptors.score import words  # which right calls do without
+            from kernlib.descriptors.score import words  # only errors need it
 
             is_plain = value is None or isinstance(value, (int, float, str))
             text = shown(value) if is_plain else f"a {type(value).__name__}"
@@ -221,7 +221,7 @@ def _refuse_index(name: str, texts: tuple) -> None:
     for what, text in zip(("score", "mask"), texts, strict=True):
         place = re.search(rf"\b{re.escape(name)}\s*\[([^\[\]]*)\]", text) if text else None
         if place is not None:
-            from kernlib.descriptors.score import words  # which right calls do without
+            from kernlib.descriptors.score import words  # only errors need it
 
             why = words.indexed(name, place[1])
             raise ValueError(f"{what} {shown(text)}: {shown(place[0])} {why}")
@@ -235,7 +235,7 @@ def _as_tensor(value) -> str:
 
 def _meant(name: str, texts: tuple) -> str:
     """The argument that may have been meant by a name, unless a score or mask has it."""
-    from kernlib.descriptors.score import words  # which right calls do without
+    from kernlib.descriptors.score import words  # only errors need it
 
     return "" if _is_named(name, texts) else words.unread(name, MEANT)
 

@@ -93,7 +93,7 @@ def _reference(call, descriptor, operands: tuple, out, options: Options, capture
 
 def by_reference(descriptor, operands: tuple, out, options: Options, captured: dict) -> tuple:
     """A checked call by torch's own operators, which are differentiable as they are."""
-    from kernlib.families.blocksparse.attention import reference  # for torch's way alone
+    from kernlib.families.blocksparse.attention import reference  # only torch's way needs it
 
     with no_autocast(operands[1]):
         y, lse = reference.attention(descriptor, operands, options, captured)

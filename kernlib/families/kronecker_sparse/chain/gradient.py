@@ -49,9 +49,9 @@ def keeps_h(x: torch.Tensor, count: int, batch_last: bool) -> bool:
 def gradients(
     grad, hidden, weights, needs: tuple, options: tuple, product, weight_gradient, inner=None
 ) -> list:
-    """Those by x, the weights and a bias, None where there is no need, from that of h_n and, in
-    ``inner``, those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` are x and these h, None
-    where there is no need of the weight's gradient; or x alone, where h is computed again. Those of
+    """The gradients by x, the weights and a bias, None where not needed, from that of h_n and, in
+    ``inner``, those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` holds x and these h, None
+    where the weight's gradient is not needed; or x alone, where h is computed again. Gradients of
     master weights are rounded and then widened, as autocast does."""
     dtype = grad.dtype if weights[0] is None else weights[0].dtype
     if dtype is not grad.dtype:

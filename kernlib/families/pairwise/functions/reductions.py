@@ -294,7 +294,7 @@ def _respelled(a, b, v, offsets: tuple, values: dict):
             check_layout(name, value)
             raise
         if is_several:
-            from kernlib.families.pairwise import per_point  # which most calls do without
+            from kernlib.families.pairwise import per_point  # most calls need none
 
             return per_point.respelled(a, b, values, v, offsets)
     return None

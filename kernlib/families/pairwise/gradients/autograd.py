@@ -120,7 +120,7 @@ class _Pairwise(torch.autograd.Function):
 
 def _recorded(call: Call, needs: tuple, saved: tuple, grad) -> list:
     """The gradients, recorded."""
-    from kernlib.families.pairwise.gradients import operators  # which most passes do without
+    from kernlib.families.pairwise.gradients import operators  # most passes need none
 
     # Aliases, lest two of the arguments be one tensor.
     sides = [t.view_as(t) if need else t for t, need in zip(saved, needs, strict=True)]

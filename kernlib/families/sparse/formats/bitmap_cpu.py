@@ -96,7 +96,7 @@ def chunks_of_entries(slab: Slab, across: int) -> torch.Tensor:
 
 
 def fill_entries(slab: Slab, offsets: torch.Tensor, across: int, data: torch.Tensor) -> None:
-    """:func:`fill` of some rows, by their entries, of which none is 0. On any device."""
+    """:func:`fill` of some rows by their entries, all other than 0. On any device."""
     chunk, column = chunks_of_entries(slab, across), slab.columns % COLUMNS
     half, g = slab.rows % ROWS // 8, slab.rows % 8
     block, t, plane, j = column // 32, column % 32 // 8, column % 8 // 4, column % 4

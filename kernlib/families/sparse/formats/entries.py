@@ -14,7 +14,7 @@ import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, nonzero
 
-ROWS = 16  # of which slabs are made, as those of bitmap's chunks
+ROWS = 16  # of a slab are a multiple of these, as are those of bitmap's chunks
 SLAB = 1 << 21  # entries, each of which takes some 100 bytes while it is encoded
 CELLS = 1 << 20  # chunks, or rows of panels, that are counted together
 

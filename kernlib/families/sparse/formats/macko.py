@@ -300,8 +300,8 @@ def _rows(counts: torch.Tensor, nnz: torch.Tensor | int) -> tuple[torch.Tensor, 
 
 
 def _runs(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of the values that are not zero, by row: rows, columns, the column of the one before (-1 for
-    none), and how many entries each makes with the pads before it."""
+    """For the values other than zero, by row: their rows, their columns, the column of the value
+    before (-1 for none), and the number of entries that each becomes with the pads before it."""
     rows, columns = encoding.nonzero(encoding.bits(dense)).nonzero(as_tuple=True)
     return rows, columns, *_taken(Slab(0, dense.shape[0], rows, columns, rows))
 

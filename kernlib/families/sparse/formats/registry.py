@@ -124,8 +124,8 @@ def fastest(
     arch: str,
     columns: int,
 ) -> str:
-    """The format of least time, and of these the fewest bytes, of those whose bytes these are of a
-    matrix of a shape, for so many vectors, MOST_COLUMNS of ``rates`` at most."""
+    """The format of least time, of equal ones that of the fewest bytes. ``sizes`` are the bytes of
+    a matrix in each format; ``columns`` are the vectors, MOST_COLUMNS of ``rates`` at most."""
     from kernlib.families.sparse.formats.tiling import tiling_of  # loaded with its formats
 
     row, (width, parts) = shape[1] * itemsize, tiling_of(shape, itemsize, columns)
@@ -180,8 +180,8 @@ def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
 
 @lru_cache(maxsize=64)
 def build_counting(dtype: torch.dtype, device: int) -> None:
-    """Have the kernels that count a matrix's entries for each format compiled side by side, and
-    meanwhile those of which one writes the format that is fastest."""
+    """Compile the kernels that count a matrix's entries for each format side by side, and meanwhile
+    those that may write the fastest format."""
     from kernlib.families.sparse.formats import bitmap_gpu, macko_gpu, slices_gpu
     from kernlib.runtime import early  # which CPU tensors do not load
     from kernlib.runtime.devices import build

@@ -229,8 +229,8 @@ class SlicesFormat(NamedTuple):
     def encode_entries(
         self, entries: Entries, columns: int = 1
     ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """:meth:`encode` of a matrix by its entries. Of one with fewer of these than panels, those
-        panels are looked at that hold some."""
+        """:meth:`encode` of a matrix by its entries. With fewer entries than panels, only the
+        panels that hold some are computed."""
         self._refuse_larger(entries.shape)
         tiling = self._tiling_of(entries, columns)
         panels = grid(entries.shape, tiling.width)[0]
