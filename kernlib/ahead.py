@@ -150,9 +150,9 @@ def prepare(
 def prepared(
     descriptor: Descriptor, *tensors: torch.Tensor | Layout | SparseMatrix, **arguments: Any
 ) -> bool:
-    """Whether nothing of a call is left to :func:`prepare`: its plans are there, or torch computes
-    it. A reduction, and a call whose gradient would be recorded, never is: their kernels are looked
-    for each time, and a call of ``meta`` tensors. Raises what a call raises."""
+    """Whether :func:`prepare` has nothing to do for a call: its plans are there, or torch computes
+    it. False for reductions, for calls whose gradient would be recorded and for ``meta`` tensors:
+    their kernels are looked for each time. Raises what a call raises."""
     on_meta = bool(tensors) and getattr(tensors[0], "device", None) == torch.device("meta")
     # Autocast casts meta tensors as it would those of a GPU.
     with devices.rehearse("sm_80") if on_meta else nullcontext():

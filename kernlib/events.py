@@ -1,4 +1,4 @@
-"""What the service did, one line an event, for people who want to know.
+"""What the service does, one line an event.
 
 Off without listeners: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr without any
 logging set-up, :func:`subscribe` hands events to a function. A hot call without listeners pays for
@@ -37,7 +37,7 @@ class Event(NamedTuple):
     key: str
     arch: str
     description: str
-    fields: Mapping[str, object] = MappingProxyType({})  # one for all, so none may write to it
+    fields: Mapping[str, object] = MappingProxyType({})  # shared, and never written to
 
     def __str__(self) -> str:
         details = " ".join(f"{name}={value}" for name, value in self.fields.items())

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
-# Modules in which a name is looked for that another module lacks. The light ones can be imported
+# Modules that are searched for a name that another module lacks. The light ones can be imported
 # without torch; of the others only the text is read, unless they are loaded already.
 _LIGHT = (
     *("kernlib", "kernlib.nn", "kernlib.sparse", "kernlib.blocksparse"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 WHOLE = ("layout", "matrix", "transposed")  # lists of indices, which every process has whole
-LEAST_TORCH = (2, 13)  # that this was tried with: 2.8 gives numbers that nobody has computed
+LEAST_TORCH = (2, 13)  # 2.8 returns numbers that no process has computed
 _lock = RLock()  # of the two below
 _operators: list[tuple[torch._ops.OpOverload, str, torch.library.Library]] = []
 _is_registered = False
@@ -111,7 +111,7 @@ def _is_distributed(value: object) -> bool:
 
 
 def _chosen(choices: list[Choice], values: dict, axis: int) -> Choice | None:
-    """The first choice of which a tensor is sharded so along an axis of the mesh already."""
+    """The first choice by which some tensor is sharded along an axis of the mesh already."""
     from torch.distributed.tensor import Shard
 
     for choice in choices:

@@ -39,7 +39,7 @@ class Value:
     __slots__ = ()
 
     def __setstate__(self, state: list) -> None:
-        """Pickles in which each of them was a dataclass hold an empty list."""
+        """Pickles of the time when each class was a dataclass hold an empty list."""
 
 
 class Descriptor(Part):
@@ -157,7 +157,7 @@ class Descriptor(Part):
 
 
 def explained(kind: type[_Kind]) -> type[_Kind]:
-    """A dataclass of descriptors that says of a field which it has not, where its value goes."""
+    """A dataclass of descriptors whose error for an unknown field says where its value goes."""
     make = kind.__init__
     names = [field.name for field in dataclasses.fields(kind) if field.init and field.name != "_"]
     fields = frozenset(names)
@@ -241,7 +241,7 @@ def refuse_argument(descriptor: Descriptor, name: str, accepted: Sequence[str]) 
 def shown(value: object) -> str:
     """A value as messages show it: short, whatever it is and however deep it is nested; of tensors
     and arrays their shape, of functions and classes their name."""
-    from reprlib import Repr  # of what goes wrong only
+    from reprlib import Repr  # for errors alone
 
     def sizes(x, level: int) -> str:
         return f"a {type(x).__name__} of shape {tuple(x.shape)}"

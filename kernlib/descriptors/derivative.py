@@ -64,7 +64,7 @@ def substitute(node: Node, value: Node) -> Node:
 
 
 def size(node: Node, value: int = 1) -> int:
-    """Numbers, names and operations in a tree in which v has ``value`` of them."""
+    """The numbers, names and operations of a tree, v counting as ``value`` of them."""
     if isinstance(node, Operation):
         return 1 + sum(size(x, value) for x in node.operands)
     return value if node == _V else 1
@@ -395,8 +395,8 @@ def _slopes_of_squares(step: Epilogue, by: str, most: float) -> tuple[Node, Node
 
 
 def _matern_slopes(step: Matern, by: str) -> tuple[Node, Node]:
-    """In closed form: the rules would subtract two values near 1 from each other. Of a distance
-    whose kernel is 0 they are 0, which an infinity in front of the exponential would make NaN."""
+    """In closed form: the rules would subtract two values near 1 from each other. At a distance
+    whose kernel is 0 they are 0, where an infinity before the exponential would make NaN."""
     t = f"(sqrt({2 * step.nu}) / bandwidth * v)"
     finite = f"min({t}, {_VANISHED})"
     more = f" * (1 + {finite}) / 3" if step.nu == 2.5 else ""

@@ -41,7 +41,7 @@ RESERVED = LANGUAGE | {  # names that no parameter may have
     "debug", "a", "b", "descriptor", "x", "weight", "weights", "layout",
 }  # fmt: skip
 SCORES = "scores and masks of block-sparse attention"  # whose language has more than this one
-POSITIONS = ("batch", "head", "row", "col")  # of a score, and the axes of what it reads
+POSITIONS = ("batch", "head", "row", "col")  # of a score, and the axes of the tensors that it reads
 SCORE_FUNCTIONS = {"clamp": 3, "floor": 1, "mod": 2, "sign": 1, "where": 3}
 _WRITTEN = {"relu": "max(v, 0)", "sigmoid": "1 / (1 + exp(-v))", "gelu": "v * ndtr(v)"}
 DEEPEST = 100  # operations in one another: what walks a tree takes several frames for each
@@ -146,7 +146,7 @@ def tie_share(operation: Operation) -> float:
 
 
 def _depth(node: ast.expr) -> int:
-    """Of the operations in one another, counted without recursion."""
+    """The depth of nested operations, counted without recursion."""
     deepest, stack = 0, [(node, 0)]
     while stack:
         node, depth = stack.pop()

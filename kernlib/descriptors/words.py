@@ -1,5 +1,4 @@
-"""What is said of descriptors and epilogues that were built wrongly, or are none. Loaded when that
-happens."""
+"""Messages for wrong descriptors and epilogues. Loaded when one is needed."""
 
 from __future__ import annotations
 

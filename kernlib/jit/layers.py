@@ -39,8 +39,8 @@ class Request(NamedTuple):
 
 
 def request_of(spec: KernelSpec, arch: str) -> Request:
-    """The kernel with its keys, which are sha256 over all that decides its cubin. They are kept for
-    as long as that stays as it is, since each step of a first call asks for them."""
+    """The kernel with its keys, which are sha256 over all that decides its cubin. They are cached
+    until one of these changes, since each step of a first call asks for them."""
     headers = sources.system_includes(spec.source)
     portable = (
         arch,

@@ -24,7 +24,7 @@ class MemoryStore:
     def __init__(self, budget: int, behind: ReadOnlyCache | None = None):
         self.budget = budget
         self._behind = behind
-        self._hidden: set[bytes] = set()  # keys deleted here, which may still be in what is behind
+        self._hidden: set[bytes] = set()  # keys deleted here, which the store behind may still hold
         self._values: dict[bytes, bytes] = {}
         self._tuning: dict[bytes, bytes] = {}
         self._bytes = 0
@@ -65,7 +65,7 @@ class MemoryStore:
         return evicted
 
     def delete(self, key: bytes) -> None:
-        """Delete one key, here and as far as this process sees what is behind."""
+        """Delete one key, here and from this process's view of the store behind."""
         with self._lock:
             self._forget(key)
             self._hidden.add(key)
@@ -108,7 +108,7 @@ class MemoryStore:
         return True
 
     def close(self) -> None:
-        """Close what is behind, which the next verb opens again. The values stay."""
+        """Close the store behind, which the next verb opens again. The values stay."""
         if self._behind is not None:
             self._behind.close()
 

@@ -68,7 +68,7 @@ def _lines_with(word: str, text: str) -> Iterator[str]:
 
 
 def _between(asked: list[str], first: str, last: str) -> list[str]:
-    """The names between these two characters, of what stands behind ``#include`` in some lines."""
+    """The names between these two characters behind ``#include`` in some lines."""
     return [name[1:].split(last)[0] for name in asked if name.startswith(first)]
 
 

@@ -26,13 +26,13 @@ from kernlib.runtime.tuned import Trial
 
 
 class Planned(NamedTuple):
-    """What of a call has a plan. ``repeated(plan, call, fused, shared)`` launches a plan of it into
-    an output of its own, and returns a function that does so again."""
+    """A part of a call that has a plan. ``repeated(plan, call, fused, shared)`` launches a plan of
+    it into an output of its own, and returns a function that does so again."""
 
     operation: Operation | Product  # whose check, way and plan are asked
     calls: Bound
     request: tuple  # what is checked
-    fused: tuple  # what the plan is of: where a gradient is recorded, without activation
+    fused: tuple  # what the plan computes: without activation where a gradient is recorded
     recorded: bool  # whether a gradient would be
     repeated: Callable
 
@@ -91,8 +91,8 @@ def is_prepared(planned: Planned) -> bool:
 
 
 def prepare(planned: Planned) -> None:
-    """Make the plan of what kernels compute, with its kernels compiled and loaded. What cuBLAS
-    computes is run once: it must not be loaded while a CUDA graph is captured."""
+    """Make the plan of a kernels' call, with its kernels compiled and loaded. A call of cuBLAS is
+    run once: it must not be loaded while a CUDA graph is captured."""
     call = planned.operation.check(*planned.request)
     if planned.operation.way(call, *planned.request) == REFERENCE or call.device.type == "cpu":
         return
@@ -112,8 +112,8 @@ def prepare(planned: Planned) -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Calls of stand-ins in this block are hidden from what a program has switched on to see or
-    change calls: dispatch modes, hooks of saved tensors and the detection of anomalies."""
+    """In this block calls of stand-ins are hidden from dispatch modes, hooks of saved tensors and
+    the detection of anomalies."""
     with ExitStack() as stack:
         if is_in_torch_dispatch_mode():  # else it would import half a second of torch for nothing
             stack.enter_context(_disable_current_modes())
@@ -181,8 +181,8 @@ def stand_in(t: torch.Tensor) -> torch.Tensor:
 
 class Candidate(NamedTuple):
     """One of the kernels that could compute a call. ``ready()`` loads it, launches it, and returns
-    a function that launches it again: into an output that the call's candidates share, and nobody
-    else sees."""
+    a function that launches it again: into an output that the call's candidates share and the
+    caller does not see."""
 
     choice: dict[str, int]  # what sets it apart, as the family's lowering takes it
     spec: KernelSpec
@@ -289,7 +289,8 @@ def repeated_product(
 def repeated_launch(
     launch: Callable, plan, call, request: tuple, shared: Shared
 ) -> Callable[[], object]:
-    """The same of an operation by its own ``launch``, into an output that lies as the caller's."""
+    """:func:`repeated` for an operation by its own ``launch``, into an output with the caller's
+    strides."""
     descriptor, operands, out, *rest = request
     if out is None:
         target = shared.out(allocator(call.shape, call.dtype, call.device))

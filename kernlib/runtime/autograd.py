@@ -30,7 +30,7 @@ class Parts(NamedTuple):
 
     product: Product  # with or without a bias
     bias: str | None  # the parameter of the Bias that the epilogues begin with; None if they do not
-    needed: frozenset[str]  # the parameters of the product: that one, or none
+    needed: frozenset[str]  # the parameters of the product: the bias or none
     rest: tuple[Epilogue, ...]
     names: tuple[str, ...]  # of the rest's parameters
     axis: int  # of the result's features
@@ -68,7 +68,8 @@ def parts(descriptor: Product, product: Product, axis: int) -> Parts:
 
 
 def bias_gradient(grad: torch.Tensor, axis: int) -> torch.Tensor:
-    """Of a vector that was added to each line along ``axis``, which counts from the back."""
+    """The gradient of a vector that was added to each line along ``axis``, counted from the
+    back."""
     if grad.dim() == 2:
         return grad.sum(-3 - axis)
     features = grad.movedim(axis, -1)

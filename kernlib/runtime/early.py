@@ -23,7 +23,7 @@ from kernlib.runtime import devices, rehearsal
 from kernlib.runtime.rehearsal import Rehearsal
 
 NAME = "kernlib-early"  # of the threads
-NICENESS = 5  # of the threads: a third of a core that somebody else wants
+NICENESS = 5  # of the threads: a third of a contended core
 
 _rehearsed: ContextVar[bool] = ContextVar("kernlib_early", default=False)
 
@@ -66,7 +66,7 @@ class _Beginning:
         self._begun = threading.Lock()
 
     def begin(self) -> None:
-        """Begin to compile, if nobody has."""
+        """Begin to compile, unless that has begun."""
         # Anomaly detection, which is one for all threads, would look at meta tensors.
         if not self._begun.acquire(blocking=False) or torch.is_anomaly_enabled():
             return

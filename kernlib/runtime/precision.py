@@ -23,8 +23,8 @@ def float32_precision() -> str:
 
 
 def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
-    """The precision of products as lowering knows it, "fp32" or "tf32": what a descriptor permits,
-    or torch's setting where it says nothing. "bf16" is computed as "tf32"."""
+    """The precision of products for lowering, "fp32" or "tf32": the descriptor's, or torch's
+    setting where it has none. "bf16" is computed as "tf32"."""
     if dtype is not torch.float32:
         return "fp32"
     return "fp32" if (permitted or float32_precision()) == "fp32" else "tf32"

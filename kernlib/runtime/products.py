@@ -61,7 +61,7 @@ class Product(NamedTuple):
     tensors: Callable  # of the operands, x first
     names: Callable  # of the operands: what errors call those tensors
     check_operands: Callable  # of descriptor and operands: raises for a wrong number or kind
-    cast: Callable  # operands and parameters, as autocast has them
+    cast: Callable  # operands and parameters as autocast casts them
 
 
 class ProductPlan(NamedTuple):
@@ -276,7 +276,7 @@ def summands_of(plan: ProductPlan, parameters: dict) -> list[torch.Tensor]:
 def _values(plan: ProductPlan, vectors, numbers, converted) -> dict:
     """The parameters by name: vectors, summands, and scalars as tensors on the device or
     numbers."""
-    tensors = iter(converted)  # those of scalars that have an address, in order
+    tensors = iter(converted)  # scalars that have an address, in order
     names = (*plan.vectors, *(name for name, _ in plan.summands))
     values = dict(zip(names, vectors, strict=True))
     for index, name in enumerate(plan.scalars):

@@ -179,7 +179,7 @@ class Schema:
                 yield from ((place, fields) for place in range(at.start, at.stop))
 
     def gradients(self, ctx, grads: dict) -> tuple:
-        """Those by all fields, as torch wants them, from some by their names."""
+        """The gradients by all fields in torch's order, from some by their names."""
         counts = zip(self.names, ctx.counts, strict=True)
         none = {name: None if n in (None, _SINGLE) else [None] * n for name, n in counts}
         return tuple((none | grads).values())

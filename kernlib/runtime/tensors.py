@@ -28,7 +28,7 @@ APART = {
 }
 
 
-# What :func:`signature` raises for what is no such tensor; TypeError for a class.
+# What :func:`signature` raises for anything but such a tensor; TypeError for a class.
 UNREADABLE = (AttributeError, RuntimeError, NotImplementedError, TypeError, ValueError)
 
 

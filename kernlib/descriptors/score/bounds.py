@@ -64,7 +64,7 @@ def _bounds(part: Node) -> tuple[int | None, int | None] | None:
 
 
 def _distance(part: Operation) -> tuple[int, int] | None:
-    """Of a distance that is at most a number: ``abs(row - col) <= w``."""
+    """The bounds of a distance of at most a number: ``abs(row - col) <= w``."""
     operator, (x, y) = part.operator, part.operands
     if isinstance(x, Integer):
         operator, x, y = _TURNED[operator], y, x

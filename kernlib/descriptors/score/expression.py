@@ -64,7 +64,7 @@ class ScoreExpression(Part):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the captured tensors, in order."""
+        """The captured tensors' names, in order."""
         return tuple(name for name, _ in self.captured)
 
     def kinds(self, dtypes: tuple[str, ...]) -> dict[str, str]:
@@ -95,7 +95,7 @@ class ScoreExpression(Part):
 
 
 def _as_captured(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Pairs of names and axes. Raises TypeError and ValueError for what are none."""
+    """Pairs of names and axes. Raises TypeError and ValueError for anything else."""
     if isinstance(value, Mapping):
         value = tuple(value.items())
     if not isinstance(value, (tuple, list)):
@@ -107,7 +107,7 @@ def _as_captured(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _taken(name: str) -> str:
-    """By what a name is taken."""
+    """What reserves a name."""
     if keyword.iskeyword(name):
         return "a word of Python"
     if name in CALLS:

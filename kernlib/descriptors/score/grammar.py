@@ -144,7 +144,7 @@ class _Reader:
         return Term(Operation(operator, tuple(term.node for term in terms)), BOOL)
 
     def compared(self, node: ast.Compare) -> Term:
-        """Of a chain, all of its comparisons."""
+        """The conjunction of a chain's comparisons."""
         sides = [node.left, *node.comparators]
         terms = [self.read(side) for side in sides]
         nodes = []

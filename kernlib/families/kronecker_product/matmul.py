@@ -256,7 +256,7 @@ def descriptor_of(
     shapes = tuple([(int(factor.shape[-2]), int(factor.shape[-1])) for factor in factors])
     try:
         return _descriptor(shapes, side, precision, epilogue)
-    except TypeError:  # of what cannot be hashed the cache says less
+    except TypeError:  # unhashable: the cache's message says less
         return KroneckerProduct(shapes, side=side, precision=precision, epilogue=epilogue)
 
 

@@ -223,7 +223,7 @@ def _takes(descriptor: Pairwise) -> set[str]:
 
 
 def check_recorded_offsets(row_offset, col_offset) -> None:
-    """Raises TypeError for what is neither an int nor a symbol of one, which an operator refuses in
+    """Raises TypeError unless an offset is an int or a symbol: an operator would refuse it in
     torch's words."""
     for name, offset in (("row_offset", row_offset), ("col_offset", col_offset)):
         if not isinstance(offset, torch.SymInt):
@@ -245,7 +245,7 @@ def refuse_unknown(descriptor: Pairwise, name: str) -> NoReturn:
 
 
 def _check_finite_power(descriptor: Pairwise, name: str, value: float) -> None:
-    """Of the inner stages, Power alone means something by an exponent of inf."""
+    """An exponent of inf has a meaning for the inner stage Power alone."""
     power = isinstance(descriptor.inner, norms.Power)
     if name in ("p", "inner_p") and math.isinf(value) and not power:
         raise ValueError(f"{name} must be finite for inner={descriptor.inner}, got {value}")

@@ -297,7 +297,7 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
         def make(*values, **fields):
             try:
                 return cached(*values, **fields)
-            except TypeError:  # of what cannot be hashed the cache says less
+            except TypeError:  # unhashable: the cache's message says less
                 pass
             return new(*values, **fields)
 

@@ -86,7 +86,7 @@ _EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
 
 
 def kind_of_number(name: str, value: object):
-    """Of a number only its kind; of an exponent the value, where it has code of its own."""
+    """The kind of a number; the value of an exponent that has code of its own."""
     if isinstance(value, torch.Tensor):
         if torch._C._functorch.is_functorch_wrapped_tensor(value):
             raise RuntimeError(f"{name} is inside a transform, and has no memory")

@@ -146,7 +146,7 @@ def run(
 
 
 def _with_own_names(function: _Function) -> _Function:
-    """cdist, which says what its points are called to who gives them the names of run_kernel."""
+    """cdist with an error for run_kernel's names of points, which says cdist's."""
 
     @functools.wraps(function)
     def cdist(*values, **given):

@@ -133,7 +133,8 @@ def _matrix(call, made: Respelled, out, accumulate) -> torch.Tensor:
 
 
 def _added(k: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
-    """A matrix, or several, and what is added to their diagonals, in place where that may be."""
+    """One matrix or several with a value added to their diagonals, in place where that is
+    allowed."""
     if not is_dynamo_compiling() and is_wrapped(diagonal):
         return k + torch.diag_embed(diagonal)
     k.diagonal(dim1=-2, dim2=-1).add_(diagonal)

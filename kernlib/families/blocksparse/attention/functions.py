@@ -142,7 +142,7 @@ def attention(
     lengths = q_lengths is not None or kv_lengths is not None
     has_dropout = not (type(dropout_p) in (float, int) and dropout_p == 0)
     fields = score, mask, named, causal, window is not None, lengths, has_dropout
-    # Of keywords that are as by default none: a hot call binds each twice.
+    # Only keywords other than their defaults: a hot call binds each twice.
     rest = captured
     if lengths:
         rest = dict(q_lengths=q_lengths, kv_lengths=kv_lengths, **rest)
@@ -169,7 +169,7 @@ def attention(
         checked_seed(q, seed)
     try:
         descriptor = _cached(*fields) if type(causal) is bool else _new(*fields)
-    except TypeError:  # of what cannot be hashed, or is wrong
+    except TypeError:  # for unhashable or wrong arguments
         descriptor = _new(*fields)
     return run_kernel(descriptor, layout, q, k, v, **rest)
 

@@ -164,7 +164,7 @@ def _descriptor(mode: str, of_a, of_b, out_dtype) -> BlockSparseScaledMatmul:
     make = _new if is_dynamo_compiling() else _cached
     try:
         return make(mode, of_a, of_b, _NAMES[out_dtype])
-    except TypeError:  # of what cannot be hashed the cache says less
+    except TypeError:  # unhashable: the cache's message says less
         return _new(mode, of_a, of_b, _NAMES[out_dtype])
 
 

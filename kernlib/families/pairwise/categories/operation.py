@@ -97,7 +97,7 @@ def run(
 
 
 def _by_operator(request: Request, codes: tuple) -> torch.Tensor:
-    """Of tensors without memory, of which the operator knows as much."""
+    """A call of tensors without memory: the operator knows their results."""
     if rehearsal.current() is not None:
         checks.refuse_categories(request.descriptor)
     from kernlib import run
@@ -293,7 +293,8 @@ def _entries(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> 
 
 
 class Call(NamedTuple):
-    """What of a call is not given to autograd: ``names`` are those of hyperparameters that are."""
+    """The parts of a call that autograd does not get. ``names`` are the hyperparameters that it
+    does get."""
 
     request: Request
     tables: Tables
@@ -373,7 +374,7 @@ def _wide(t: torch.Tensor) -> torch.dtype:
 
 
 def _gradients(call, needs, sides, grad, create_graph: bool = False) -> list:
-    """Those of ``sides`` which are needed; None for others."""
+    """The gradients by the ``sides`` that need one, None for others."""
     out = call.computed(*sides)
     leaves = [side for side, need in zip(sides, needs, strict=True) if need]
     options = {"create_graph": create_graph, "allow_unused": True}

@@ -228,7 +228,7 @@ class _Entry:
                 _mirror(target, rows)
 
     def _entries(self) -> int:
-        """Of a block: fewer where its values are not finished in its own memory."""
+        """The entries of a block: fewer where its values are not finished in its own memory."""
         first = self.descriptor.epilogue[:1]
         beside = self.plan.root or (first and _factor(first[0], self.numbers) is None)
         return min(self.sums.entries, sums.ENTRIES) if beside else self.sums.entries

@@ -15,7 +15,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime import precision
 
 _DIRECT = "donot_use_mm_for_euclid_dist"
-# Of features that torch.cdist adds up at once: 8e-7 off in float32, 1000 of them 1.6e-6.
+# Features that torch.cdist adds up at once: their sum is 8e-7 off in float32, that of 1000 1.6e-6.
 LONGEST_SUM = 256
 # Up to so many differences torch.cdist takes less time than the preparation of a product.
 FEWEST_DIFFERENCES = 1 << 17
@@ -150,8 +150,8 @@ class Squares:
         return out.add_(self.of_a[rows, None])
 
     def _low(self, made: torch.Tensor, rows: slice) -> torch.Tensor | None:
-        """The rows of a block that have close pairs, None where none has. One number is enough to
-        say so of points about as far from their center as each other."""
+        """The rows of a block that have close pairs, None without such rows. For points about
+        equally far from their centre one number shows that there are none."""
         least = made.amin(1)
         of_a, of_b = self.most
         if float(least.amin()) >= (of_a + of_b) * self.part + self.smallest:
@@ -181,7 +181,7 @@ class Squares:
         return sizes.mul_(part).add_(self.smallest).to(self.a.dtype)
 
     def _by_float64(self, found, places: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Rows of the product in float64, and what of them is close still."""
+        """The rows of the product in float64, and which of their pairs are close still."""
         if self.twice is None:
             x, y = self._moved(torch.float64)
             self.twice = _sides(x, y, (x * x).sum(1), (y * y).sum(1))

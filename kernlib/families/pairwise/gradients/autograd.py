@@ -1,10 +1,9 @@
 """How eager calls record gradients.
 
-Forward is the ordinary fused kernel, of which only the inputs are kept, and
+The forward pass is the ordinary fused kernel and keeps the inputs alone.
 :mod:`kernlib.families.pairwise.gradients.backward` computes the gradients from those. With
 ``create_graph`` the call is made again out of operators that are recorded themselves
-(:mod:`kernlib.families.pairwise.gradients.operators`), as it is under torch.compile.
-"""
+(:mod:`kernlib.families.pairwise.gradients.operators`), as it is under torch.compile."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ NOT_BATCHED = (
 def kernel_matrix(
     descriptor: Pairwise, a, b, out=None, row_offset: int = 0, col_offset: int = 0, **values
 ) -> torch.Tensor:
-    """The matrix that another call needs, of points and hyperparameters as kernels take them:
-    recorded where one of them requires a gradient, and by the operator where calls are traced."""
+    """The matrix for another call, of points and hyperparameters as kernels take them: recorded
+    where one of them requires a gradient, by the operator where calls are traced."""
     if is_traced():
         from kernlib import run  # whose attributes Dynamo can trace
 

@@ -1,9 +1,8 @@
 """Derivatives of pairwise sums by torch's own operators on their formula: those that no kernel
 computes, which are first ones of rare stages, and second ones.
 
-Every difference is there at once, so whatever may go by blocks of rows does; under
-``create_graph`` everything is kept for derivatives of these.
-"""
+All differences of a block are in memory at once, so work goes by blocks of rows wherever it may.
+Under ``create_graph`` everything is kept for second derivatives."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Sums(NamedTuple):
         return self._replace(given={k: v for k, v in numbers.items() if v is not None})
 
     def of(self, x, z, first: bool) -> torch.Tensor:
-        """They, by the formula."""
+        """The sums, by the formula."""
         descriptor = self.descriptor
         return stages.sums(descriptor.operator, descriptor.inner, x, z, **self.given, first=first)
 

@@ -64,7 +64,7 @@ def key_of(kind: Kind, operands: Operands, out, accumulate, values: dict) -> tup
 
 
 def _kind(name: str, value: object):
-    """Of a number only its kind; of an exponent the value, where it has code of its own."""
+    """The kind of a number; the value of an exponent that has code of its own."""
     if isinstance(value, torch.Tensor):
         try:
             return value.shape, value.stride(), value.dtype, value.get_device()

@@ -55,8 +55,8 @@ class Finish(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """A derivative of what follows the sums, by them (``VALUE``) or by a parameter: a kernel for
-    points of one dtype, and the names of what it takes besides the sums' own."""
+    """A derivative of the stages behind the sums, by the sums (``VALUE``) or by a parameter: a
+    kernel for points of one dtype, and the names of what it takes besides the sums' own."""
 
     finish: Finish
     by: str
@@ -74,7 +74,7 @@ def finish_of(descriptor: Pairwise, values: dict, of_norms: bool = False) -> Fin
 
 
 def _outer(descriptor: Pairwise, values: dict) -> tuple[str, str | None]:
-    """The outer stage by its name, and what the exponent of "Power" is, or is made of."""
+    """The outer stage's name, and the argument that gives the exponent of "Power"."""
     if checks.follows_inner(descriptor, values):
         source = "p" if "p" in values else "inner_p"
         power = root_of(values[source])
@@ -116,7 +116,7 @@ def derivative(
 
 
 def of_norms(slope: Slope, values: dict, n: torch.Tensor) -> torch.Tensor:
-    """:func:`derivative` of what follows norms, from those, (L, M, N) or (M, N)."""
+    """:func:`derivative` of the stages behind norms, from the norms (L, M, N) or (M, N)."""
     finish_values = slope.finish.values(values)
     placed = {name: stages.entries(finish_values[name], n.dim()) for name in slope.names}
     shapes = [t.shape for t in placed.values() if isinstance(t, torch.Tensor)]

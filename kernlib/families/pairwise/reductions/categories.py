@@ -112,7 +112,7 @@ def _computed(reduction: Reduction, request: reduced.Request, shape: Shape):
 
 
 class _Reduced(NamedTuple):
-    """A call, and what is done with its matrix."""
+    """A call and the reduction of its matrix."""
 
     call: Call
     reduction: Reduction

@@ -48,7 +48,8 @@ LARGEST_EXPONENT = 4
 
 
 class Role(NamedTuple):
-    """Whose points are rows, of :data:`lowering.ROLES`, and what a launch leaves."""
+    """The role whose points are rows, one of :data:`lowering.ROLES`, and the results of its
+    launch."""
 
     name: str
     points: bool
@@ -258,7 +259,7 @@ def _lowered(
 
 
 def route_of(request: Request, names: tuple) -> Route | None:
-    """The way to derivatives of what follows the sums; None where the kernel does not know one of
+    """The route to derivatives of the stages behind the sums. None where the kernel lacks one of
     them or a slope of the sums, or the sums are powers that leave float32 too soon."""
     p = request.hyperparameters.get("p", request.hyperparameters.get("inner_p"))
     large = p is not None and not isinstance(p, torch.Tensor) and p > LARGEST_EXPONENT
@@ -377,7 +378,7 @@ def _launched(plan: Gradients, request: Request, grad: torch.Tensor) -> dict:
 
 
 def _regularize(grads: dict, request: Request, shape: Shape, names: list[str], grad) -> None:
-    """Adds what the regularization gives v, and is given, to ``grads``."""
+    """Adds the regularization's part of v's gradient, and its own gradient, to ``grads``."""
     value = request.hyperparameters.get("regularization")
     if value is None:
         return

@@ -51,7 +51,7 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
     request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, True
     key = operation.key(*request)
     if type(row_offset) is not int or type(col_offset) is not int:
-        key = None  # as 1.0 and True are the key that 1 is, and arrays are none
+        key = None  # 1.0 and True would be the key that 1 is, and arrays are no keys
     try:
         route = None if key is None else _routes.plans.get(key)
     except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
@@ -89,7 +89,7 @@ def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, v
     again = _rehearsed, reduction, request, shape
     y = early.first(_apply, reduction, request, shape, size, again=again).to(a.dtype)
     tensors = (t for t in (a, b, v) if t is not None)
-    if key is not None and not any(map(is_lazy, tensors)):  # of which a plan reads copies
+    if key is not None and not any(map(is_lazy, tensors)):  # a plan reads copies of these
         *tensors, rows, columns, values = request
         plan = operation.find(reduction, *tensors, None, rows, columns, values, True)
         if plan is not None and plan.launch is not None:
@@ -149,7 +149,7 @@ class _Reduction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, reduction, fixed, shape, size, plan, names, *tensors):
         ctx.fixed, ctx.shape, ctx.reduction, ctx.names = fixed, shape, reduction, names
-        ctx.shared = tensors[0] is tensors[1]  # a and b, of which autograd adds up the gradients
+        ctx.shared = tensors[0] is tensors[1]  # autograd adds up the gradients of a and b
         request = _whole(fixed, names, tensors)
         if plan is None:
             out = computed(reduction, request, shape)
@@ -253,7 +253,7 @@ def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) ->
     return _to_shape(out, v)
 
 
-# Gradients that nobody differentiates.
+# Gradients that are not differentiated.
 
 
 def _widened(request: Request, tensors: dict[str, torch.Tensor]) -> Request:
@@ -266,7 +266,7 @@ def _widened(request: Request, tensors: dict[str, torch.Tensor]) -> Request:
 
 
 def _fitted(grad: torch.Tensor | None, name: str, leaf: torch.Tensor) -> torch.Tensor:
-    """A gradient by kernels in the form of its tensor, 0 for what there is none of."""
+    """A kernel's gradient in the form of its tensor, 0 where there is none."""
     if grad is None:
         return torch.zeros_like(leaf)
     if name in ("a", "b", "v"):

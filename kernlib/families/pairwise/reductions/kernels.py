@@ -101,8 +101,8 @@ def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> boo
 def plan(
     reduction: str | Nearest, request: Request, shape: Shape, rows: int | None = None
 ) -> ReductionPlan:
-    """The plan of a checked call, its kernels loaded. ``rows`` is that of
-    :func:`kernlib.families.pairwise.lowering.reduce.lower` and of its like."""
+    """The plan of a checked call, its kernels loaded. ``rows`` is as for
+    :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
     descriptor, device = request.descriptor, request.a.get_device()
     numbers = request.hyperparameters
     strides = scalar_strides(descriptor, numbers, request.a)

@@ -131,7 +131,7 @@ def _check(
 
 
 def _way(call: Call | None, reduction, descriptor, a, *rest) -> str:
-    if call is None or a.is_meta:  # of which the operator knows as much
+    if call is None or a.is_meta:  # the operator knows their results
         return OPERATOR
     # By the plan of an empty call nothing would look at numbers.
     return REFERENCE if 0 in call.shape[:4] else KERNELS
