@@ -224,8 +224,8 @@ def check_scale(scale, name: str, t: torch.Tensor, look: bool) -> None:
 def scale_of(
     scale, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, int, torch.Tensor | None]:
-    """A scale as a launch takes it, a number and an address of which one counts, and a tensor to
-    hold until the launch. Raises ValueError, TypeError and CaptureError."""
+    """A scale for a launch: a number and an address, one of which counts, and a tensor to hold
+    until the launch. Raises ValueError, TypeError and CaptureError."""
     number = host_value("scale", scale, 0)
     if number is not None:
         check_host("scale", number, ANY_NUMBER)

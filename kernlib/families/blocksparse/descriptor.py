@@ -1,4 +1,4 @@
-"""Products of which one operand, or the result, is block-sparse."""
+"""Products with one block-sparse operand or a block-sparse result."""
 
 from __future__ import annotations
 

@@ -108,15 +108,15 @@ def condition_of(block_mask) -> str:
 
 
 def _rule(block_mask):
-    """Its ``mask_mod``, None for that which leaves nothing out."""
+    """The mask's ``mask_mod``, None for one that leaves nothing out."""
     rule = getattr(block_mask, "mask_mod", None)
     return None if getattr(rule, "__name__", "noop_mask") == "noop_mask" else rule
 
 
 def _is_beyond_causal(block_mask) -> bool:
-    """Whether a mask leaves columns up to the diagonal out of blocks that it lists, as one for
-    padding does; False where its ``mask_mod`` would have to say so and there is none, or it takes
-    no tensors of indices."""
+    """Whether a mask leaves out columns up to the diagonal in blocks that it lists, as one for
+    padding does. False where that would need a ``mask_mod`` and there is none, or it takes no
+    tensors of indices."""
     if block_mask.full_kv_num_blocks is None:
         return False  # whole blocks may be listed too
     (rows, cols), (queries, keys) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
@@ -143,7 +143,8 @@ def _is_beyond_causal(block_mask) -> bool:
             seen = rule(*indices, q.clamp(max=queries - 1), k.clamp(max=keys - 1))
             seen = torch.broadcast_to(seen, exists.shape)
             if bool((exists & (k <= q) & ~seen).any()):
-                # Of the mask's own blocks each has something that is seen: else it is another's.
+                # Each of the mask's own blocks has visible entries. A ``mask_mod`` without them is
+                # another mask's.
                 return bool((exists & seen).flatten(1).any(1).all())
         except Exception:  # of a function that is made for single indices, whatever that raises
             return False

@@ -298,7 +298,7 @@ class Layout:
 
     @property
     def addresses(self) -> list[int]:
-        """Of the tensors, looked up once."""
+        """The tensors' addresses, looked up once."""
         if self._addresses is None:
             contents = (self._flat or self._tensors)[: len(NAMES)]
             object.__setattr__(self, "_addresses", [t.data_ptr() for t in contents])
@@ -504,7 +504,7 @@ def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def _fill_flat(layout: Layout, form: str, flat: tuple[torch.Tensor, ...]) -> None:
-    """Those of a layout as an operator is given it; sizes may be symbols."""
+    """Fill a layout from an operator's arguments; sizes may be symbols."""
     block, has_heads = parse_form(form)
     heads, rows, cols, _ = flat[SIZES].shape
     sizes = block, (rows - 2, cols - 2), heads - 2 if has_heads else None, flat[3].shape[0]

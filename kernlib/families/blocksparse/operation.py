@@ -69,8 +69,8 @@ def _key(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) 
 
 
 def _way(call: products.Call, descriptor, operands: tuple, out, parameters: dict) -> str:
-    """Kernels compute on CUDA, torch all else and what is inside a transform of torch.func. Raises
-    UnsupportedError for devices that have no backend."""
+    """Kernels compute on CUDA; torch computes all else, and calls inside a transform of torch.func.
+    Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device) or call.dtype not in KERNEL_TYPES:
         return REFERENCE
     tensors = (*operands[1:], out, *parameters.values())
@@ -161,8 +161,8 @@ def gradients(
     needs: tuple[bool, bool],
     multiply: Callable,
 ) -> list[torch.Tensor | None]:
-    """Those by a and b that are needed, of ``tensors`` "grad", "a" and "b", by ``multiply(
-    descriptor, layout, a, b)``."""
+    """The gradients by a and b that are needed, from ``tensors`` "grad", "a" and "b", by
+    ``multiply( descriptor, layout, a, b)``."""
     grads: list[torch.Tensor | None] = [None, None]
     for index, (term, name) in enumerate(zip(terms(descriptor), "ab", strict=True)):
         if needs[index]:
@@ -201,7 +201,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, descriptor, layout, plan, bias, a, b):
         ctx.descriptor, ctx.layout, ctx.plan = descriptor, layout, plan
-        # Of the layout too, for torch to see what was written since.
+        # The layout too, so that torch notices writes.
         ctx.save_for_backward(a, b, *layout.tensors)
         request = descriptor, (layout, a, b), None, {} if bias is None else {"bias": bias}
         return calls.execute(*request) if plan is None else calls.launch(plan, *request)

@@ -124,7 +124,7 @@ def _spmm(call: Call, descriptor, operands: tuple, out, parameters) -> tuple[Spm
     pairs += [(t, not is_dsd) for t in (*beside, *([] if out is None else [out]))]
     lines = _Lines(lead, (), ends == 3)
     if _is_one(stored) and ends == 2:
-        more = _Lines((), lead, False)  # what a batch is of are more columns
+        more = _Lines((), lead, False)  # the batch becomes more columns
         new = (call.out_shape, _contiguous(call.out_shape), not is_dsd)
         views = [(t.shape, t.stride(), turned) for t, turned in pairs]
         if None not in [more.strides(*view) for view in (*views, new)]:
@@ -221,7 +221,7 @@ class _Lines(NamedTuple):
         return self.strides(shape, _contiguous(shape), across)
 
     def strides(self, shape: tuple, strides, across: bool) -> Dense | None:
-        """Those of a tensor's dimensions; None where that takes a copy."""
+        """The strides of a tensor's dimensions, None where they need a copy."""
         head = strides[-3] if self.has_heads and shape[-3] > 1 else 0
         line, column = (strides[-1], strides[-2]) if across else (strides[-2], strides[-1])
         if not self.outer:

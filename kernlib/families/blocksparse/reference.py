@@ -82,8 +82,8 @@ def _stored(layout: Layout) -> tuple[int, int]:
 
 
 def _by_cpu(layout: Layout, columns: int, *dense: torch.Tensor) -> bool:
-    """Whether a CPU multiplies stored blocks alone: not where one matrix is that of all heads, nor
-    where there is room for so many small blocks that a dense matrix takes less time."""
+    """Whether a CPU multiplies stored blocks alone: not where all heads share one matrix, nor where
+    small blocks are so many that a dense matrix takes less time."""
     if layout.heads is not None and any([t.shape[-3] != layout.heads for t in dense]):
         return False
     stored, total = _stored(layout)
@@ -140,8 +140,8 @@ class _Product(torch.autograd.Function):
 
 
 def _factors(grad, dense, layout: Layout, values, right: bool) -> tuple:
-    """What the gradient of ``op(S)`` is the product of. That of values without a batch, of a matrix
-    at the right, is one sum over all of the rows."""
+    """The factors of the gradient of ``op(S)``. For values without a batch and a matrix at the
+    right it is one sum over all rows."""
     if not right:
         return grad, dense.mT
     if values.dim() == 3 and layout.heads is None:
@@ -174,8 +174,8 @@ def is_stored(layout: Layout) -> torch.Tensor:
 
 
 def _is_finite(dense: torch.Tensor) -> bool:
-    """Whether a tensor is known to hold neither NaN nor infinities: of those on the CPU alone, as
-    to ask a GPU is to wait for it."""
+    """Whether a tensor is known to hold neither NaN nor infinities. Only for the CPU, as asking a
+    GPU would wait for it."""
     if dense.device.type != "cpu" or is_wrapped(dense) or stand_ins(dense):
         return False
     return bool(dense.detach().isfinite().all())

@@ -170,7 +170,7 @@ def _number(name: str, value) -> float | None:
         return value
     number = host_value(name, value, 0)
     if number is not None:
-        if is_dynamo_compiling():  # it may be a symbol, of which nothing is asked
+        if is_dynamo_compiling():  # it may be a symbol, which is not compared
             return number
         check_host(name, number, frozenset())
     elif _is_seen(value):

@@ -1,5 +1,5 @@
-"""Products with Kronecker products: what can be wrong with a call, who computes it, its gradients,
-and the call as it is made.
+"""Products with Kronecker products: checks of a call, the choice between kernels and torch,
+gradients, and the call itself.
 
 CPU tensors, factors too large for a kernel's shared memory, and calls inside transforms of
 torch.func are computed by the reference.
@@ -175,9 +175,8 @@ def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -
 
 
 def _way(call: Call, descriptor, operands: tuple, out, parameters: dict) -> str:
-    """Who computes a call. Kernels compute what they take on CUDA; torch computes all else, and
-    what is inside a transform of torch.func. Raises UnsupportedError for devices that have no
-    backend."""
+    """How a call is computed: by kernels where they take it on CUDA; by torch all else, and inside
+    a transform of torch.func. Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device):
         return REFERENCE
     if any(map(is_wrapped, (*operands, out, *parameters.values()))):

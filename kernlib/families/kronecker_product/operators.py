@@ -43,7 +43,7 @@ def _of_shapes(text: str, shapes: tuple[tuple[int, int], ...]) -> KroneckerProdu
 
 
 def _shapes(descriptor: KroneckerProduct, factors) -> tuple[tuple[int, int], ...]:
-    """Those of factors as they multiply. Raises ValueError."""
+    """The factors' shapes as they multiply. Raises ValueError."""
     shapes = []
     for index, (factor, turned) in enumerate(zip(factors, descriptor.transposed, strict=True)):
         if factor.dim() < 2:

@@ -1,5 +1,5 @@
-"""Products with Kronecker-sparse factors, of support ``I_a ⊗ 1_{b×c} ⊗ I_d``: what can be wrong
-with a call, who computes it, its gradients, and the call as it is made.
+"""Products with Kronecker-sparse factors, of support ``I_a ⊗ 1_{b×c} ⊗ I_d``: checks of a call, the
+choice between kernels and torch, gradients, and the call itself.
 
 The product ``y = K(weight) x``, its gradient with respect to x, which is a product again, and that
 with respect to the weight are trilinear in (grad, x, weight): the gradient of each is the other
@@ -159,8 +159,8 @@ def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) ->
 
 
 def way(call: Call, *request) -> str:
-    """Kernels compute their dtypes on CUDA, torch all else and what is inside a transform of
-    torch.func. Raises UnsupportedError for devices that have no backend."""
+    """Kernels compute their dtypes on CUDA; torch computes all else, and calls inside a transform
+    of torch.func. Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device) or call.dtype not in KERNEL_TYPES:
         return REFERENCE
     return REFERENCE if any(map(_is_transformed, request)) else KERNELS
@@ -301,8 +301,8 @@ def product_gradients(
 def weight_gradient_gradients(
     to_weight, grad, x, needs: tuple, options: tuple, product: Callable
 ) -> tuple:
-    """Those with respect to grad and x, for ``to_weight``, which stands where the weight would: a
-    product with it, and with its transpose."""
+    """The gradients by grad and x, for ``to_weight`` in the place of the weight: a product with it,
+    and one with its transpose."""
     to_grad = to_x = None
     if needs[0]:
         to_grad = product(x, to_weight, None, *options)

@@ -331,14 +331,14 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
 def run_fitted(
     descriptor: KroneckerSparse | KroneckerSparseChain, *operands: torch.Tensor, **parameters
 ) -> torch.Tensor:
-    """:func:`run` of a descriptor for weights whose shapes are its patterns: a program of one layer
-    is that of layers of others."""
+    """:func:`run` of a descriptor for weights whose shapes are its patterns: one program holds for
+    layers of other patterns."""
     names = " ".join(parameters)
     return _traced(descriptor.form, names, False, *operands, *parameters.values())
 
 
 def _is_compiled() -> bool:
-    """Whether the call is traced for a program that nobody saves, checks or differentiates again:
+    """Whether the call is traced for a program that is not saved, checked or differentiated again:
     in a graph of make_fx torch detaches the results that a backward pass reads."""
     return TracingContext.try_get() is not None and not is_exporting() and not _is_tracing()
 

@@ -65,7 +65,7 @@ def _copy_shape(view: View | None, t, features: int, batch_last: bool) -> tuple[
 
 
 def _used(stride: int, size: int) -> int:
-    """A stride, that of a single entry out of the way of alignment."""
+    """A stride, 0 for a dimension of one entry, so that it does not limit the alignment."""
     return stride if size > 1 else 0
 
 
@@ -110,7 +110,7 @@ def lower(
     may compute the call."""
     arch, choice = arch_of(device), None
     candidates = choose.candidates(problem, arch)
-    # Torch is another way beside one.
+    # torch computes products beside the kernels.
     if torch_may or len(candidates) > 1 or tuned.is_trial():
         choice = tuned.choice(FAMILY, model(device), signature(problem), lambda: candidates)
     return lower_on(

@@ -87,7 +87,8 @@ def tuning_signature(descriptor: Pairwise, problem: lowering.Problem) -> bytes:
 
 
 def layout_of(t: torch.Tensor, batch: int) -> Layout:
-    """The strides, with those of single entries set aside from alignment."""
+    """Strides and address for lowering. The stride of a dimension of one entry is 0, so that it
+    does not limit the alignment."""
     rows, columns = (s if n > 1 else 0 for s, n in zip(t.stride()[-2:], t.shape[-2:], strict=True))
     if t.shape[-1] == 1:
         columns = 1 if rows != 1 else columns

@@ -1,5 +1,5 @@
-"""Products of tensors with compressed matrices: what can be wrong with a call, who computes it, its
-gradients, and the call as it is made.
+"""Products of tensors with compressed matrices: checks of a call, the choice between kernels and
+torch, gradients, and the call itself.
 
 CPU tensors, and calls inside transforms of torch.func other than vmap, are computed by the
 reference, on the matrix laid out densely.

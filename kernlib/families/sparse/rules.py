@@ -1,6 +1,6 @@
-"""What torch asks of the operators besides their results. For FlopCounterMode the operations, two
-for a product that is added up. For DTensors which tensors may be sharded, and what the result is
-then."""
+"""What torch asks of the operators besides their results. FlopCounterMode gets the number of
+operations, two for each product that is added up. DTensors get the tensors that may be sharded, and
+how the result is sharded then."""
 
 from __future__ import annotations
 

@@ -61,12 +61,12 @@ class Options(NamedTuple):
 
     @property
     def tensors(self) -> tuple:
-        """Those of ``TENSORS``."""
+        """The options that ``TENSORS`` names."""
         return self.scale, self.q_lengths, self.kv_lengths, self.seed
 
     @property
     def has_tensors(self) -> bool:
-        """Whether one of these is a tensor."""
+        """Whether one of the options is a tensor."""
         return (
             isinstance(self.scale, torch.Tensor)
             or self.q_lengths is not None
@@ -83,7 +83,7 @@ class Options(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a call: ``group`` query heads read each of ``kv_heads``."""
+    """The sizes of a call: ``group`` query heads read each of ``kv_heads``."""
 
     batch: int
     kv_heads: int
@@ -162,7 +162,8 @@ def _scale(descriptor: BlockSparseAttention, operands: tuple) -> float:
 
 
 def _check_given(descriptor, name: str, is_given: bool, flag: str) -> None:
-    """Raises ValueError for what a descriptor needs and a call has not, or the other way round."""
+    """Raises ValueError for an argument that the descriptor needs and the call lacks, or the other
+    way round."""
     if not is_given:
         raise ValueError(f"{descriptor.describe()} needs {name}")
     if not getattr(descriptor, flag):
@@ -214,7 +215,7 @@ def checked_dropout(p) -> float:
     number = host_value("dropout_p", p, 0)
     if not 0.0 <= number < 1.0:
         raise ValueError(f"dropout_p must be a number from 0 to 1, without 1, got {number}")
-    if number >= ALL:  # of which nothing would be kept
+    if number >= ALL:  # nothing of it would be kept
         raise ValueError(
             f"dropout_p must be at most {LEVELS - 1} / {LEVELS}, as it is rounded to a whole "
             f"number of {LEVELS}ths, got {number}, which rounds to 1"
@@ -418,7 +419,7 @@ def refuse_name(descriptor: BlockSparseAttention, name: str) -> None:
 
 
 def dtypes_of(descriptor: BlockSparseAttention, captured: dict) -> tuple[str, ...]:
-    """Those of the captured tensors by name, in order."""
+    """The dtypes of the captured tensors, in the order of their names."""
     return tuple(str(captured[n].dtype).removeprefix("torch.") for n in descriptor.names)
 
 
@@ -449,7 +450,7 @@ def refuse_overlap(operands: tuple, out, options: Options, captured: dict) -> No
 
 
 def autocast(operands: tuple) -> tuple:
-    """q, k and v in autocast's dtype, but for float64, as those of torch's attention."""
+    """q, k and v in autocast's dtype, except float64, as in torch's attention."""
     layout, *tensors = operands
     kind = autocast_device(tensors[0].device)
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):

@@ -129,7 +129,7 @@ class BlockSparseAttention(Descriptor):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the captured tensors, in order."""
+        """The captured tensors' names, in order."""
         return tuple(name for name, _ in self.captured)
 
     @property

@@ -27,7 +27,7 @@ def threshold(p: float) -> int:
 
 
 def share(p: float) -> float:
-    """What is multiplied with what is kept: of the part that is dropped indeed."""
+    """The factor of the elements that stay, by the share that is dropped after rounding."""
     levels = LEVELS - threshold(p)
     return LEVELS / levels if levels else 0.0
 

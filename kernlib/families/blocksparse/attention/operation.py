@@ -4,14 +4,13 @@ Requests are ``(descriptor, (layout, q, k, v), out, options, captured)``, answer
 ``lse`` or None, and ``rest``, what floats leave of the log-sum-exps of a score's logits, or None;
 and for a gradient ``(descriptor, operands, (out, lse, rest), options, captured, (grad, grad_lse),
 needs)``, answered by those of q, k, v and the captured tensors, None where there is no need.
-Kernels compute on CUDA what they take; all else, and calls inside of transforms of torch.func, the
-reference does.
+Kernels compute the CUDA calls that they take. The reference computes all others, and calls inside
+of transforms of torch.func.
 
-Of a call whose gradient is recorded q, k, v, out and lse are kept, of a score also what floats
-leave of lse, and no logits: with ``D = sum(grad * out) - grad_lse`` of each row the gradient by a
-logit is ``p * (<grad, v> - D)``, for p computed again. Gradients of gradients are torch's own, of
-the reference computed again.
-"""
+A call whose gradient is recorded keeps q, k, v, out and lse, with a score also what floats leave of
+lse, and no logits: with ``D = sum(grad * out) - grad_lse`` of each row the gradient by a logit is
+``p * (<grad, v> - D)``, for p computed again. Gradients of gradients are torch's own, of the
+reference computed again."""
 
 from __future__ import annotations
 

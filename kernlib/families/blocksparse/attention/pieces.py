@@ -1,5 +1,5 @@
-"""A call in pieces, each small enough for the memory of its logits: some heads, some rows, and the
-columns that any of these stores.
+"""A call in pieces, each with few enough logits for memory: some heads, some rows, and the columns
+that any of these rows stores.
 
 Tensors are (batch, key heads, query heads of each, rows, columns, ...), of size 1 along what they
 do not depend on.
@@ -78,7 +78,8 @@ def restored(t: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
 
 
 def summed(part: torch.Tensor, axes: tuple[str, ...], like: torch.Tensor) -> torch.Tensor:
-    """The gradient by a captured tensor of what kernels left of each batch and head."""
+    """The gradient by a captured tensor, summed from the kernels' result for each batch and
+    head."""
     sizes = [like.shape[axes.index(axis)] if axis in axes else 1 for axis in AXES]
     total = part.sum_to_size(sizes)
     return restored(total[:, :, None], axes).reshape(like.shape).to(like.dtype)
@@ -101,8 +102,8 @@ def may_look(layout: Layout) -> bool:
 
 
 def pieces(layout: Layout, sizes: Sizes, left: int, right: int) -> list[list[Piece]]:
-    """All pieces: of each head of the layout, or of all at once, those of its rows from the first
-    to the last. ``left`` and ``right`` are how far columns may be from their row."""
+    """All pieces: for each head of the layout, or for all at once, those of its rows in order.
+    ``left`` and ``right`` are how far columns may be from their row."""
     if not may_look(layout) or layout.density > DENSE:
         rows = _rows(sizes, sizes.batch * sizes.heads * sizes.keys)
         return [

@@ -52,7 +52,7 @@ GRADIENT_OPERANDS = (
 FAMILY = BlockSparseAttention.family
 HALF_TYPES = (torch.float16, torch.bfloat16)
 STEP, LEAST, MOST = 8, 16, 256  # features of a kernel, to which others are padded with zeros
-CHUNK = 8  # elements of 16 bytes, of which strides are multiples
+CHUNK = 8  # elements of 16 bytes; strides are multiples of these
 
 Allocator = Callable[[], torch.Tensor]
 
@@ -119,7 +119,7 @@ def problem_of(
     descriptor, operands: tuple, out, options: Options, captured: dict
 ) -> tuple[Attention, tuple[Read, ...], bool] | None:
     """The problem of a checked call, how q, k and v are read, and whether a result is made by a
-    copy; None of what no kernel computes, whatever the GPU."""
+    copy; None for calls that no kernel computes, whatever the GPU."""
     layout, q, k, v = operands
     sizes = sizes_of(operands)
     dtypes = dtypes_of(descriptor, captured)
@@ -175,8 +175,8 @@ def score_of(
     by: Iterable[str] = (),
     packed: Iterable[str] = (),
 ) -> Score:
-    """What becomes of logits, as lowering has it, by the dtypes of captured tensors, with the
-    derivatives ``by`` some. ``packed`` are those whose columns lie side by side."""
+    """The score for lowering, by the dtypes of captured tensors, with its derivatives ``by`` some
+    of them. ``packed`` are those whose columns lie side by side."""
     expression, window = descriptor.expression, window_of(descriptor, dtypes)
     trees = expression.trees(dtypes)._replace(mask=window.rest)
     score = Score()
@@ -197,7 +197,7 @@ def score_of(
 def gradient_of(
     descriptor, operands: tuple, out, options: Options, captured: dict, grads: tuple, needs: tuple
 ) -> tuple[AttentionGradient, tuple[Read, ...]]:
-    """The problem of a gradient of what kernels compute, and how q, k, v, out and grad are read."""
+    """The problem of a gradient that kernels compute, and how q, k, v, out and grad are read."""
     attention, reads, _ = problem_of(descriptor, operands, None, options, captured)
     sizes, (grad, grad_lse) = sizes_of(operands), grads
     result, read_out = _seen(out, attention.values)
@@ -226,8 +226,8 @@ def _collected(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> Collecte
 
 
 def _collected_shape(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
-    """Of what kernels leave of the gradient by a captured tensor: of one with rows and columns its
-    own, else of each batch and head, and of each row unless it has columns alone."""
+    """The shape of a kernel's gradient by a captured tensor: that of a tensor with rows and
+    columns, else one for each batch and head, and for each row unless it has columns alone."""
     axes = dict(descriptor.captured)[name]
     batch, heads, rows, cols = (t.shape[axes.index(n)] if n in axes else 1 for n in AXES)
     if rows > 1 and cols > 1:

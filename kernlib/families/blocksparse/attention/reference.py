@@ -1,9 +1,8 @@
 """Attention over stored blocks in PyTorch, differentiable as often as is asked for, and its
 gradient, in the memory of a piece's logits.
 
-On the CPU rows meet the keys alone that their blocks store; there layouts are looked at. Elsewhere
-nobody looks: rows meet all keys, some rows at a time.
-"""
+On the CPU the layout is read, and rows meet only the keys of their blocks. Elsewhere it is not
+read: rows meet all keys, some rows at a time."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ class Case(NamedTuple):
 
 
 def attention(descriptor, operands: tuple, options: Options, captured: dict) -> tuple:
-    """``out`` and ``lse``, in q's dtype and that of sums."""
+    """``out`` in q's dtype and ``lse`` in that of sums."""
     case = Case.of(descriptor, operands, options, captured)
     q, lse = operands[1], case.lse_type()
     if case.is_empty:
@@ -105,7 +104,7 @@ def attention(descriptor, operands: tuple, options: Options, captured: dict) -> 
 
 
 def _joined(case: Case, parts: list[torch.Tensor]) -> torch.Tensor:
-    """(batch, heads, rows, features) of what each head of the layout has."""
+    """The parts of each head of the layout as (batch, heads, rows, features)."""
     parts = [t.reshape(t.shape[0], t.shape[1] * t.shape[2], *t.shape[3:]) for t in parts]
     joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
     return joined.reshape(case.sizes.batch, case.sizes.heads, *joined.shape[2:])
@@ -195,7 +194,8 @@ def _returned(case: Case, name: str, total, operands: tuple, captured: dict):
 
 
 def _places(case: Case) -> dict[str, torch.Tensor]:
-    """Indices of batch, head, row and column, and what is stored, with the dimensions of pieces."""
+    """Indices of batch, head, row and column, and the stored blocks, with the dimensions of
+    pieces."""
     sizes, device = case.sizes, case.tensors["q"].device
     batch, heads, rows, cols = (
         torch.arange(n, dtype=torch.int64, device=device)
@@ -211,7 +211,7 @@ def _places(case: Case) -> dict[str, torch.Tensor]:
 
 
 def _part(case: Case, piece: Piece, places: dict, own: dict, wide: torch.dtype) -> tuple:
-    """Of a piece ``out`` (b, key heads, query heads, rows, features) and ``lse`` (..., rows, 1)."""
+    """A piece's ``out`` (b, key heads, query heads, rows, features) and ``lse`` (..., rows, 1)."""
     indices = {name: piece.of(places[name]) for name in ("batch", "head", "row", "col")}
     q, k, v = (own[name].to(wide) for name in ("q", "k", "v"))
     captured = {name: own[name] for name in case.descriptor.names}

@@ -22,7 +22,7 @@ def checked_mask(
 ) -> torch.Tensor:
     """A mask of bools with 2 or 3 dimensions, where it lies. Raises TypeError for what is neither a
     dense tensor nor nested lists of 0 and 1, ValueError for another number of dimensions.
-    ``of_blocks`` is what a ``BlockMask`` of FlexAttention is good for in place of it."""
+    ``of_blocks`` says what to pass in place of a ``BlockMask`` of FlexAttention."""
     if type(mask).__name__ == "BlockMask":
         raise TypeError(f"mask must be a tensor or nested lists, got BlockMask; {of_blocks}")
     mask = as_tensor("mask", mask, "(RB, CB) or (heads, RB, CB)")
@@ -136,8 +136,8 @@ def refuse_traced(name: str) -> None:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Outside of inference mode, whose tensors nothing could write later, and of transforms of
-    torch.func, which wrap each tensor that is made inside."""
+    """Leave inference mode, whose tensors could not be written later, and transforms of torch.func,
+    which would wrap each new tensor."""
     active = torch._C._are_functorch_transforms_active()
     with torch.inference_mode(False), torch._C._DisableFuncTorch() if active else nullcontext():
         yield

@@ -77,7 +77,7 @@ def blocks_of(block: tuple, grid: tuple, heads: int | None, capacity: int) -> Bl
 
 
 def tensor_shapes(blocks: Blocks) -> tuple[tuple[int, ...], ...]:
-    """Of the six tensors, in the order of ``NAMES``."""
+    """The shapes of the six tensors, in the order of ``NAMES``."""
     rows, cols = blocks.heads * blocks.grid_rows, blocks.heads * blocks.grid_cols
     words = (rows, blocks.row_words)
     return words, words, (cols, blocks.col_words), *((blocks.capacity,),) * 2, (COUNTS,)

@@ -1,4 +1,4 @@
-"""Products of float8 of which one operand is block-sparse, with scales."""
+"""Products of float8 with scales and one block-sparse operand."""
 
 from __future__ import annotations
 

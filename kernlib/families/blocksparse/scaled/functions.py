@@ -52,7 +52,8 @@ def quantize(
         largest = x.abs().amax(dims, keepdim=True) if dims else x.abs()
     # By a tensor: by a number torch multiplies with a reciprocal on GPUs.
     scale = largest / largest.new_full((), LARGEST)
-    # Below what is normal a scale has few bits: rounded down, or to 0, the largest would saturate.
+    # A subnormal scale has few bits: if it were rounded down, or to 0, the largest values would
+    # saturate.
     up = torch.nextafter(scale, scale.new_full((), torch.inf))
     scale = torch.where((scale < SMALLEST) & (scale * LARGEST < largest), up, scale)
     scale = torch.where(largest == 0, 1.0, scale)

@@ -134,8 +134,8 @@ class Read(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A call's tensors by what they are, and whether the dense operand's last dimension is what is
-    summed over."""
+    """A call's tensors by their roles, and whether the sum runs over the dense operand's last
+    dimension."""
 
     values: torch.Tensor
     dense: torch.Tensor
@@ -154,8 +154,8 @@ def _parts(descriptor: BlockSparseScaledMatmul, operands: tuple) -> Parts:
 def problem_of(
     call: Call, descriptor: BlockSparseScaledMatmul, operands: tuple, out
 ) -> tuple[Spmm, Scales, Read] | None:
-    """The problem of a checked call in pairs, strides of its scales, and how tensors are read; None
-    for what is not summed along rows of stored blocks, or of other blocks."""
+    """The problem of a checked call in pairs, strides of its scales, and how tensors are read. None
+    for sums that do not run along rows of stored blocks, and for other blocks."""
     layout, parts = operands[0], _parts(descriptor, operands)
     if layout.block != (scaled.BLOCK,) * 2 or descriptor.transposed != (descriptor.mode == "dds"):
         return None
@@ -237,7 +237,7 @@ def _is_pairs(t: torch.Tensor, dim: int) -> bool:
 
 
 def _copy_of(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """What a copy is like of which a dimension is contiguous."""
+    """The shape and strides of a copy with one dimension contiguous."""
     shape = list(t.shape) if dim == -1 else [*t.shape[:-2], t.shape[-1], t.shape[-2]]
     copy = torch.empty(shape, dtype=t.dtype, device="meta")
     return copy if dim == -1 else copy.mT
@@ -269,7 +269,7 @@ def _key(descriptor: BlockSparseScaledMatmul, operands: tuple, out, parameters: 
 
 
 def _way(call: Call, descriptor, operands: tuple, out, parameters: dict) -> str:
-    """Plans are for CUDA tensors, torch computes all else and what is inside a transform of
+    """Plans are for CUDA tensors; torch computes all else, and calls inside a transform of
     torch.func. Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device):
         return REFERENCE
@@ -286,7 +286,7 @@ def _names(operands: tuple) -> tuple[str, ...]:
 
 
 def _cast(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
-    """As they are: what is quantised is not cast."""
+    """The tensors as they are: quantised tensors are not cast."""
     return operands, parameters
 
 

@@ -14,7 +14,7 @@ MODES = ("add", "mul")  # of a mask
 @explained
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockSparseSoftmax(Descriptor):
-    """Softmax over what is stored of each row of a block-sparse matrix, whose blocks a
+    """Softmax over the stored entries of each row of a block-sparse matrix, whose blocks a
     :class:`kernlib.blocksparse.Layout` places in a matrix of R rows and C columns.
 
     With sums over the columns c of row r that lie in stored blocks,

@@ -4,11 +4,10 @@ Requests are ``(descriptor, (layout, x), out, scale, parameters)``, and for a gr
 grad, y, scale, needs)``, by x and by the logits. Kernels compute on CUDA but for float64 and calls
 inside transforms of torch.func other than vmap, which the reference does.
 
-The gradient by the logits is ``y * (grad - sum(y * grad))`` over the stored blocks of each row. x
-has it times the scale; rpe and masks that are added have it laid out as a matrix and summed over
-what they broadcast along; the scale has the sum of its product with x. Of a call only y is kept,
-and x for a scale that asks for its gradient.
-"""
+The gradient by the logits is ``y * (grad - sum(y * grad))`` over the stored blocks of each row. The
+gradient by x is that times the scale. Those by rpe and by added masks are that laid out as a matrix
+and summed over the dimensions that they broadcast along. The scale's is the sum of its product with
+x. A call keeps y, and x only for the gradient of a scale."""
 
 from __future__ import annotations
 
@@ -163,7 +162,7 @@ def _gradient_way(call: Call, layout: Layout, grad, y, scale, needs: tuple) -> s
 
 
 def gradient_by_torch(layout: Layout, grad, y, scale, needs: tuple) -> list:
-    """Those by x and by the logits, by torch's own operators; None where there is no need."""
+    """The gradients by x and by the logits, by torch's own operators; None where not needed."""
     with no_autocast(y):
         to_logits = reference.gradient(layout, grad, y)
         return [
@@ -215,8 +214,8 @@ class Needs(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call leaves for its gradients: ``x`` only for that of the scale, and the shapes of rpe
-    and masks, None for those that are not given."""
+    """The tensors that a call keeps for its gradients: ``x`` only for that of the scale. ``shapes``
+    are those of rpe and masks, None for absent ones."""
 
     layout: Layout
     y: torch.Tensor
@@ -231,8 +230,8 @@ def differentiable(descriptor: BlockSparseSoftmax) -> tuple[bool, bool, bool]:
 
 
 def gradients(kept: Kept, grad: torch.Tensor, needs: Needs, pair: Callable) -> list:
-    """Those that are needed, in their order, by ``pair(layout, grad, y, scale, needs)``, which
-    answers those by x and by the logits."""
+    """The gradients that are needed, in their order, by ``pair(layout, grad, y, scale, needs)``,
+    which returns those by x and by the logits."""
     if not any(needs):
         return [None] * len(needs)
     to_x, to_logits = pair(kept.layout, grad, kept.y, kept.scale, needs.pair)
@@ -294,7 +293,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # Of the layout too, for torch to see what was written since.
+        # The layout too, so that torch notices writes.
         y, x, scale, *_ = ctx.saved_tensors
         if 0 in grad.stride():  # of sum()
             grad = grad.contiguous()

@@ -40,8 +40,8 @@ class SoftmaxPlan(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor as a problem has it: its shape with the batch of x in front, strides of that, those
-    behind the batch as kernels have them, and the alignment of the first address."""
+    """A tensor for a problem: its shape with the batch of x in front, the strides of the batch,
+    those behind it in the kernels' order, and the alignment of the first address."""
 
     shape: tuple[int, ...]
     batch: tuple[int, ...]
@@ -132,7 +132,7 @@ def _new(shape: tuple[int, ...]) -> View:
 
 
 def _dense(layout: Layout, name: str, t: torch.Tensor, lead: tuple[int, ...]) -> View:
-    """rpe or a mask, expanded to the batch, its inner strides those of heads, lines, columns."""
+    """rpe or a mask, expanded to the batch, with inner strides of heads, lines and columns."""
     alignment = address_of(t) & 15 or 16
     if name == "attn_mask":
         return View(tuple(t.shape), (0,) * len(lead), (0, *t.stride()), alignment)

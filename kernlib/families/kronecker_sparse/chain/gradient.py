@@ -1,4 +1,4 @@
-"""Gradients of chains of Kronecker-sparse factors: that of W_i is the one of a factor, of
+"""Gradients of chains of Kronecker-sparse factors: the gradient of W_i is a single factor's, from
 ``h_{i-1}`` and the gradient of ``h_i``.
 
 Of two factors in half precision, batch first, no h is kept: the backward pass computes it again,
@@ -102,7 +102,7 @@ class _Plan(NamedTuple):
     place: Callable  # of grad and x: their addresses, and what to keep until the launch
     results: tuple[Callable | None, ...]  # make new ones, in the order of RESULTS
     launch: Callable[..., None]  # of the steps, given addresses: NAMES, RESULTS
-    biased: bool  # whether the bias's gradient is one of them
+    biased: bool  # whether one is the bias's gradient
 
 
 def _key(grad, x, weights: tuple, needs: tuple, options: tuple) -> tuple | None:
@@ -163,7 +163,7 @@ def _plan(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> 
 def _with_masters(
     lowered: Lowered, dtype: torch.dtype, weights: tuple, shapes: tuple, needs: tuple
 ) -> Lowered:
-    """The launches of gradients of master weights, of those with a need."""
+    """The launches of the gradients of master weights that are needed."""
     masters = dict(zip(NAMES[2:], weights, strict=True))
     results = zip(RESULTS[1:], shapes[1:], needs[1:], strict=True)
     return master_weights.lower(

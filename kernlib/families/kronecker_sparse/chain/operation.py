@@ -42,7 +42,7 @@ class Route(NamedTuple):
     """What a chain of one signature launches."""
 
     factors: tuple[KroneckerSparse, ...]  # if a gradient is recorded, without the last epilogues
-    plans: tuple[ProductPlan, ...]  # of the factors; or one of all of them; none at a first call
+    plans: tuple[ProductPlan, ...]  # one for each factor, or one for all; none at a first call
     parts: Parts | None  # of the last factor if a gradient is recorded
     options: tuple | None  # of all products then, as :func:`options_of` returns them
     keeps_h: bool = True  # for the gradient
@@ -115,8 +115,8 @@ fused_calls = products.bind(fused.PRODUCT, _on_meta)
 
 
 def _takes(chain, operands: tuple, parameters: dict, masters: bool) -> bool:
-    """Whether one kernel computes a call. Who records calls is told of it in either case: other
-    GPUs have as many kernels as the chain is for them."""
+    """Whether one kernel computes a call. Open recordings note the call in either case: it may take
+    another number of kernels on other GPUs."""
     if rehearsal.recorders and operands[0].device.type == "cuda":
         request = chain, operands, None, parameters
         rehearsal.note_call(_on_meta, request, operands[0].get_device())
@@ -170,7 +170,7 @@ def _first_recorded(key: tuple, chain, operands: tuple, parameters: dict) -> tor
 
 
 def _plans(route: Route, operands: tuple, values: dict) -> tuple[ProductPlan | None, ...]:
-    """Those of a recorded call that was made."""
+    """The plans of a recorded call after it ran."""
     if route.chain is not None:
         return (fused_calls.find(route.chain, operands, None, values),)
     operands, values = master_weights.stand_ins(operands, values)
