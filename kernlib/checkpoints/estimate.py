@@ -11,7 +11,7 @@ from kernlib.families.sparse.formats import registry
 from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.prune import magnitude
 
-ROWS = 512  # of a weight that are looked at, spread over all of them
+ROWS = 512  # of a weight that are read, spread over all of them
 ARCH = rates.DEFAULT  # whose measured rates times are estimated by
 SMALL = {"int8": 8, "fp8": 8, "int4": 4}  # bits of values in fewer bits
 

@@ -433,7 +433,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _short(error: BaseException) -> str:
-    """The line of another library's message that says what is wrong; it may go on for pages."""
+    """The line with the fault in another library's message, which may go on for pages."""
     text = str(error).rpartition("WeightsUnpickler error:")[2].strip()
     lines = text.splitlines() or [type(error).__name__]
     return lines[0][:200]

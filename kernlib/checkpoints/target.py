@@ -1,5 +1,4 @@
-"""The folder of a converted checkpoint: which files of it are done, and what belongs to it besides
-weights."""
+"""The folder of a converted checkpoint: its finished files, and its files besides weights."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ class Target:
                 self._save()
 
     def layers(self) -> list[Layer]:
-        """Those of all files, in order."""
+        """The layers of all files, in order."""
         rows = [row for name in sorted(self._done) for row in self._done[name][1]]
         layers = (Layer(*row) for row in rows)
         return [

@@ -48,7 +48,7 @@ def described(arguments, shapes, sizes, reduction, gradients) -> Call:
 
 
 def one_described(arguments, shapes) -> Call:
-    """The same of one call, for commands without ranges of sizes."""
+    """:func:`described` for one call, for commands without ranges of sizes."""
     for part in (part for _, shape in shapes for part in shape):
         if isinstance(part, str):
             raise bad(f"{part} stands for no size here; numbers do, such as 1000x64.", "--shape")
@@ -124,7 +124,7 @@ def tensors_of(descriptor, call: Call, dtype) -> tuple[list[tuple], dict]:
 
 
 def _differentiated(value, dtype):
-    """An argument as a tensor whose gradient is recorded: of a number that of the arithmetic."""
+    """An argument as a tensor whose gradient is recorded; a number gets the arithmetic's dtype."""
     import torch
 
     if not isinstance(value, torch.Tensor):

@@ -77,7 +77,7 @@ def refuse_memory(cache_layers, messages: list[str]) -> None:
 
 
 def why_in_memory(messages: list[str]) -> str:
-    """The reason among what :func:`opened` gave, less what the process does about it."""
+    """The reason in the messages of :func:`opened`, without what the process does about it."""
     start = "the kernel cache in "
     for text in messages:
         if text.startswith(start):

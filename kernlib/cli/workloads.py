@@ -42,7 +42,7 @@ class Call(NamedTuple):
         return self.rival(*self.dense, **self.arguments)
 
     def error(self) -> float:
-        """Of the first rows, against torch in float64."""
+        """The error of the first rows, against torch in float64."""
         rows, *rest = self.dense
         operands = [rows[:CHECKED_ROWS], *rest]
         arguments = {name: _wide(value) for name, value in self.arguments.items()}

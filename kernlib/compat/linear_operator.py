@@ -78,8 +78,8 @@ class Status(NamedTuple):
 
 
 class _Swap:
-    """One replacement of linear_operator's functions. Each has functions of its own, which call
-    those that they found: so another's patch, put around these, never calls itself."""
+    """One replacement of linear_operator's functions. Each swap has functions of its own, which
+    call those that they replace: so another library's patch around them never calls itself."""
 
     def __init__(self, module: ModuleType, dense: type):
         self.module, self.dense, self.active = module, dense, True
@@ -237,7 +237,7 @@ def _misfit(dense: type, linear_ops, kp_shape, rhs, turned: bool) -> str | None:
 
 
 def _unlike(rhs, factors: list[torch.Tensor]) -> str | None:
-    """Why tensors are none that kernlib multiplies."""
+    """Why kernlib does not multiply these tensors."""
     if not isinstance(rhs, torch.Tensor):
         return f"the right-hand side is a {type(rhs).__name__}"
     if rhs.dtype not in FLOAT_TYPES:

@@ -1,14 +1,13 @@
 """Storage derived from a frozen weight, such as its dense matrix, kept while that stays as it was.
 
 Torch does not count every write to a weight: not those by fused optimizers, ``weight.data``, NumPy,
-DLPack, storages, collectives and replays of graphs. So its version counter alone cannot say that a
-weight is what it was. A CPU's weight is compared with a copy at each call, which takes a small part
-of what deriving takes. Elsewhere that would wait for the device, and nothing is kept, unless the
-owner promises that nobody writes the weight. Under a promise the counter and the place in memory
-are compared.
+DLPack, storages, collectives and replays of graphs. So its version counter alone cannot show that a
+weight is unchanged. A weight on the CPU is compared with a copy at each call, which takes a small
+part of the time of deriving. Elsewhere that would wait for the device, and nothing is kept, unless
+the owner promises not to write the weight. Under a promise the counter and the place in memory are
+compared.
 
-Of a weight that requires a gradient nothing is kept.
-"""
+Nothing is kept for a weight that requires a gradient."""
 
 from __future__ import annotations
 
@@ -66,8 +65,8 @@ def derived(
 
 
 def ordinary(*tensors: torch.Tensor) -> bool:
-    """Whether these are tensors with memory, of torch's own kinds, in a call that runs now: none
-    that is compiled, traced, transformed, or computed with fake tensors."""
+    """Whether these are tensors with memory, of torch's own kinds, in a call that runs now: not
+    compiled, traced, transformed or computed with fake tensors."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _is_tracing():
         return False
     return all(
@@ -99,7 +98,8 @@ def _stamp(name: str, weight: torch.Tensor, promised: bool) -> tuple:
 
 
 def _holds(entry: Kept, weight: torch.Tensor) -> bool:
-    """Whether what is kept was made of these values: by a look at them, or by where they lie."""
+    """Whether an entry was derived from these values: by comparison with its copy, or by their
+    memory."""
     if entry.copy is not None:
         return torch.equal(entry.copy, weight)
     return entry.memory.cdata == weight.untyped_storage()._cdata

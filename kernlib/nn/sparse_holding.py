@@ -35,15 +35,15 @@ from kernlib.nn.sparse_weights import counted, of_others, restored, rounded
 from kernlib.nn.unsized import Unsized, is_unfilled
 from kernlib.runtime.tensors import stand_ins
 
-PREFIX = "weight_"  # of the tensors' names, which else are those of the format
+PREFIX = "weight_"  # of the tensors' names, which are the format's otherwise
 PACKED = "weight_packed"  # what a state_dict holds
 # An attribute of the buffer of this name, if a layer has put it there and no loader. Compiled calls
-# ask for it in place of which tensor it is, whose guard would be Python code.
+# test it rather than the tensor's identity, whose guard would be Python code.
 CARRIER = "_kernlib_carrier"
 
 
 class MatrixModule(IndexedModule):
-    """A layer of which a compressed matrix is a part, that moves with it and is saved with it."""
+    """A layer with a compressed matrix that moves with it and is saved with it."""
 
     persistent = False
     carriers = (MARK, PACKED)
@@ -171,7 +171,7 @@ class MatrixModule(IndexedModule):
         return noted
 
     def _lacks_matrix(self) -> bool:
-        """Whether what a loader puts there is the layer's from then on: it has no values yet."""
+        """Whether the layer has no values yet, so that it keeps the matrix of a loader."""
         matrix = self._matrix
         return matrix is None or matrix.device.type == "meta"
 
@@ -271,8 +271,7 @@ class MatrixModule(IndexedModule):
         return self
 
     def _adopt(self) -> None:
-        """Make what a loader has put there the layer's own. Raises ValueError for what is no
-        matrix."""
+        """Keep the tensors that a loader has put there. Raises ValueError for what is no matrix."""
         if self._buffers[PACKED] is self._carrier:
             return
         matrix = self._of_carrier()

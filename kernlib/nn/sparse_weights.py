@@ -46,7 +46,7 @@ def is_silently_dense(matrix: SparseMatrix | None, density, format) -> bool:
 
 
 def check_options(density, format, per, columns) -> None:
-    """Raises TypeError or ValueError for arguments that are none, used or not."""
+    """Raises TypeError or ValueError for invalid arguments, used or not."""
     if density is not None:
         check_density(density)
     check_format(format)
@@ -96,7 +96,7 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def counted(matrix: SparseMatrix, nnz: int | None) -> SparseMatrix:
-    """A matrix whose number of entries is known, so that nobody counts them again."""
+    """A matrix whose number of entries is known, so that they are not counted again."""
     return SparseMatrix(
         matrix.format, matrix.shape, matrix.dtype, matrix.tensors, matrix.facts, nnz
     )

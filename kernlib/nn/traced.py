@@ -2,9 +2,8 @@
 tensors, and inside of torch.compile.
 
 Dynamo makes constants of the sizes of every ``nn.Parameter``, whatever ``dynamic`` says, so that
-each layer of other sizes would take a program of its own. Those of a sparse layer differ with
-what it stores, which is no reason for that.
-"""
+each layer of other sizes would take a program of its own. The sizes of a sparse layer differ with
+its entries, and should share one program."""
 
 from __future__ import annotations
 

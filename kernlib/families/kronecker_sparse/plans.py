@@ -110,7 +110,7 @@ def lower(
     may compute the call."""
     arch, choice = arch_of(device), None
     candidates = choose.candidates(problem, arch)
-    # torch computes products beside the kernels.
+    # With one kernel, torch is a second candidate.
     if torch_may or len(candidates) > 1 or tuned.is_trial():
         choice = tuned.choice(FAMILY, model(device), signature(problem), lambda: candidates)
     return lower_on(

@@ -155,7 +155,7 @@ class SparseMatrix:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values: float16, bfloat16 or float32."""
+        """The values' dtype: float16, bfloat16 or float32."""
         return self._dtype
 
     @property
@@ -477,7 +477,7 @@ def _is_laid_out(w: SparseMatrix) -> bool:
 
 
 def dense_of(w: SparseMatrix) -> torch.Tensor:
-    """The matrix laid out densely, to be read: in the dense format it is what is there."""
+    """The matrix laid out densely, to be read only: in the dense format it is the stored tensor."""
     if w._format == "dense":
         return w._operands[0]
     if 0 in w._shape:
@@ -486,7 +486,7 @@ def dense_of(w: SparseMatrix) -> torch.Tensor:
 
 
 def _entries(w: SparseMatrix) -> Iterator[Triplets]:
-    """Those that are not 0, some at a time."""
+    """The nonzero entries, some at a time."""
     if w._device.type == "cuda":
         check_place(w, [t.data_ptr() for t in w._operands])
     format = format_of(w._format)
@@ -529,7 +529,7 @@ def _turned(w: SparseMatrix) -> SparseMatrix:
     dense = dense_of(w).t()
     fits = format_of(format).nbytes(dense) is not None
     matrix = compressed(dense, format if fits else "auto")
-    if not is_quantised(w):  # of which some may be 0 now
+    if not is_quantised(w):  # some of these may be 0 now
         _count(matrix, w.known_nnz())
     return matrix
 

@@ -96,7 +96,7 @@ def block_sparse_attention(
     if unsaid and layout.condition and not is_dynamo_compiling():
         warn_of_whole_blocks(layout.condition)
     if checked_dropout(dropout_p) != 0.0 or takes(q, k, v, key_transposed):
-        BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
+        BlockSparseMatmul("sdd", precision=precision)  # raises for a wrong precision
         tensors = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         masks = {name: mask for name, mask in tensors.items() if mask is not None}
         rest = {"dropout_p": dropout_p, "seed": seed} if dropout_p != 0.0 else {}
@@ -229,7 +229,7 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         for name, mode in modes.items():
             _check_mode(name, mode)
         dtype = checked_dtype(dtype)
-        BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
+        BlockSparseMatmul("sdd", precision=precision)  # raises for a wrong precision
         source = _as_layout(layout, block, num_heads)
         super().__init__(
             embed_dim, num_heads, dropout, bias=bias, kdim=kdim, vdim=vdim,

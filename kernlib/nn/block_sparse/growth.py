@@ -1,5 +1,5 @@
-"""Which blocks of a weight stay, which are dropped and which are grown, and where values move then:
-torch's operators on any device, none of which waits for it.
+"""The blocks of a weight that stay, are dropped or are grown, and the slots to which values move.
+All by torch's operators on any device, none of which waits for it.
 
 A place is the number of a block among all of a grid, row by row; slots that hold no block have the
 place behind the last.
@@ -74,7 +74,7 @@ def with_largest(
 
 
 def sources(before: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """For each slot that one which held its block when :func:`places` were ``before``, or -1: int64
+    """For each slot the slot that held its block when :func:`places` were ``before``, or -1: int64
     (capacity,)."""
     slots = before.new_full((total(layout) + 1,), -1).index_copy(0, before, _count_up(before))
     slots[total(layout) :].fill_(-1)  # an index would wait for the device

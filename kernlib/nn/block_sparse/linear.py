@@ -320,7 +320,7 @@ def block_sparsify(
     check_model(model, "use BlockSparseLinear.from_linear")
     match = checked_match(match)
     block = check_options(block, density, criterion, per)
-    BlockSparseMatmul("dds", precision=precision)  # which says what is wrong with a precision
+    BlockSparseMatmul("dds", precision=precision)  # raises for a wrong precision
 
     def check(linear: nn.Linear) -> None:
         check_multiple(tuple(check_linear(linear).weight.shape), block)

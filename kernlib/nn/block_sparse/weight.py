@@ -168,7 +168,7 @@ class BlockSparseModule(LayoutModule):
 
     @property
     def growth_candidates(self) -> Layout | None:
-        """The blocks that are watched, None if none are."""
+        """The watched blocks, None without them."""
         return self._candidates
 
     @property
@@ -387,8 +387,8 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def placed(layout: Layout, place: torch.device) -> Layout:
-    """The layout on a device; one without blocks for one that comes from meta, whose contents
-    nobody knows, so that kernels read nothing by what memory happens to hold."""
+    """The layout on a device. One that comes from meta, whose contents are unknown, becomes a
+    layout without blocks, so that kernels do not go by uninitialised memory."""
     if layout.device.type != "meta" or place.type == "meta":
         return layout.to(place)
     heads = () if layout.heads is None else (layout.heads,)

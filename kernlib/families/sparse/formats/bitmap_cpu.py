@@ -31,7 +31,7 @@ def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
 
 
 def chunks_of_panels(entries: torch.Tensor) -> torch.Tensor:
-    """Entries of each chunk by those of (panels of COLUMNS, rows)."""
+    """Entries of each chunk from those of (panels of COLUMNS, rows)."""
     across, rows = entries.shape
     padded = torch.nn.functional.pad(entries, (0, -rows % ROWS))
     slabs = padded.view(across, ceil_div(rows, ROWS), ROWS)

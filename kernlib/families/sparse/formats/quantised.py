@@ -122,7 +122,7 @@ class QuantisedFormat:
         return {"data": data, "offsets": offsets}, facts
 
     def _units_of(self, entries: Entries) -> Iterator[torch.Tensor]:
-        """The 16-byte units of each chunk, those of some rows at a time."""
+        """The 16-byte units of each chunk, some rows at a time."""
         across = ceil_div(entries.shape[1], COLUMNS)
         for slab, _, chunks in _slabs_of(entries):
             yield cpu.units_of(_counts(slab, across, chunks), self.code)

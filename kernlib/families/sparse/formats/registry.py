@@ -62,9 +62,8 @@ def check_format(format: str) -> None:
 
 
 def with_values(format: str, values: str | None) -> str:
-    """The format, or "auto", that ``format`` and ``values`` name together: without ``values``
-    whatever the format is. Raises ValueError for what is neither, and for two that exclude each
-    other."""
+    """The format, or "auto", that ``format`` and ``values`` name together: without ``values`` the
+    format itself. Raises ValueError for what is neither, and for two that exclude each other."""
     if values is None:
         return format
     check_format(format)

@@ -121,8 +121,8 @@ class SlicesFormat(NamedTuple):
         tiling: Tiling | None = None,
         counts: Mapping[int, torch.Tensor] | None = None,
     ) -> tuple[Tiling, torch.Tensor, torch.Tensor]:
-        """A tiling, by default the best one, and what :func:`arrange` says of it. ``counts`` are
-        the codes of each (panel, row), by widths of panels, as far as they have been counted."""
+        """A tiling, by default the best one, and its :func:`arrange`. ``counts`` are the codes of
+        each (panel, row), by widths of panels, as far as they have been counted."""
 
         lengths, shape, itemsize = dict(counts or {}), tuple(dense.shape), dense.element_size()
         codec = _codec(dense)
@@ -267,7 +267,7 @@ class SlicesFormat(NamedTuple):
         return {"data": data, "offsets": offsets, "rows": rows}
 
     def _arranged(self, entries: Entries, tiling: Tiling) -> Iterator[tuple]:
-        """Which panels, and what :func:`arrange` says of them, some at a time."""
+        """Ranges of panels with their :func:`arrange`, some panels at a time."""
         for some in _some_panels(grid(entries.shape, tiling.width)[0], entries.shape[0]):
             lengths = cpu.count_entries(self.code, entries, tiling.width, some)
             yield some, *arrange(lengths, self.code.unit, tiling.parts)
@@ -318,8 +318,8 @@ class SlicesFormat(NamedTuple):
         return cpu.read_entries(self.code, tensors, Tiling.of(facts), shape[1], dtype)
 
     def nbytes(self, dense: torch.Tensor) -> int | None:
-        """Bytes of what :meth:`encode` would make; None for a matrix it refuses. The host waits for
-        them."""
+        """The bytes that :meth:`encode` would take; None for a matrix that it refuses. The host
+        waits for them."""
         size = self.measure(dense)
         return None if size < 0 else size
 
@@ -389,7 +389,7 @@ def _check_sizes(
             f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
         )
     numbers = cpu.numbers(rows).flatten(1)
-    ordered = torch.where(numbers == -1, shape[0], numbers).sort().values  # none behind the others
+    ordered = torch.where(numbers == -1, shape[0], numbers).sort().values  # -1 sorts last
     indices = torch.arange(ordered.shape[1], dtype=torch.int64, device=rows.device)
     if bool((ordered != indices.clamp_max(shape[0])).any() | (numbers >= shape[0]).any()):
         raise ValueError(
@@ -428,9 +428,9 @@ def _check_columns(
 def arrange(
     lengths: torch.Tensor, unit: int = 1, parts: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the codes of each (panel, row): int64 starts of all slices and their end, and rows, behind
-    which is room for the starts of parts. On the host, which waits for the codes: by numpy, as each
-    of torch's operators may wake threads for these few numbers."""
+    """From the codes of each (panel, row): int64 starts of all slices and their end, and rows with
+    room behind them for the starts of parts. On the host, which waits for the codes: by numpy, as
+    each of torch's operators may wake threads for these few numbers."""
     codes = lengths.cpu().numpy()
     panels, count = codes.shape
     slices = ceil_div(count, LANES)

@@ -177,7 +177,7 @@ def read_entries(
 def _read(
     code: Code, tensors: Mapping[str, torch.Tensor], tiling: Tiling, cols: int, dtype: torch.dtype
 ) -> Iterator[Triplets]:
-    """The entries with bits, those of some slices of a panel at a time."""
+    """The entries with nonzero bits, some slices of a panel at a time."""
     itemsize, rows, data = dtype.itemsize, tensors["rows"], tensors["data"]
     if data.storage_offset() % itemsize:
         data = data.clone()

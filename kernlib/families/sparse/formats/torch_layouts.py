@@ -49,8 +49,8 @@ def of_rows(
     shape: tuple[int, int],
     names: tuple[str, str, str] = CSR,
 ) -> Entries:
-    """Those of CSR's three tensors, or of BSR's, whose ``values`` are blocks. Raises ValueError
-    that names the tensor."""
+    """The entries of CSR's three tensors, or of BSR's, whose ``values`` are blocks. Raises
+    ValueError that names the tensor."""
     block = tuple(values.shape[1:]) or (1, 1)
     _check_tensors(crow, col, values, shape[0] // block[0], names)
     _check_rows(crow, col.numel(), names[0])
