@@ -142,7 +142,7 @@ def prepare(
             for descriptor in waiting:
                 planned = _planned(descriptor, tensors, arguments)
                 if device is None and not planned:
-                    specs(descriptor, "sm_80", tensors, arguments)  # which raises what is wrong
+                    specs(descriptor, "sm_80", tensors, arguments)  # raises what is wrong
                 for product in planned:
                     ahead.prepare(product)
 
@@ -173,7 +173,7 @@ def specs(
             call = partial(run_of(descriptor), descriptor, *tensors, **arguments)
         else:
             call = call_of(descriptor, tensors, arguments)
-        _planned(descriptor, tensors, arguments)  # which raises what is wrong with names and kinds
+        _planned(descriptor, tensors, arguments)  # raises what is wrong with names and kinds
         results = call()
         for result in results if isinstance(results, tuple) else (results,):
             _rehearse_backward(result, stand_ins.leaves)

@@ -91,7 +91,7 @@ def _hinted(function: Callable, name: str, owner: type | None = None) -> Callabl
 def _misfit(function, name: str, owner, values: tuple, named: dict, error) -> str | None:
     """The message for arguments that do not fit a function's signature. None for arguments that
     fit: then the error came from inside of the function."""
-    from inspect import signature  # which only errors need
+    from inspect import signature  # only errors need it
 
     takes = signature(function)
     try:

@@ -81,6 +81,6 @@ def _fastest(sizes: dict[str, int], density: float, shape, dtype: torch.dtype, c
     """The format that "auto" takes for a matrix of so many bytes in each."""
     if columns > rates.MOST_COLUMNS:
         return "dense"
-    if dtype == torch.float32:  # which kernels of bitmap do not take
+    if dtype == torch.float32:  # bitmap's kernels do not take these
         sizes = {name: size for name, size in sizes.items() if name != "bitmap"}
     return registry.fastest(sizes, density, shape, dtype.itemsize, ARCH, columns)

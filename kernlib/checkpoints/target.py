@@ -21,7 +21,7 @@ from kernlib.checkpoints.writer import PART, Shard, write_text
 VERSION = 1  # of the list of what is done, and of the entry in config.json
 STATE = "kernlib-convert.json"  # the list, in a folder whose conversion has not ended
 INDEX = "model.safetensors.index.json"
-METADATA = {"format": "pt"}  # which transformers asks for
+METADATA = {"format": "pt"}  # transformers asks for it
 # What a folder holds besides weights that the result needs too: the tokenizer and the like.
 ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken", ".spm")
 LARGEST = 1 << 26  # bytes of such a file

@@ -224,7 +224,7 @@ def _module() -> ModuleType:
     return module
 
 
-# Which calls are answered.
+# The calls that are answered.
 
 
 def _misfit(dense: type, linear_ops, kp_shape, rhs, turned: bool) -> str | None:

@@ -107,7 +107,7 @@ class Descriptor(Part):
         arguments = [f"{name}=..." for name in self.required]
         return f"run_kernel({', '.join(['descriptor', *self.operands, *arguments])})"
 
-    if not TYPE_CHECKING:  # who calls one is told so before it runs
+    if not TYPE_CHECKING:  # callers are told so before it runs
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
             """Raises TypeError, which says how it is called: Python's own says that it is not."""

@@ -136,7 +136,7 @@ def instead_of_tensor(name: str, value: object) -> str:
     of it, if there is one."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if type(value).__name__ == "Proxy":  # which has every attribute
+    if type(value).__name__ == "Proxy":  # a Proxy has every attribute
         return f"Proxy; {TRACED}"
     place = name if name.replace("[", "").replace("]", "").isidentifier() else "value"
     line = _line_of_tensor(value, place)
@@ -148,7 +148,7 @@ def _line_of_tensor(value: object, name: str) -> str:
     if hasattr(value, "strides") and str(type(value).__module__).split(".")[0] == "numpy":
         if getattr(value, "ndim", 0) == 0:
             return f"torch.tensor({name})"
-        turned = any(step < 0 for step in value.strides)  # which torch.from_numpy refuses
+        turned = any(step < 0 for step in value.strides)  # torch.from_numpy refuses these
         return f"torch.from_numpy({name}{'.copy()' if turned else ''})"
     if hasattr(value, "to_numpy"):  # of pandas and polars
         return f"torch.from_numpy({name}.to_numpy())"

@@ -138,14 +138,14 @@ def _open(directories: tuple[Path, ...], budget: int) -> Layers:
 def _open_bundle(folder: Path):
     """The bundle in a folder, opened once for each file and process. None, after a warning, for one
     that cannot be used."""
-    from kernlib.jit import bundle  # which few processes need
+    from kernlib.jit import bundle  # few processes need it
     from kernlib.jit.open_stores import fingerprint
 
     real = str(folder)
     try:
         real = os.path.realpath(folder)
         name = (real, fingerprint(folder / bundle.FILE))
-    except OSError as error:  # which opening it meets as well
+    except OSError as error:  # opening it meets this too
         name = (real, str(error))
     if name not in _bundles:
         # Kept before it is opened: if an interrupt made us lose an open one, LMDB would refuse to

@@ -82,7 +82,7 @@ def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemorySt
             raise FileNotFoundError(errno.ENOENT, "no home directory")
         store.open()
     except (OSError, lmdb.Error) as error:
-        from kernlib.jit import bundle  # which few need
+        from kernlib.jit import bundle  # few processes need it
 
         try:
             behind, reason = bundle.readable_cache(store.directory, error)

@@ -96,7 +96,7 @@ def arch_of(capability: tuple[int, int], name: str = "this device") -> str:
 def check_arch(arch: str) -> str:
     """``arch`` itself. Raises ValueError, listing the targets, for one that is not known."""
     if not isinstance(arch, str) or arch not in SHARED_BYTES:
-        from kernlib import hints  # which only errors need
+        from kernlib import hints  # only errors need it
 
         hint = hints.argument(arch, SHARED_BYTES) if isinstance(arch, str) else ""
         raise ValueError(f"arch must be one of {', '.join(SHARED_BYTES)}, got {arch!r}{hint}")

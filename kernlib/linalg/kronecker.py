@@ -72,7 +72,7 @@ class KronEigh(NamedTuple):
         return outer(self.values)
 
 
-# What is called.
+# Public functions.
 
 
 @eager_only
@@ -289,7 +289,7 @@ def kron_logdet(
     return LogDet.apply(basis, noise, *factors)
 
 
-# What may be wrong.
+# Checks.
 
 
 def as_square(factors, *, check_errors: bool = False) -> Sequence[torch.Tensor]:

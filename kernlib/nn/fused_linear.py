@@ -261,7 +261,7 @@ class FusedLinear(SparseLinear):
             return result
         if not compiling:
             return self._shared(input, self._biases(False))
-        from kernlib.nn.merging import merged  # which loads Dynamo
+        from kernlib.nn.merging import merged  # this loads Dynamo
 
         # Each read of a layer's bias costs guards: none is read if no layer had one.
         joint, (bias,) = self.joint, parameters_of(self, ("bias",))

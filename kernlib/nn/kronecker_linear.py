@@ -203,7 +203,7 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         check_dense(("input",), input=input)
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():
-            input = input.clone()  # which may be kept for a gradient
+            input = input.clone()  # it may be kept for a gradient
         if is_dynamo_compiling():
             return self._traced(input)
         bias = self.bias

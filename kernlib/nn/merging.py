@@ -33,7 +33,7 @@ READERS = frozenset(
 
 def merged(y: torch.Tensor) -> torch.Tensor:
     """``y``, the result of a product that Dynamo has just traced."""
-    from torch._dynamo.comptime import comptime  # which is there, as Dynamo traces the call
+    from torch._dynamo.comptime import comptime  # it is there, as Dynamo traces the call
 
     comptime(_merge)
     return y

@@ -166,7 +166,7 @@ class MatrixModule(IndexedModule):
                 noted, lying = self._unpacked(data, self._dtype)
             if is_own:
                 self._hold(noted, None, lying)
-            elif not self._is_lent:  # which would keep the memory
+            elif not self._is_lent:  # it would keep the memory
                 self._note_other((data,), noted)
         return noted
 
@@ -180,7 +180,7 @@ class MatrixModule(IndexedModule):
     ) -> tuple[SparseMatrix, torch.Tensor | None]:
         """The matrix in a packed tensor, in a dtype or as it is, and the tensor if the matrix lies
         in it. Raises ValueError."""
-        from kernlib.families.sparse.packed import unpacked  # which only loading needs
+        from kernlib.families.sparse.packed import unpacked  # only loading needs it
 
         data = data.as_subclass(torch.Tensor)
         matrix = self._checked(unpacked(data))
@@ -301,7 +301,7 @@ class MatrixModule(IndexedModule):
             return {PACKED: Unsized.on(matrix.device)}
         if matrix is self._matrix and self._data is not None and lies_in(matrix, self._data):
             return {PACKED: self._data.detach()}
-        from kernlib.families.sparse.packed import packed  # which only this needs
+        from kernlib.families.sparse.packed import packed  # only this needs it
 
         with torch.inference_mode(False), torch.no_grad(), untransformed():
             return {PACKED: packed(matrix)}

@@ -62,7 +62,7 @@ def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor
     traces."""
     if "parametrizations" in layer._modules:  # foreign code computes some of them
         return [getattr(layer, name) for name in names]
-    from torch._dynamo.comptime import comptime  # which is there, if Dynamo traces the call
+    from torch._dynamo.comptime import comptime  # it is there if Dynamo traces the call
 
     comptime(_as_tensors)
     parameters = [getattr(layer, name) for name in names]

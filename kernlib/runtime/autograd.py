@@ -81,7 +81,7 @@ def is_watched(grad: torch.Tensor) -> bool:
     transforms or intercepts it."""
     return (
         is_dynamo_compiling()
-        or (is_in_torch_dispatch_mode() and rehearsal.current() is None)  # which no mode sees
+        or (is_in_torch_dispatch_mode() and rehearsal.current() is None)  # no mode sees this
         or _is_tracing()
         or _are_functorch_transforms_active()
         or is_legacy_batchedtensor(grad)  # as is_grads_batched makes them

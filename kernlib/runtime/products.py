@@ -213,7 +213,7 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
     def run(descriptor, *operands, out=None, **parameters) -> torch.Tensor:
         if torch._C._is_any_autocast_enabled():
             product.check_operands(descriptor, operands)
-            if out is not None:  # which casts would hide
+            if out is not None:  # before casts, which would hide it
                 apart = apart_of(descriptor, out, parameters)
                 refuse_any_overlap(out, **named(product, operands), **apart)
             operands, parameters = product.cast(operands, parameters)
@@ -221,7 +221,7 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
             torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands, out)
         ):
             return recorded(descriptor, operands, out, parameters)
-        key = key_of(descriptor, operands, out, parameters)  # which unpacks the operands
+        key = key_of(descriptor, operands, out, parameters)  # this unpacks the operands
         plan = cache.plans.get(key)
         if plan is None:
             return first(key, descriptor, operands, out, parameters)

@@ -166,7 +166,7 @@ class Layout:
         the layout's order, of which the gradient is recorded. Columns may stand in any order in a
         row. Waits for the device. Raises TypeError for other tensors, ValueError for batches, for
         sizes of blocks that no kernel takes and for a block that stands there twice."""
-        from kernlib.families.blocksparse import imports  # which only this needs
+        from kernlib.families.blocksparse import imports  # only this needs it
 
         refuse_traced("Layout.from_bsr")
         blocks = imports.read_bsr(bsr)
@@ -597,4 +597,4 @@ def _unpickled(header: dict, tensors: dict) -> Layout:
     return Layout.from_state(header, tensors)
 
 
-torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
+torch.serialization.add_safe_globals([_unpickled])  # checks all arguments

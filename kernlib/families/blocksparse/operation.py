@@ -119,7 +119,7 @@ calls = products.bind(PRODUCT)
 
 @lru_cache(maxsize=1024)
 def parts(descriptor: BlockSparseMatmul) -> Parts:
-    """What a call with a gradient consists of."""
+    """The parts of a call with a gradient."""
     product = descriptor.replace(epilogue=(Bias(),) if is_biased(descriptor) else ())
     return autograd.parts(descriptor, product, descriptor.axis)
 
@@ -210,7 +210,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx, grad):
         descriptor, needs, plan = ctx.descriptor, ctx.needs_input_grad, ctx.plan
         a, b, *_ = ctx.saved_tensors
-        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
             grad = grad.contiguous()
         to_bias = bias_gradient(grad, descriptor.axis) if needs[3] else None
         request = descriptor, ctx.layout, {"grad": grad, "a": a, "b": b}, needs[4:]
@@ -295,7 +295,7 @@ RUNS = {BlockSparseMatmul: run}
 
 
 def planned(descriptor: BlockSparseMatmul, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan."""
+    """The parts of a call that have a plan."""
     from kernlib.runtime.ahead import planned_product
 
     return [planned_product(PRODUCT, calls, parts, descriptor, tensors, arguments)]

@@ -41,7 +41,7 @@ def plan(call: Call, descriptor: BlockSparseMatmul, operands, out, parameters) -
     nothing to sum."""
     layout, a, b = operands
     device = a.get_device()
-    arch_of(device)  # one too old is refused for an empty result as well
+    arch_of(device)  # an old device is refused for an empty result too
     problem, read = problem_of(call, descriptor, operands, out, parameters)
     lowered = _lower(descriptor, problem, device) if _is_for_kernels(call, problem) else None
     request = descriptor, operands, out, parameters

@@ -36,7 +36,7 @@ def blocksparse_matmul(
     b: torch.Tensor,
     parameters: dict | None = None,
 ) -> torch.Tensor:
-    """What ``descriptor`` describes, in the operands' dtype; float16 and bfloat16 are computed in
+    """The result of ``descriptor``, in the operands' dtype; float16 and bfloat16 are computed in
     float32. ``parameters`` of the epilogue are numbers and tensors, vectors of shape (features,).
     """
     dtype, wide = a.dtype, _arithmetic(descriptor, a)

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _OPERATORS = "kernlib.families.kronecker_product.operators"
 
 
-# What can be wrong.
+# Checks.
 
 
 def names(operands: tuple) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ def _gradient_key(descriptor: KroneckerProduct, grad, operands: tuple, needs: tu
 
 
 def _gradient_way(call: Call, descriptor, grad, operands: tuple, needs: tuple) -> str:
-    """Who computes the gradients: kernels, for what they take on CUDA."""
+    """How the gradients are computed: by kernels where they take them on CUDA."""
     if is_wrapped(grad) or _way(call, descriptor, operands, None, {}) == REFERENCE:
         return REFERENCE
     arch = arch_of(operands[0].get_device())
@@ -334,7 +334,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _, _, of_bias, *needs = ctx.needs_input_grad
-        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
             grad = grad.contiguous()
         to_bias = bias_gradient(grad, ctx.descriptor.axis) if of_bias else None
         gradients = by_torch if is_watched(grad) or torch.is_grad_enabled() else by_kernels
@@ -392,7 +392,7 @@ RUNS = {KroneckerProduct: run}
 
 
 def planned(descriptor: KroneckerProduct, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan, and of its gradient by x where that is a product."""
+    """The parts of a call that have a plan, and of its gradient by x where that is a product."""
     from kernlib.runtime.ahead import planned_product
 
     rest = dict(arguments)

@@ -109,7 +109,7 @@ def _backward(saved, grad) -> dict:
 
 
 def _compute_gradients(grad, x, factors, text: str, needs, debug: bool) -> list[torch.Tensor]:
-    if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+    if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
         grad = grad.contiguous()
     grads = operation.by_kernels(from_text(text), grad, (x, *factors), needs)
     return [t.contiguous() for t in grads if t is not None]

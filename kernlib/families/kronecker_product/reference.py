@@ -25,9 +25,9 @@ def kronecker_product(
     factors: tuple[torch.Tensor, ...],
     parameters: dict | None = None,
 ) -> torch.Tensor:
-    """What ``descriptor`` describes, of ``x`` (..., M, in) or (..., in, M) and its factors, in
-    their dtype; float16 and bfloat16 are computed in float32. ``parameters`` of the epilogue are
-    numbers and tensors, vectors of shape (out,)."""
+    """The result of ``descriptor`` for ``x`` (..., M, in) or (..., in, M) and its factors, in their
+    dtype; float16 and bfloat16 are computed in float32. ``parameters`` of the epilogue are numbers
+    and tensors, vectors of shape (out,)."""
     wide = _arithmetic(descriptor, x)
     pairs = zip(factors, descriptor.transposed, strict=True)
     matrices = [(f.mT if turned else f).to(wide) for f, turned in pairs]

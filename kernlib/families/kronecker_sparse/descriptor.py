@@ -106,7 +106,7 @@ class KroneckerSparse(Product):
         object.__setattr__(self, "form", form)
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         keywords = {name: getattr(self, name) for name in ("batch_last", "epilogue", "precision")}

@@ -62,7 +62,7 @@ _is_deterministic = torch._C._get_deterministic_algorithms
 _OPERATORS = "kernlib.families.kronecker_sparse.operators"
 
 
-# What can be wrong.
+# Checks.
 
 
 def check_call(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) -> Call:
@@ -139,7 +139,7 @@ def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) ->
             else:
                 settings = float32_precision(), _is_deterministic()
         key = (
-            descriptor.text,  # which a str hashes once
+            descriptor.text,  # a str is hashed once
             settings,
             x.shape, x.stride(), dtype, x.get_device(),
             p & 15 if (p := x.data_ptr()) >= LOWEST_ADDRESS else ~p, x.is_neg(),
@@ -330,7 +330,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
             grad = grad.contiguous()
         needs, options = ctx.needs_input_grad[:3], (*ctx.options, False)
         compute = partial(product_gradients, grad, x, weight, ctx.pattern, needs, options)
@@ -421,7 +421,7 @@ def ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
 
 @lru_cache(maxsize=1024)
 def parts(descriptor: KroneckerSparse) -> Parts:
-    """What a call with a gradient consists of."""
+    """The parts of a call with a gradient."""
     last = descriptor.batch_last
     linear = _linear(descriptor.pattern, last, descriptor.precision, is_biased(descriptor))
     return autograd.parts(descriptor, linear, 0 if last else -1)
@@ -441,8 +441,8 @@ RUNS = {KroneckerSparse: run_factor}
 def planned(
     descriptor: KroneckerSparse | KroneckerSparseChain, tensors: tuple, arguments: dict
 ) -> list[Planned]:
-    """What of a call has a plan: the product of each factor. Raises TypeError for tensors that are
-    too few or too many."""
+    """The parts of a call that have a plan: the product of each factor. Raises TypeError for
+    tensors that are too few or too many."""
     from kernlib.runtime.ahead import planned_product
 
     parameters = dict(arguments)

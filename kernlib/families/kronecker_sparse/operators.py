@@ -216,7 +216,7 @@ def _chain_backward(saved, grads: list) -> dict:
 
 
 def _compute_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
-    if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+    if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
         grad = grad.contiguous()
     grads = gradient.by_plans(grad, hidden, weights, tuple(needs), options)
     return [t.contiguous() for t in grads if t is not None]
@@ -378,7 +378,7 @@ def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: boo
     (x, weight), parameters = autocast((x, weight), parameters)
     operation.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
     check_parameters(descriptor, descriptor.out_features, parameters, x, False, FLOAT_TYPES)
-    if _are_functorch_transforms_active():  # which the operators do not follow
+    if _are_functorch_transforms_active():  # the operators do not follow these
         return products.by_reference(PRODUCT, descriptor, (x, weight), None, parameters)
     return whole(x, weight, text, all_placed(parameters, x.device), debug)
 

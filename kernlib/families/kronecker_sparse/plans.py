@@ -99,7 +99,7 @@ def problem_of(
 
 
 def signature(problem: choose.Problem) -> bytes:
-    """What calls share that the same kernel is fastest for."""
+    """What calls must share for one kernel to be fastest."""
     return encode((FAMILY, problem))
 
 
@@ -134,7 +134,7 @@ def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, paramete
     """The plan of a checked call on CUDA tensors, its kernels loaded."""
     x, weight = operands
     device = x.get_device()
-    arch_of(device)  # one too old is refused for an empty result as well
+    arch_of(device)  # an old device is refused for an empty result too
     problem, copy, apart = problem_of(descriptor, call, x, weight, out)
     request, lowered = (descriptor, operands, out, parameters), None
     if call.batch:

@@ -252,7 +252,7 @@ def _check_finite_power(descriptor: Pairwise, name: str, value: float) -> None:
 
 
 def check_host(name: str, value: float, positive: frozenset[str]) -> None:
-    """What can be said of a host value by its name alone. Raises ValueError."""
+    """Checks of a host value by its name alone. Raises ValueError."""
     if name not in _NOT_NEGATIVE:
         numbers.check_host(name, value, positive)
     elif not value >= 0:

@@ -149,7 +149,7 @@ class Pairwise(Descriptor):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     @property
     def takes_products(self) -> bool:

@@ -54,7 +54,7 @@ def key_of(descriptor, a, b, out, accumulate, row_offset, col_offset, values: di
     """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
     try:  # signature(a), signature(b), in 0.2 us less
         key = (
-            descriptor.text,  # which a str hashes once
+            descriptor.text,  # a str is hashed once
             a.shape, a.stride(), a.dtype, a.get_device(),
             p & 15 if (p := a.data_ptr()) >= LOWEST_ADDRESS else ~p, a.is_neg(),
             None if b is None else (
@@ -148,7 +148,7 @@ class PairwisePlan(NamedTuple):
     scalars: Scalars
     spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
     swapped: bool  # its launch takes b ahead of a
-    quotients: bool  # of points by a bandwidth
+    quotients: bool  # points are divided by a bandwidth
     launch: Plan | Steps | None  # None for an output without elements
 
 
@@ -160,7 +160,7 @@ def _plan(call: checks.Call, descriptor, a, *rest):
         return cpu.plan(call, descriptor, a, *rest)
     request = Request(descriptor, a, *rest)
     device = request.device()
-    arch_of(device)  # one too old is refused for an empty out as well
+    arch_of(device)  # an old device is refused for an empty out too
     lowered = None if is_empty(call) else lower(request, call, device)
     return loaded_plan(request, call, lowered)
 
@@ -256,7 +256,7 @@ def _launch(
             refuse_overlap(out, a=a, b=second)
         if converted:
             refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
-        if not out.is_inference():  # those have no version to count
+        if not out.is_inference():  # inference tensors have no version
             torch.autograd.graph.increment_version(out)
     if plan.launch is None:
         return out

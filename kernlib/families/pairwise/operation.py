@@ -298,8 +298,8 @@ def operands_of(descriptor: Pairwise, reduction: str) -> tuple[str, ...]:
 
 
 def planned(descriptor: Pairwise, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan. A reduction makes its own where it is called, of kernels that are
-    loaded."""
+    """The parts of a call that have a plan. A reduction makes its own where it is called, of
+    kernels that are loaded."""
     if "reduction" in arguments:
         return []
     from kernlib.families.pairwise.matrix import MATRIX, repeated

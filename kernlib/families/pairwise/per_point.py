@@ -121,7 +121,7 @@ def _matrix(call, made: Respelled, out, accumulate) -> torch.Tensor:
         widened = None if b is None else b.to(wide)
         return _added(call(a.to(wide), widened, None, accumulate, values), diagonal).to(a.dtype)
     target = out
-    if isinstance(out, torch.Tensor) and out.dtype != wide:  # which would be rounded twice
+    if isinstance(out, torch.Tensor) and out.dtype != wide:  # it would be rounded twice
         refuse_any_overlap(out, a=a, b=b)
         check_memory(out)
         target = torch.empty_like(out, dtype=wide)

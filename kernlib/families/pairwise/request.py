@@ -82,7 +82,7 @@ def problem_of(request: Request, call: checks.Call) -> tuple[lowering.Problem, t
 
 
 def tuning_signature(descriptor: Pairwise, problem: lowering.Problem) -> bytes:
-    """What calls share that the same kernel is fastest for: all but the diagonal's place."""
+    """What calls must share for one kernel to be fastest: all but the diagonal's place."""
     return encode((descriptor.canonical(), problem._replace(diagonal=0)))
 
 

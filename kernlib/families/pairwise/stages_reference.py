@@ -99,7 +99,7 @@ def sums(
     return _inner(inner, v, entries(p, 4), entries(inner_scale, 4)).sum(-1)
 
 
-@lru_cache(maxsize=64)  # which hot backward passes ask twice
+@lru_cache(maxsize=64)  # hot backward passes ask twice
 def linear(operator: str, inner: object) -> bool:
     """Whether the gradient of the sums is made of products of matrices: ``W z`` of dot products,
     ``2 (x sum_t W - W z)`` of squared differences."""

@@ -543,7 +543,7 @@ def _unpickled(header: dict, tensors: dict | torch.Tensor | Memory) -> SparseMat
     return SparseMatrix.from_state(header, tensors)
 
 
-torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
+torch.serialization.add_safe_globals([_unpickled])  # checks all arguments
 
 
 def is_unpruned(w: SparseMatrix) -> bool:

@@ -222,7 +222,7 @@ class BlockSparseLinear(BlockSparseModule):
         check_input(input, weight, layout.shape[1])
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():
-            input = input.clone()  # which may be kept for a gradient
+            input = input.clone()  # it may be kept for a gradient
         lead = input.shape[:-1]
         x = input
         if len(lead) != 1:

@@ -122,7 +122,7 @@ class BlockSparseAttention(Descriptor):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         return partial(type(self), **{name: getattr(self, name) for name in FIELDS}), ()

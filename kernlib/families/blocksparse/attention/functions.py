@@ -250,4 +250,4 @@ def _new(*fields) -> BlockSparseAttention:
     return BlockSparseAttention(**dict(zip(FIELDS, fields, strict=True)))
 
 
-_cached = lru_cache(maxsize=64)(_new)  # which Dynamo does not look into
+_cached = lru_cache(maxsize=64)(_new)  # Dynamo does not look into it

@@ -299,7 +299,7 @@ def _plan_of(descriptor, operands: tuple, options: Options, captured: dict):
     tensors = *operands[1:], *captured.values()
     if any([type(t) not in ORDINARY for t in tensors]) and stand_ins(*tensors):
         return None
-    if requires_gradient((), *options.tensors):  # which checks refuse
+    if requires_gradient((), *options.tensors):  # checks refuse it
         return None
     return calls.find(descriptor, operands, None, options, captured)
 
@@ -320,13 +320,13 @@ def run(
     return_lse: bool = False,
     **captured: torch.Tensor,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What ``descriptor`` describes of ``operands``, layout, q, k and v, as it says itself."""
+    """The result of ``descriptor`` for ``operands``, layout, q, k and v, as its class says."""
     options = arguments.options_of(
         descriptor, operands, scale, window, q_lengths, kv_lengths, dropout_p, seed, return_lse
     )
     if torch._C._is_any_autocast_enabled():
         check_kinds(descriptor, operands)
-        if isinstance(out, torch.Tensor):  # which casts would hide
+        if isinstance(out, torch.Tensor):  # before casts, which would hide it
             arguments.refuse_overlap(operands, out, options, captured)
         operands = arguments.autocast(operands)
     if forward_ad._current_level >= 0 or (
@@ -346,7 +346,7 @@ RUNS = {BlockSparseAttention: run}
 
 
 def planned(descriptor: BlockSparseAttention, tensors: tuple, keywords: dict) -> list[Planned]:
-    """What of a call has a plan. Raises TypeError for an argument that is not known."""
+    """The parts of a call that have a plan. Raises TypeError for an argument that is not known."""
     from kernlib.runtime.ahead import is_recorded, planned_operation
 
     captured = dict(keywords)

@@ -353,7 +353,7 @@ def launch(plan: AttentionPlan, descriptor, operands: tuple, out, options: Optio
     layout, q, k, v = operands
     if out is not None:
         refuse_overlap(operands, out, options, captured)
-        if not out.is_inference():  # those have no version to count
+        if not out.is_inference():  # inference tensors have no version
             torch.autograd.graph.increment_version(out)
     target = plan.result() if out is None or plan.apart else out
     lse = plan.lse() if options.lse else None
@@ -425,7 +425,7 @@ def launch_gradient(
 def _numbers(plan, options: Options) -> tuple[list, torch.Tensor | None]:
     """Values and addresses of a launch's scalars, and a tensor to hold until then."""
     scale, address, tensor = options.scale, 0, None
-    if type(scale) is not float or scale != scale:  # as few calls have it
+    if type(scale) is not float or scale != scale:  # few calls have these
         scale, address, tensor = scale_of(scale, plan.device, torch.float32)
     left, right = options.window
     mask = plan.window

@@ -39,7 +39,7 @@ def _parse(text: str) -> tuple[tuple[int, int], tuple[int, int], int | None, int
     return *sizes, head_count, int(capacity[1])
 
 
-_parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
+_parsed = lru_cache(maxsize=4096)(_parse)  # Dynamo warns of it
 
 
 def form_text(block: tuple, has_heads: bool) -> str:

@@ -158,7 +158,7 @@ def counted(tensors: Tensors) -> list[int]:
 
 def write_mask(tensors: Tensors, mask: torch.Tensor, blocks: Blocks) -> None:
     """The contents of a mask on the tensors' GPU, by kernels: what is too many is dropped."""
-    from kernlib.families.blocksparse.contents import device  # which layouts of CPUs do not load
+    from kernlib.families.blocksparse.contents import device  # layouts on CPUs do not load it
 
     device.write_mask(tensors, mask.contiguous(), blocks)
     torch.autograd.graph.increment_version(tensors)

@@ -83,7 +83,7 @@ class BlockSparseScaledMatmul(Product):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         names = ("transpose_a", "transpose_b", "out_dtype")

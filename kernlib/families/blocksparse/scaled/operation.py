@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 SCALES = ("scale_a", "scale_b")
 
 
-# What can be wrong, said in the caller's words.
+# Checks, in the caller's words.
 
 
 def check_kinds(descriptor: BlockSparseScaledMatmul, operands: tuple) -> None:
@@ -183,7 +183,7 @@ def problem_of(
 def _plan(call: Call, descriptor, operands: tuple, out, parameters: dict) -> ProductPlan:
     """The plan of a checked call on CUDA tensors, its kernel loaded."""
     device = operands[1].get_device()
-    arch = arch_of(device)  # one too old is refused for an empty result as well
+    arch = arch_of(device)  # an old device is refused for an empty result too
     tensors, request = _tensors(operands), (descriptor, operands, out, parameters)
     names = (*TENSORS, "values", "dense", *scaled.SCALES)
     problem = problem_of(call, descriptor, operands, out) if call.batch else None
@@ -323,7 +323,8 @@ RUNS = {BlockSparseScaledMatmul: run}
 
 
 def planned(descriptor: BlockSparseScaledMatmul, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan: nothing where a gradient is recorded, which torch computes."""
+    """The parts of a call that have a plan: nothing where a gradient is recorded, which torch
+    computes."""
     from kernlib.runtime.ahead import planned_product
 
     call = planned_product(PRODUCT, calls, None, descriptor, tensors, arguments)

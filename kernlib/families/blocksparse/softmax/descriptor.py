@@ -90,7 +90,7 @@ class BlockSparseSoftmax(Descriptor):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         names = ("causal", "key_padding_mask", "attn_mask", "rpe")

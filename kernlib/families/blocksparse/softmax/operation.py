@@ -336,11 +336,11 @@ def run(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``descriptor`` describes of ``operands``, layout and x, as it says itself."""
+    """The result of ``descriptor`` for ``operands``, layout and x, as its class says."""
     parameters = arguments.given(rpe, key_padding_mask, attn_mask)
     if torch._C._is_any_autocast_enabled():
         arguments.check_kinds(descriptor, operands)
-        if isinstance(out, torch.Tensor):  # which casts would hide
+        if isinstance(out, torch.Tensor):  # before casts, which would hide it
             arguments.refuse_overlap(operands, out, scale, parameters)
         parameters = arguments.autocast(operands, parameters)
     if forward_ad._current_level >= 0 or (
@@ -359,7 +359,7 @@ RUNS = {BlockSparseSoftmax: run}
 
 
 def planned(descriptor: BlockSparseSoftmax, tensors: tuple, keywords: dict) -> list[Planned]:
-    """What of a call has a plan. Raises TypeError for an argument that is not known."""
+    """The parts of a call that have a plan. Raises TypeError for an argument that is not known."""
     from kernlib.runtime.ahead import is_recorded, planned_operation
 
     rest = dict(keywords)

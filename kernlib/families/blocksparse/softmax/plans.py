@@ -94,7 +94,7 @@ def gradient_of(layout: Layout, grad, y) -> tuple[Gradient, Shapes]:
 def plan(call: Call, descriptor, operands: tuple, out, scale, parameters: dict) -> SoftmaxPlan:
     """The plan of a checked call on CUDA tensors, its kernel loaded."""
     layout, x = operands
-    arch_of(x.get_device())  # one too old is refused for an empty result as well
+    arch_of(x.get_device())  # an old device is refused for an empty result too
     problem, copies, apart = problem_of(descriptor, layout, x, out, parameters)
     launch = None
     if call.count:
@@ -203,7 +203,7 @@ def launch(plan: SoftmaxPlan, descriptor, operands: tuple, out, scale, parameter
     layout, x = operands
     if out is not None:
         refuse_overlap(operands, out, scale, parameters)
-        if not out.is_inference():  # those have no version to count
+        if not out.is_inference():  # inference tensors have no version
             torch.autograd.graph.increment_version(out)
     target = plan.result() if out is None or plan.apart else out
     if plan.launch is not None:

@@ -20,7 +20,7 @@ LOWEST = -torch.inf
 def softmax(
     descriptor: BlockSparseSoftmax, layout: Layout, x: torch.Tensor, scale, parameters: dict
 ) -> torch.Tensor:
-    """What ``descriptor`` describes of values (..., capacity, rows, columns), in their dtype; half
+    """The result of ``descriptor`` for values (..., capacity, rows, columns), in their dtype; half
     types are computed in float32."""
     wide = accumulator(x.dtype)
     live = _live(layout)[:, None, None]

@@ -116,6 +116,6 @@ def _are_taken(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -
             return False
         if t.get_device() != place or not t.dim() or not t.is_contiguous():
             return False
-        if is_grad_enabled and t.is_inference():  # which no backward pass may save
+        if is_grad_enabled and t.is_inference():  # no backward pass may save these
             return False
     return x.dtype in _READ

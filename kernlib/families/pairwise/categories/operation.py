@@ -160,7 +160,7 @@ def _refuse_overlap(request: Request, tables: Tables) -> None:
 
 def _plan(request: Request, call: checks.Call, tables: Tables) -> PairwisePlan:
     device = request.device()
-    arch_of(device)  # one too old is refused for an empty out as well
+    arch_of(device)  # an old device is refused for an empty out too
     lowered = None
     if not is_empty(call):
         rehearsal.note_lowering(lambda: lower(request, call, tables, device), device)
@@ -197,7 +197,7 @@ def _launch(plan: PairwisePlan, request: Request, tables: Tables) -> torch.Tenso
     out = request.out
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
-    elif not out.is_inference():  # those have no version to count
+    elif not out.is_inference():  # inference tensors have no version
         torch.autograd.graph.increment_version(out)
     if plan.launch is not None:
         operands = (*tables[:3], request.a, request.b, out)

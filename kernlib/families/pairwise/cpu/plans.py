@@ -35,7 +35,7 @@ class CpuPlan(NamedTuple):
     wide: torch.dtype  # of the arithmetic
     root: bool  # the outer exponent follows from the inner one
     straight: bool  # whether blocks are computed where the result is wanted
-    quotients: bool  # of points by a bandwidth
+    quotients: bool  # points are divided by a bandwidth
 
     def run(
         self, descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters: dict

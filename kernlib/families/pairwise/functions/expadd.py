@@ -264,7 +264,7 @@ def _check_device(name: str, value: object, like: torch.Tensor) -> None:
 
 
 def _check_host(name: str, number: float, positive: frozenset[str] = _POSITIVE) -> None:
-    """What can be said of a host value by its name alone. Raises ValueError."""
+    """Checks of a host value by its name alone. Raises ValueError."""
     if name == "p" and not 0 <= number < math.inf:
         raise ValueError(f"p must be 0 or greater and finite, got {number}")
     if name in _FINITE and not math.isfinite(number):

@@ -360,7 +360,7 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
     values = values | {"bandwidth": bandwidth}
     points = (a,) if b is None else (a, b)
     are_wide = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
-    if not are_wide or not isinstance(descriptor, Pairwise):  # which checks will say
+    if not are_wide or not isinstance(descriptor, Pairwise):  # checks will say so
         return a, b, values
     if not units.is_of_squares(descriptor, values):
         return a, b, values

@@ -186,7 +186,7 @@ def check_number(kind: Kind, name: str, value, device: torch.device) -> None:
 
 
 def check_host(name: str, value: float, positive: frozenset[str] = frozenset()) -> None:
-    """What can be said of a host value by its name alone. Raises ValueError."""
+    """Checks of a host value by its name alone. Raises ValueError."""
     if name == "p" and not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"p must be 0 or greater and finite, got {value}")
     numbers.check_host(name, value, positive)

@@ -74,7 +74,7 @@ def record(
         watched = True  # where nothing is mapped too: a Function knows no transform
     if watched or (getattr(a, "is_meta", False) and rehearsal.current() is None):
         request = descriptor, a, b, None, False, row_offset, col_offset, values
-        if not watched:  # of meta tensors operators would say less
+        if not watched:  # for meta tensors operators would say less
             checks.check_call(*request)
         return by_operator(MATRIX, request)
     from kernlib.families.pairwise.gradients.backward import Call  # 13 ms, for these calls alone
@@ -112,7 +112,7 @@ class _Pairwise(torch.autograd.Function):
             return None, *_of_several(ctx.call, needs, ctx.saved_tensors, grad)
         if torch.is_grad_enabled():
             return None, *_recorded(ctx.call, needs, ctx.saved_tensors, grad)
-        from kernlib.families.pairwise.gradients import backward  # which record has loaded
+        from kernlib.families.pairwise.gradients import backward  # record has loaded it
 
         return None, *backward.gradients(ctx.call, needs, ctx.saved_tensors, grad)
 

@@ -74,7 +74,7 @@ class Route(NamedTuple):
     points: tuple[bool, bool]  # whether the gradients by a and b are needed
     names: tuple[str, ...]  # hyperparameters whose gradients are
     inner: tuple[str, ...]  # the sums' ones among ``names``
-    quotients: bool  # of points by a bandwidth
+    quotients: bool  # points are divided by a bandwidth
     sums: Pairwise
     arguments: tuple[tuple[str, str], ...]  # that the sums take, and the hyperparameters they are
     plain: bool  # the values are the sums

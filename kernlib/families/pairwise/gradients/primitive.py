@@ -73,7 +73,7 @@ def _kind(name: str, value: object):
             raise
     if name != "p":
         return None
-    number = value if type(value) is float else host_value(name, value)  # which saves a call
+    number = value if type(value) is float else host_value(name, value)  # this saves a call
     if not number >= 0:
         arguments.check_host(name, number)
     return lowering.exponent_kind(number)
@@ -103,7 +103,7 @@ def make_plan(call: Call, kind: Kind, operands, out, accumulate, values: dict) -
             f"kernlib computes on CUDA and CPU tensors, {kind.names[0]} is on {call.device}; move "
             "it to one of them"
         )
-    arch_of(operands.x.get_device())  # one too old is refused for an empty out as well
+    arch_of(operands.x.get_device())  # an old device is refused for an empty out too
     target = out
     if out is None:
         target = torch.empty(call.out_shape, dtype=call.out_dtype, device="meta")
@@ -367,7 +367,7 @@ def _refuse_overlap(
     if ranges_meet(out.data_ptr(), out_span, ranges):
         named = zip(kind.names, operands, strict=True)
         refuse_overlap(out, **{name: t for name, t in named if t is not None})
-    if not out.is_inference():  # those have no version to count
+    if not out.is_inference():  # inference tensors have no version
         torch.autograd.graph.increment_version(out)
 
 

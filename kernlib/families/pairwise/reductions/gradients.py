@@ -44,7 +44,7 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
         arguments.refuse_differentiated(a, b, v, values)
         watched = True  # where nothing is mapped too: a Function knows no transform
     if watched or (getattr(a, "is_meta", False) and rehearsal.current() is None):
-        if not watched:  # of meta tensors operators would say less
+        if not watched:  # for meta tensors operators would say less
             arguments.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
         request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, False
         return by_operator(operation.REDUCTION, request)
@@ -124,7 +124,7 @@ def _apply(
     tensors = request.tensors()
     numbers = {k: v for k, v in request.hyperparameters.items() if k not in tensors}
     fixed = request._replace(a=None, b=None, v=None, hyperparameters=numbers)
-    if any([t.is_inference() for t in tensors.values()]):  # which cannot be saved
+    if any([t.is_inference() for t in tensors.values()]):  # this cannot be saved
         tensors = {name: normal(t) for name, t in tensors.items()}
         plan = None  # that of other strides
     return _Reduction.apply(reduction, fixed, shape, size, plan, tuple(tensors), *tensors.values())

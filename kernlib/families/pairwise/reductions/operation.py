@@ -193,7 +193,7 @@ def _refuse_overlap(plan: CallPlan, out: torch.Tensor, values: dict, **inputs) -
 def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset, values: dict):
     """Values of the arithmetic's dtype, in any shape of their number; places too where these are
     asked for."""
-    if plan.folded:  # which computes the matrix once
+    if plan.folded:  # this computes the matrix once
         shape = plan.shape
         flat = v.movedim(0, 1).reshape(shape.n, shape.batch * shape.columns)
         offsets = row_offset, col_offset
@@ -230,7 +230,7 @@ def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: 
         places = torch.empty(plan.partial, dtype=torch.int64, device=plan.device)
     of_v = 0 if v is None else v.data_ptr()
     of_places = 0 if places is None else places.data_ptr()
-    if direct and not out.is_inference():  # those have no version to count
+    if direct and not out.is_inference():  # inference tensors have no version
         torch.autograd.graph.increment_version(out)
     for part, in_v, in_values in launch.launches:
         pointers = a.data_ptr(), b.data_ptr(), of_v + in_v, result.data_ptr() + in_values, of_places
@@ -306,7 +306,7 @@ def choose(
     if traced or (getattr(a, "is_meta", False) is True and rehearsal.current() is None):
         from kernlib import run as ops
 
-        if not traced:  # of meta tensors operators would say less
+        if not traced:  # for meta tensors operators would say less
             shape = checks.check_meta(descriptor, a, b, None, rows, columns, values)
             checks.check_k(k, shape.n)
         return ops.pairwise_reduce_operators.choose(

@@ -46,7 +46,7 @@ from kernlib.runtime.rehearsal import on_gpu
 
 FORMAT = "bitmap"
 TENSORS = ("data", "offsets")
-MOST_BYTES = UNIT * 2**31  # which offsets do not reach
+MOST_BYTES = UNIT * 2**31  # offsets do not reach further
 CHECKED = 1 << 16  # chunks whose bits are counted together: 32 MiB, several times
 SPREAD = 1 << 12  # whose positions are looked at one by one: 16 MiB, several times
 

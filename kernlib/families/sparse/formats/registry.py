@@ -109,7 +109,7 @@ def _fastest_of(
         sizes.pop("bitmap", None)  # whose kernels take half types only
     arch = rates.DEFAULT
     if matrix.device.type == "cuda":
-        from kernlib.runtime.devices import arch_of  # which CPU tensors do not load
+        from kernlib.runtime.devices import arch_of  # CPU tensors do not load it
 
         arch = arch_of(matrix.device.index)
     return fastest(sizes, density, tuple(matrix.shape), matrix.dtype.itemsize, arch, columns)
@@ -182,7 +182,7 @@ def build_counting(dtype: torch.dtype, device: int) -> None:
     """Compile the kernels that count a matrix's entries for each format side by side, and meanwhile
     those that may write the fastest format."""
     from kernlib.families.sparse.formats import bitmap_gpu, macko_gpu, slices_gpu
-    from kernlib.runtime import early  # which CPU tensors do not load
+    from kernlib.runtime import early  # CPU tensors do not load it
     from kernlib.runtime.devices import build
 
     size, codes = dtype.itemsize, [format_of(name).code for name in SLICES]
