@@ -51,7 +51,7 @@ _subscribers: list[Listener] = []
 # One entry for each subscriber and each open block of on_stderr, of any thread. A launch tests
 # whether this list is empty, in 5 ns; listening() takes 40.
 watched: list[object] = []
-# Of each open block the names of its events.
+# The names of each open block's events.
 _on_stderr: ContextVar[list[str] | None] = ContextVar("kernlib_debug", default=None)
 _environment_read = False
 
@@ -187,7 +187,7 @@ def log(event: Event) -> None:
 
 
 def _is_enabled(level: int) -> bool:
-    """Whether the logger would pass an event on. Who has not loaded logging has set up nothing."""
+    """Whether the logger would pass an event on. Without logging loaded, none is set up."""
     return "logging" in sys.modules and _logger().isEnabledFor(level)
 
 

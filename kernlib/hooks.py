@@ -1,4 +1,4 @@
-"""What is done when another package is imported, and when layers of a model are swapped.
+"""Actions when another package is imported, and when layers of a model are swapped.
 
 ``import kernlib`` suffices for transformers to load models with layers of kernlib, whichever of the
 two is imported first, and imports nothing of transformers: a finder of modules waits for the one

@@ -79,7 +79,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says, a field for each of :data:`VARIABLES`. The first of ``cache_dir``
+    """The environment's settings, a field for each of :data:`VARIABLES`. The first of ``cache_dir``
     is the cache, the others are bundles. ``cache_bytes`` is the size at which kernels are evicted,
     ``lock_timeout`` in seconds; ``debug``, ``nvtx``, ``assert_cached`` and ``portable`` are
     bools."""

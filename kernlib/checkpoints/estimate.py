@@ -1,4 +1,4 @@
-"""What compressing layers gives, before it is done: looked at are some rows of each."""
+"""Estimates of compressing layers, from some rows of each."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def _names_of(files: list[Path]) -> dict[Path, str]:
 
 
 def _identity(checkpoint: Checkpoint) -> list:
-    """What tells the files of a source from others: names, sizes and times."""
+    """The identity of a source's files: names, sizes and times."""
     stats = ((file, file.stat()) for file in checkpoint.files)
     return [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 

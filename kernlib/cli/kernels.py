@@ -1,4 +1,4 @@
-"""What is known of a kernel that is kept somewhere, as the commands show it."""
+"""The facts of stored kernels, as the commands show them."""
 
 from __future__ import annotations
 

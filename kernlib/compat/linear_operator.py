@@ -89,7 +89,7 @@ class _Swap:
             setattr(module, name, function)
 
     def undo(self) -> None:
-        """What another has put there since stays, and goes to what was found."""
+        """A patch that another library has put there since stays, and calls the original."""
         self.active = False
         for name, function in self.placed.items():
             if getattr(self.module, name) is function:

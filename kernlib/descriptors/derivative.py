@@ -31,7 +31,7 @@ ZERO, ONE, HALF = Number(0.0), Number(1.0), Number(0.5)
 LONGEST = 200  # parts of a chain, each step written into the next, whose derivatives have 2000
 _V = Name(VALUE)
 _VANISHED = 800.0  # minus a logarithm that no float64 has
-# Of scores, with no derivative but 0: conditions, whole numbers, steps.
+# Operations of scores whose derivative is 0: conditions, whole numbers, steps.
 _FLAT = frozenset(
     ("<", "<=", "==", "!=", ">", ">=", "and", "or", "not", "//", "%", "floor", "sign", "float")
 )
@@ -168,7 +168,7 @@ def _call(function: str, *operands: Node) -> Node:
     return Operation(function, operands)
 
 
-# What comparisons are replaced by.
+# The replacement of comparisons.
 
 
 def _step(x: Node, smallest: float) -> Node:
@@ -373,8 +373,9 @@ def _slopes(step: Epilogue | Node, record: Derivative) -> tuple[Node, Node]:
 
 
 def _slopes_of_squares(step: Epilogue, by: str, most: float) -> tuple[Node, Node]:
-    """Of functions of ``u = v / bandwidth^2``, v a squared distance, in closed form. Where u or
-    ``1 / bandwidth^2`` is infinite, below bandwidths of 1e-19, the rules would give NaN for 0."""
+    """Slopes of functions of ``u = v / bandwidth^2``, v a squared distance, in closed form. Where u
+    or ``1 / bandwidth^2`` is infinite, below bandwidths of 1e-19, the rules would give NaN for
+    0."""
     u = "((1 / bandwidth) * v * (1 / bandwidth))"
     finite, squares = f"min({u}, {most!r})", f"min((1 / bandwidth) * (1 / bandwidth), {most!r})"
     by_alpha = "0"

@@ -111,7 +111,7 @@ def syntax(text: str, what: str = "expression", deepest: int = DEEPEST) -> ast.e
 
 
 def _advice(text: str, what: str) -> str:
-    """What would do in place of two things that are no Python."""
+    """Advice on two spellings that are no Python."""
     if what != "expression" and any(sign in text.replace("!=", "") for sign in ("&&", "||", "!")):
         return "; write and, or and not"
     return "; several lines go into parentheses" if "\n" in text else ""
@@ -177,7 +177,7 @@ def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
 
 
 def part_of(text: str, node: ast.expr) -> str:
-    """What of an expression a node of Python's tree was read from."""
+    """The part of an expression's text from which a node of Python's tree was read."""
     return ast.get_source_segment(text.strip(), node) or type(node).__name__
 
 

@@ -57,8 +57,8 @@ SHORTAGE = (  # of something else than a whole file
 
 
 def walk(data: Path) -> list[str]:
-    """What is wrong with the pages of an LMDB file, found by reading it: 3 ms for 300 kernels.
-    Raises OSError."""
+    """Faults in the pages of an LMDB file, found by reading it: 3 ms for 300 kernels. Raises
+    OSError."""
     import lmdb.verify  # 3 ms, and only after an unclean end
 
     if not stat.S_ISREG(os.stat(data).st_mode):
@@ -186,7 +186,7 @@ class Environment(Guarded):
             raise lmdb.CorruptedError(f"{self._data}: {problems[0]}")
 
     def verify(self) -> list[str]:
-        """What a walk over all pages finds wrong. Raises OSError."""
+        """Faults that a walk over all pages finds. Raises OSError."""
         with self._lock:
             return self._gated(walk, self._data)
 

@@ -73,13 +73,13 @@ def _between(asked: list[str], first: str, last: str) -> list[str]:
 
 
 def _asked(line: str) -> str:
-    """What stands behind ``#include`` in a line, "" for any other line."""
+    """The text behind ``#include`` in a line, "" for any other line."""
     word = _directive(line)
     return word.removeprefix("include").lstrip() if word.startswith("include") else ""
 
 
 def _directive(line: str) -> str:
-    """What stands behind the ``#`` of a line, "" for one that does not begin with it."""
+    """The text behind the ``#`` of a line, "" for one that does not begin with it."""
     line = line.strip()
     return line[1:].lstrip() if line.startswith("#") else ""
 

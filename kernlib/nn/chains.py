@@ -319,7 +319,7 @@ def _rates(d: int, batch_last: bool) -> dict[str, Rates]:
 
 
 def _dense_time(in_features: int, out_features: int, rows: int, kind: str) -> float:
-    """Of cuBLAS."""
+    """Microseconds of cuBLAS."""
     weight = in_features * out_features
     numbers = rows * (in_features + out_features) + weight
     done = 2 * rows * weight / DENSE_OPERATIONS[kind]

@@ -21,7 +21,7 @@ _OPERATORS = frozenset(("__setitem__", *(f"__i{name}__" for name in (*_ARITHMETI
 _HARMLESS = frozenset(("detach_", "requires_grad_", "rename_", "share_memory_"))  # write no values
 _SETTERS = tuple(getattr(torch.Tensor, name) for name in ("data", "real", "imag"))
 _VIEWS = [getattr(torch.Tensor, n).__get__ for n in ("data", "T", "mT", "H", "mH", "real", "imag")]
-# What would make, print or save a tensor of the class has one of torch's own.
+# Methods that make, print or save a tensor get one of torch's own class.
 _AS_PLAIN = ("__deepcopy__", "__reduce_ex__", "__repr__", "numpy", "__array__")
 
 
@@ -62,7 +62,7 @@ class ComputedWeight(torch.Tensor):
 
 
 class ChainWeight(ComputedWeight):
-    """Of :class:`kernlib.nn.KSLinear`."""
+    """The weight of :class:`kernlib.nn.KSLinear`."""
 
     layer = "KSLinear"
     advice = (
@@ -72,7 +72,7 @@ class ChainWeight(ComputedWeight):
 
 
 class KroneckerWeight(ComputedWeight):
-    """Of :class:`kernlib.nn.KroneckerLinear`."""
+    """The weight of :class:`kernlib.nn.KroneckerLinear`."""
 
     layer = "KroneckerLinear"
     advice = (
@@ -82,7 +82,7 @@ class KroneckerWeight(ComputedWeight):
 
 
 class CompressedWeight(ComputedWeight):
-    """Of :class:`kernlib.nn.SparseLinear`."""
+    """The weight of :class:`kernlib.nn.SparseLinear`."""
 
     layer = "SparseLinear"
     advice = (
@@ -174,7 +174,7 @@ def _plain(t: object) -> object:
 
 
 def _as_plain(name: str, t: ComputedWeight, *more: Any, **named: Any) -> Any:
-    """What a method gives for the same tensor of torch's own class: a leaf, or a parameter, if
+    """The result of a method for the same tensor of torch's own class: a leaf, or a parameter, if
     ``t`` is one. Arrays that share its memory cannot be written."""
     with DisableTorchFunctionSubclass():
         plain = _plain(t)

@@ -117,7 +117,7 @@ class IndexedModule(nn.Module):
             return False
 
     def _noted_other(self, tensors: Sequence[torch.Tensor]) -> object:
-        """What other tensors are, None if they are new or were written since."""
+        """The noted value of other tensors, None if they are new or were written since."""
         noted, versions, value = self._other or ((), None, None)
         same = len(noted) == len(tensors) and all(map(is_, noted, tensors))
         return value if same and versions is not None and versions_of(tensors) == versions else None

@@ -258,7 +258,7 @@ def nearest_kronecker(
     pairs = [rows * columns for rows, columns in zip(row_sizes, column_sizes, strict=True)]
     tensor = matrix.double().reshape(*row_sizes, *column_sizes).permute(order).reshape(pairs)
     vectors, norm = _nearest_rank_1(tensor)
-    # Of a matrix of zeros, or so near to it, only the first factor is 0: the others pass gradients.
+    # For a matrix of zeros, or nearly so, only the first factor is 0: the others pass gradients.
     scales = [norm ** (1 / count)] * count if norm else [0.0] + [1.0] * (count - 1)
     shapes = zip(row_sizes, column_sizes, strict=True)
     return [

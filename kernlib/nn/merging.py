@@ -95,7 +95,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _memory(nodes: list[torch.fx.Node]) -> set[int]:
-    """Which storages the tensors of nodes lie in."""
+    """The storages of nodes' tensors."""
     values = [node.meta.get("example_value") for node in nodes]
     return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
 

@@ -66,7 +66,7 @@ class MatrixModule(IndexedModule):
         self._place = place
         self._data: torch.Tensor | None = None  # all of the matrix as it is saved, if it lies so
         self._written: int | None = None  # how often torch has counted a write to the matrix
-        # Nobody fills the mark: on meta it would have to be.
+        # The mark is not filled: on meta it would have to be.
         there = torch.device("cpu") if place.type == "meta" else place
         self._digits = torch.zeros(DIGITS, dtype=torch.float32, device=there)  # of the mark
         self._set_mark(self._digits.clone())

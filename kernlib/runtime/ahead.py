@@ -139,8 +139,8 @@ class StandIns:
         self.device: torch.device | None = None
 
     def of(self, value):
-        """What stands for a value, or for all in a tuple or dict. What is no dense tensor is there
-        itself, for calls to refuse."""
+        """The stand-in of a value, or of all in a tuple or dict. Anything but a dense tensor stands
+        for itself, for calls to refuse."""
         if isinstance(value, dict):
             return {name: self.of(item) for name, item in value.items()}
         if isinstance(value, tuple):

@@ -307,7 +307,7 @@ def one_by_one(operator: Operator, info, dims: SimpleNamespace, arguments: Seque
 
 
 def _at(value, dim, index: int):
-    """What one of several calls takes of a mapped argument."""
+    """The part of a mapped argument for one of several calls."""
     if isinstance(value, (list, tuple)) and isinstance(dim, (list, tuple)):
         return [_at(t, d, index) for t, d in zip(value, dim, strict=True)]
     return value if dim is None else value.select(dim, index)

@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a family says of its product. The first four functions are those of
+    """A family's functions for its product. The first four functions are those of
     :class:`kernlib.runtime.operation.Operation`."""
 
     name: str  # its operator is kernlib::name

@@ -69,9 +69,9 @@ class Silence:
 def load_lowered(
     lowered: Lowered, operands: tuple[str, ...], device: torch.device
 ) -> Plan | Steps | Silence:
-    """What launches a call on a device for the addresses of ``operands``, with its kernels loaded.
-    For a single launch that takes just these addresses it is the plan itself, so that a hot call
-    need not walk a sequence."""
+    """A function that launches a call on a device for the addresses of ``operands``, with its
+    kernels loaded. For a single launch that takes just these addresses it is the plan itself, so
+    that a hot call need not walk a sequence."""
     if device.type == "meta" and (rehearsed := rehearsal.current()) is not None:
         rehearsed.note(lowered.specs)
         return Silence()

@@ -1,4 +1,4 @@
-"""What of a mask is a window, ``-right <= row - col <= left``: by it whole tiles are decided."""
+"""The window in a mask, ``-right <= row - col <= left``, by which whole tiles are decided."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _distance(part: Operation) -> tuple[int, int] | None:
 
 
 def _interval(operator: str, number: int) -> tuple[int | None, int | None]:
-    """What ``row - col <operator> number`` permits."""
+    """The interval that ``row - col <operator> number`` permits."""
     return {
         "<": (None, number - 1),
         "<=": (None, number),

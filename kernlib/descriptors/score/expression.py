@@ -1,4 +1,4 @@
-"""What a descriptor of attention says of its logits: a score in place of each, a mask that leaves
+"""The expressions of an attention descriptor: a score in place of each logit, a mask that leaves
 some out, and the tensors that these read."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEXTS = {"score": "v + bias", "mask": "col <= row"}
 
 
 class Trees(NamedTuple):
-    """What score and mask are, None for what there is not."""
+    """The trees of score and mask, None for an absent one."""
 
     score: Node | None
     mask: Node | None

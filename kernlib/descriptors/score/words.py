@@ -1,4 +1,4 @@
-"""What is said of scores and masks that were written wrongly. Loaded when that happens."""
+"""Messages for wrong scores and masks. Loaded when one is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernlib import hints
 from kernlib.descriptors.expression import POSITIONS, VALUE
 from kernlib.descriptors.score.kinds import ARGUMENTS
 
-# What FlexAttention's functions call them.
+# FlexAttention's names for them.
 _OTHERS = {
     "score": VALUE, "q_idx": "row", "kv_idx": "col", "b": "batch", "h": "head",
     "batch_idx": "batch", "head_idx": "head", "i": "row", "j": "col", "logit": VALUE, "s": VALUE,
@@ -20,7 +20,8 @@ _FUNCTIONS |= {"ceil": "-floor(-x)", "round": "floor(x + 0.5)", "square": "x * x
 _FUNCTIONS |= {"sigmoid": "1 / (1 + exp(-x))", "relu": "max(x, 0)"}
 _FUNCTIONS |= {"logical_and": "and", "logical_or": "or", "logical_not": "not", "if_else": "where"}
 
-# What other calls of attention take, and what does it here, by names without underscores.
+# Arguments of other libraries' attention, and their counterparts here, by names without
+# underscores.
 _CAPPED = "a cap is score='cap * tanh(v / cap)'"
 _MASKED = "score='v + {0}' adds floats, mask='{0}' keeps the places where bools are True"
 _DONE = {
@@ -41,7 +42,7 @@ _DONE = {
 
 
 def instead(name: str) -> str:
-    """What does here what an argument of that name does elsewhere, or nothing."""
+    """The counterpart here of an argument that other libraries have, or nothing."""
     return _DONE.get(name.replace("_", "").lower(), "").format(name)
 
 

@@ -28,7 +28,7 @@ class _Order(NamedTuple):
     steps: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # slots, and the lines that they meet
     slots: torch.Tensor  # those that hold blocks, line after line
     starts: torch.Tensor  # the first of each line's
-    meets: torch.Tensor  # of all slots the lines that they meet, 0 of one without a block
+    meets: torch.Tensor  # the lines that all slots meet, 0 for a slot without a block
     place: torch.Tensor | None  # of each line among those by falling length; None for its own
 
 
@@ -127,7 +127,7 @@ def settled(layout: Layout) -> Layout:
 
 
 def _kept_of(layout: Layout) -> _Kept:
-    """What is kept of a layout as it is; not of one of inference mode."""
+    """The cache entry of a layout's present contents. That of inference mode is not cached."""
     key, state = layout.tensors[3], _state_of(layout)
     identity = id(key)
     entry = _kept.get(identity)

@@ -1,5 +1,5 @@
-"""What other libraries' block-sparse matrices store, as layouts take it: torch's BSR tensors, and
-FlexAttention's masks of blocks."""
+"""Other libraries' block-sparse matrices for layouts: torch's BSR tensors, and FlexAttention's
+masks of blocks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Bsr(NamedTuple):
 
 
 def read_bsr(bsr: object) -> Bsr:
-    """What a BSR tensor stores; gradients of its values are recorded. Raises TypeError for another
-    tensor, ValueError for a batch and sizes of blocks that no kernel takes."""
+    """The blocks of a BSR tensor; gradients of its values are recorded. Raises TypeError for
+    another tensor, ValueError for a batch and sizes of blocks that no kernel takes."""
     if not isinstance(bsr, torch.Tensor) or bsr.layout != torch.sparse_bsr:
         kind = bsr.layout if isinstance(bsr, torch.Tensor) else type(bsr).__name__
         raise TypeError(
@@ -62,9 +62,9 @@ def read_bsr(bsr: object) -> Bsr:
 
 
 def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Which blocks a FlexAttention mask computes, bools (RB, CB) or (heads, RB, CB), and the block.
-    Raises TypeError for what is no BlockMask, ValueError for batches that differ and for sizes of
-    blocks that no kernel takes."""
+    """The blocks that a FlexAttention mask computes, as bools (RB, CB) or (heads, RB, CB), and the
+    block. Raises TypeError for what is no BlockMask, ValueError for batches that differ and for
+    sizes of blocks that no kernel takes."""
     if not all(hasattr(block_mask, name) for name in FIELDS):
         raise TypeError(
             "block_mask must be a torch.nn.attention.flex_attention.BlockMask, got "

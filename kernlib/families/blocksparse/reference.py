@@ -169,7 +169,7 @@ class _Sampled(torch.autograd.Function):
 
 
 def is_stored(layout: Layout) -> torch.Tensor:
-    """Of each slot whether it holds a block, as (capacity, 1, 1)."""
+    """Whether each slot holds a block, as (capacity, 1, 1)."""
     return (layout.tensors[3] >= 0)[:, None, None]
 
 

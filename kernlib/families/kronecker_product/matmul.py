@@ -250,7 +250,7 @@ def _is_plain(t: object) -> bool:
 def descriptor_of(
     factors, side: str, precision: str | None, epilogue: tuple[Epilogue, ...] = ()
 ) -> KroneckerProduct:
-    """What describes the product with factors that :func:`as_factors` passes. Raises ValueError
+    """The descriptor of the product with factors that :func:`as_factors` passes. Raises ValueError
     and TypeError."""
     check_sizes(factors)
     shapes = tuple([(int(factor.shape[-2]), int(factor.shape[-1])) for factor in factors])

@@ -63,7 +63,7 @@ _OPERATORS = "kernlib.families.kronecker_product.operators"
 
 
 def names(operands: tuple) -> tuple[str, ...]:
-    """What errors call the operands."""
+    """The operands' names in errors."""
     return "x", *(f"factors[{index}]" for index in range(len(operands) - 1))
 
 

@@ -28,8 +28,8 @@ def _count_product(result: torch.Tensor, /, *, factors, descriptor: str, **_) ->
 
 
 def _count_gradients(result: list, /, *, grad, needs, **operands) -> int:
-    """That by x as many as the product; those by factors twice as many, for the products that they
-    are computed from and for their sums."""
+    """As many for x as for the product; twice as many for factors, which take products and their
+    sums."""
     return (needs[0] + 2 * any(needs[1:])) * _count_product(grad, **operands)
 
 

@@ -392,8 +392,8 @@ def are_matrices(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 
 def check_distance(x1: torch.Tensor, x2: torch.Tensor, out) -> None:
-    """What can be wrong with the tensors of a cdist, once are_matrices has passed, by the names
-    that they have there. Raises TypeError, ValueError and RuntimeError."""
+    """Checks of the tensors of a cdist, once are_matrices has passed, by cdist's names. Raises
+    TypeError, ValueError and RuntimeError."""
     if is_dynamo_compiling():
         return  # it follows neither transforms nor addresses; the operator has its own words
     check_dense(("x1", "x2"), x1=x1, x2=x2, out=out)

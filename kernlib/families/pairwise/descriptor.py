@@ -314,7 +314,7 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
 
 @functools.cache  # each takes 30 us of a first call
 def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect.Signature:
-    """Of some fields by keyword, behind parameters of a function itself."""
+    """A signature with some fields by keyword, behind a function's own parameters."""
     kinds = inspect.Parameter
     by_name = {field.name: field for field in fields(Pairwise)}
     parameters = [

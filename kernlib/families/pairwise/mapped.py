@@ -1,5 +1,4 @@
-"""What torch.vmap makes of the operators of kernel matrices: the mapped axis is part of their
-batch."""
+"""torch.vmap of the operators of kernel matrices: the mapped axis becomes part of their batch."""
 
 from __future__ import annotations
 

@@ -180,8 +180,8 @@ class SparseMatrix:
 
     @property
     def form(self) -> str:
-        """What operators of torch.library take as text: what of the layout is no number, or all of
-        it for a matrix that was made of others' tensors."""
+        """The text for operators of torch.library: the parts of the layout that are no numbers, or
+        all of it for a matrix made of foreign tensors."""
         return self._form
 
     @property

@@ -20,7 +20,7 @@ from kernlib.progress import shown
 
 
 class Statistic(Protocol):
-    """What is gathered of the inputs of a layer, and how many rows there were."""
+    """A statistic of a layer's inputs, and the number of their rows."""
 
     rows: int
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are pruned, and how many of their entries stay."""
+"""The layers of a model to prune, and the share of their entries that stays."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ MOST_SEED = 2**53  # which a float64 holds, as launches take numbers
 
 
 class Options(NamedTuple):
-    """What a call is given besides its operands and captured tensors."""
+    """The arguments of a call besides its operands and captured tensors."""
 
     scale: float | torch.Tensor
     window: tuple[int, int]
@@ -109,7 +109,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(operands: tuple) -> Sizes:
-    """Of operands that have been checked."""
+    """The sizes of checked operands."""
     _, q, k, v = operands
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     return Sizes(q.shape[0], k.shape[1], group, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
@@ -353,8 +353,8 @@ def _check_lengths(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_lengths(options: Options, sizes: Sizes) -> None:
-    """That they lie within the rows, of lengths in host memory, and of a call with ``debug=True``
-    on a GPU as well, which waits for it. Raises ValueError."""
+    """Check that lengths lie within the rows: those in host memory, and with ``debug=True`` those
+    on a GPU too, which waits for it. Raises ValueError."""
     bounds = ("q_lengths", sizes.queries, "queries"), ("kv_lengths", sizes.keys, "keys")
     for (name, most, what), value in zip(
         bounds, (options.q_lengths, options.kv_lengths), strict=True
@@ -399,7 +399,7 @@ def _check_captured(descriptor: BlockSparseAttention, captured: dict, q, sizes: 
 
 
 def _by_default(name: str, axes: tuple[str, ...], value: torch.Tensor) -> str:
-    """What is said of axes that may not have been chosen, or nothing."""
+    """The remark on axes that may not have been chosen, or nothing."""
     count = value.dim()
     if axes != BY_DIMENSIONS.get(count):
         return ""

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
     cols: torch.Tensor | None
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
-        """What of a tensor the piece has: a view, or a copy of columns."""
+        """The piece's part of a tensor: a view, or a copy of columns."""
         part = t[self._index(t)]
         if self.cols is None or t.shape[COLUMNS] == 1:
             return part
@@ -86,7 +86,7 @@ def summed(part: torch.Tensor, axes: tuple[str, ...], like: torch.Tensor) -> tor
 
 
 def stored(layout: Layout, sizes: Sizes) -> torch.Tensor:
-    """Of each block whether it is stored, with the dimensions of pieces."""
+    """Whether each block is stored, with the dimensions of pieces."""
     mask = layout.mask()
     if layout.heads is None:
         return mask[None, None, None]

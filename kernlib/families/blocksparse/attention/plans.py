@@ -164,7 +164,7 @@ def problem_of(
 
 
 def window_of(descriptor: BlockSparseAttention, dtypes: tuple[str, ...]) -> Window:
-    """What of the mask is one."""
+    """The window in the mask."""
     mask = descriptor.expression.trees(dtypes).mask
     return Window() if mask is None else structure(mask)
 
@@ -296,7 +296,8 @@ def gradient_plan(
 
 
 def _loaded(lowered: Lowered, operands: tuple[str, ...], q: torch.Tensor) -> Callable:
-    """What launches the kernels, given a list of the operands' addresses and the numbers."""
+    """A function that launches the kernels, given a list of the operands' addresses and the
+    numbers."""
     steps, inner = load_steps(lowered.steps, operands, q.get_device())
     return launcher(steps, inner, q.device, lowered.workspace)
 

@@ -244,7 +244,7 @@ def _times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(case: Case, piece: Piece, places: dict, indices: dict, captured: dict):
-    """What is not left out: bools that broadcast to the logits of a piece."""
+    """The logits that stay, as bools that broadcast to those of a piece."""
     descriptor, options = case.descriptor, case.options
     row, col = indices["row"], indices["col"]
     height, width = case.layout.block

@@ -1,4 +1,4 @@
-"""What callers hand over for a layout's contents: masks and lists of indices, checked."""
+"""Callers' contents of a layout, checked: masks and lists of indices."""
 
 from __future__ import annotations
 

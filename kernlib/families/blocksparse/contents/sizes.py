@@ -1,4 +1,4 @@
-"""What of a layout never changes: sizes of blocks, the grid, heads and capacity, and their text."""
+"""The fixed parts of a layout: sizes of blocks, the grid, heads and capacity, and their text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DROPPED = ("for want of capacity", "as duplicates", "as out of range")
 
 
 def layout_text(block: tuple, grid: tuple, heads: int | None, capacity: int) -> str:
-    """What :attr:`Layout.text` says: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
+    """The text of :attr:`Layout.text`: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
     count = "no heads" if heads is None else f"{heads} heads"
     return f"{block[0]}x{block[1]} blocks, {grid[0]}x{grid[1]} grid, {count}, capacity {capacity}"
 
@@ -43,7 +43,7 @@ _parsed = lru_cache(maxsize=4096)(_parse)  # Dynamo warns of it
 
 
 def form_text(block: tuple, has_heads: bool) -> str:
-    """What :attr:`Layout.form` says: ``64x64 blocks``, or ``64x64 blocks of heads``."""
+    """The text of :attr:`Layout.form`: ``64x64 blocks``, or ``64x64 blocks of heads``."""
     return f"{block[0]}x{block[1]} blocks{' of heads' * has_heads}"
 
 

@@ -199,7 +199,7 @@ gradient_calls = operation.bind(GRADIENT)
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """The gradients that are needed."""
 
     x: bool
     scale: bool
@@ -225,7 +225,7 @@ class Kept(NamedTuple):
 
 
 def differentiable(descriptor: BlockSparseSoftmax) -> tuple[bool, bool, bool]:
-    """Of rpe and the masks whether they are added."""
+    """Whether rpe and each mask are added."""
     return descriptor.rpe, descriptor.key_padding_mask == "add", descriptor.attn_mask == "add"
 
 

@@ -50,7 +50,7 @@ class View(NamedTuple):
 
 
 def options_of(descriptor: BlockSparseSoftmax, parameters: dict) -> Options:
-    """What of a call is part of the code."""
+    """The parts of a call that decide code."""
     kinds = []
     for name in ("key_padding_mask", "attn_mask"):
         kind = getattr(descriptor, name)

@@ -87,7 +87,7 @@ def _added(descriptor: BlockSparseSoftmax, masks: dict) -> list[torch.Tensor]:
 
 
 def _kept(descriptor: BlockSparseSoftmax, layout: Layout, masks: dict) -> torch.Tensor | bool:
-    """Which elements masks and the diagonal leave."""
+    """The elements that masks and the diagonal leave."""
     mask = _is_at_most_diagonal(layout) if descriptor.causal else True
     for name, blocks in masks.items():
         if not _is_added(descriptor, name, blocks):
@@ -121,7 +121,7 @@ def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
 
 
 def _is_at_most_diagonal(layout: Layout) -> torch.Tensor:
-    """Of each stored element (capacity, rows, columns) whether its column is not behind its row."""
+    """Whether the column of each stored element (capacity, rows, columns) is not behind its row."""
     line, across = _lines(layout)
     rows, cols = layout.block
     down, behind = (

@@ -30,7 +30,7 @@ class Tables(NamedTuple):
     sizes: tuple[int, ...]  # categories of each feature
 
     def of_rows(self, rows: slice) -> Tables:
-        """The same for some points of a."""
+        """The tables for some points of a."""
         return self._replace(a_codes=self.a_codes[..., rows, :])
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -289,7 +289,8 @@ def _evaluated(epilogues: tuple, v: torch.Tensor, numbers: dict) -> torch.Tensor
 
 
 def _factor(epilogue: object, numbers: dict) -> float | None:
-    """Of ``exp(factor * v)``, which an epilogue is; None for others, and at the ends of range."""
+    """The factor of an epilogue ``exp(factor * v)``; None for others, and at the ends of the
+    range."""
     if type(epilogue) is Gaussian:
         factor = 0.5 / numbers["bandwidth"] / numbers["bandwidth"]
     elif type(epilogue) is Laplace:

@@ -160,7 +160,7 @@ class Squares:
         return low.nonzero()[:, 0] if low.any() else None
 
     def _mend(self, out: torch.Tensor, rows: slice, columns: slice, low: torch.Tensor) -> None:
-        """What is close in the rows ``low`` of a block."""
+        """Compute the close pairs in the rows ``low`` of a block anew."""
         some = low.shape[0] < out.shape[0]
         squares = out[low] if some else out
         places = low + rows.start
@@ -223,7 +223,7 @@ class _Formula:
 def of(
     descriptor: Pairwise, a, b, p: float | None, scale: float | None, same: bool
 ) -> _Distances | _Dots | _Formula | Squares:
-    """What fills blocks of a descriptor's sums, ``b`` being ``a`` where ``same`` says so. Both have
+    """The object that fills blocks of a descriptor's sums. ``b`` is ``a`` if ``same``. Both have
     points and features."""
     if descriptor.operator == "dot":
         if isinstance(descriptor.inner, stages.Identity):

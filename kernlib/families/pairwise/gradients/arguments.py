@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str, str, str, str]:
-        """Of the operands."""
+        """The operands' names."""
         return ("d", "b", "a", "c", "scales") if self.plain else Operands._fields
 
     @property
@@ -164,7 +164,7 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
 
 
 def _shape(kind: Kind, name: str) -> str:
-    """What an operand's shape is said to be."""
+    """An operand's shape in errors."""
     letters = {
         "x": "Q, K", "z": "T, K", "weights": "Q, T", "coefficients": "O, T",
         "d": "N, M", "b": "N, K", "a": "K, M", "c": "O, K", "scales": "Q, T",

@@ -182,7 +182,7 @@ def _block(value, sides: list, needs: tuple, along, create: bool) -> list:
 
 
 def _leaf(t: torch.Tensor, create: bool) -> torch.Tensor:
-    """What a gradient is asked for by: an alias, lest two of the arguments be one tensor."""
+    """A leaf for a gradient: an alias, lest two of the arguments be one tensor."""
     if create and t.requires_grad:
         return t.view_as(t)
     return t.detach().requires_grad_()

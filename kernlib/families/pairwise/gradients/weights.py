@@ -1,7 +1,7 @@
-"""What each entry of a pairwise matrix is worth to a gradient. With ``out = finish(S)``, the
+"""The weight of each entry of a pairwise matrix in a gradient. With ``out = finish(S)``, the
 derivatives of ``finish`` by S and by hyperparameters are pairwise matrices themselves: of the same
-sums, under epilogues that :mod:`kernlib.descriptors.derivative` makes. So one kernel computes each.
-"""
+sums, under epilogues that :mod:`kernlib.descriptors.derivative` makes. So one kernel computes
+each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Finish(NamedTuple):
 
     @property
     def exponent(self) -> str:
-        """What the exponent of "Power" is called."""
+        """The name of the exponent of "Power"."""
         return free_names(self.epilogue)[0]
 
     def values(self, values: dict) -> dict:

@@ -140,7 +140,7 @@ class _Reduced(NamedTuple):
 def _recorded(
     reduction: Reduction, descriptor, request: reduced.Request, tables: Tables, found, places
 ) -> torch.Tensor:
-    """What was found, with a record of gradients where one is asked for."""
+    """The result, with a record of gradients where one is needed."""
     named = request.tensors() | {"tables": tables.flat}
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in named.values())):
         return found

@@ -70,7 +70,7 @@ class Launch(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the gradients of one signature take."""
+    """The plan of the gradients of one signature."""
 
     scalars: Scalars
     hyper: tuple[str, ...]  # hyperparameters, in the order of their totals
@@ -322,7 +322,7 @@ def problem_of(request: Request, shape: Shape, points: tuple, gradient) -> lower
 def _roles(
     descriptor: Pairwise, points: tuple, values: bool, totals: bool, shared: bool
 ) -> list[Role]:
-    """What takes part in the launches of some columns."""
+    """The roles of the launches of some columns."""
     alike = shared and not descriptor.signed and points[0] == points[1]
     if alike and (points[0] or values):
         return [Role("both", points[0], values, totals)]

@@ -161,7 +161,7 @@ class _Reduction(torch.autograd.Function):
         if plan is None or out.shape != size:
             # Not as a view, which torch forbids to write in place where a function has made it.
             out = torch.ops.aten._unsafe_view.default(out, size)
-        # What is saved cannot be written in place, so only where its value counts.
+        # A saved tensor cannot be written in place, so it is saved only where its value counts.
         ctx.save_for_backward(*tensors, out if reduction == "logsumexp" else None)
         return out
 
@@ -312,14 +312,14 @@ def _of_block(
 
 
 def _weighted_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
-    """What each entry is worth to a log-sum-exp, written over the ``values``."""
+    """The weight of each entry in a log-sum-exp, written over the ``values``."""
     top = out[..., None]
     top = top.masked_fill(top.isneginf(), 0.0)  # where all values are -inf, whose shares are 0
     return values.sub_(top).exp_().mul_(gradient[..., None])
 
 
 def _weights(reduction: str, request: Request, block, parts: dict, gradient) -> torch.Tensor:
-    """What each entry of a block is worth to a sum or a product."""
+    """The weight of each entry of a block in a sum or a product."""
     if reduction == "sum":
         return gradient[..., None].expand(*gradient.shape, block[2].stop - block[2].start)
     v = parts["v"].to(gradient.dtype)

@@ -115,7 +115,7 @@ def fill_entries(slab: Slab, offsets: torch.Tensor, across: int, data: torch.Ten
 def read_entries(
     data: torch.Tensor, starts: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """Of each value in the chunks at ``starts``: the number of the chunk among these, row and
+    """For each value in the chunks at ``starts``: the number of the chunk among these, row and
     column in it, and bits. On any device."""
     present = positions(data.view(-1, UNIT)[headers(starts)])
     chunk, place = present.nonzero(as_tuple=True)

@@ -366,7 +366,7 @@ FORMATS = {code.name: SlicesFormat(code) for code in (U8, U4, U2)}
 def _pieces(
     facts: Mapping[str, int], shape: tuple[int, int]
 ) -> list[tuple[int, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Of offsets and rows: bytes up to whole 16, dtype and sizes."""
+    """The bytes up to whole 16, dtype and sizes of offsets and rows."""
     tiling = Tiling.of(facts)
     panels, slices = grid(shape, tiling.width)
     kind, number = _row_type(shape[0], tiling.parts)
@@ -377,7 +377,7 @@ def _pieces(
 def _check_sizes(
     code: Code, tensors: Mapping[str, torch.Tensor], parts: int, shape: tuple, dtype: torch.dtype
 ) -> None:
-    """That slices lie in data one behind the other, and that panels have each row once."""
+    """Check that slices lie in data one behind the other, and that panels have each row once."""
     offsets, rows, data = tensors["offsets"].long(), tensors["rows"], tensors["data"]
     unit = code.unit * parts
     wrong = ((offsets.diff() < 0) | (offsets[1:] % unit != 0)).sum()
@@ -405,9 +405,9 @@ def _check_columns(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
-    """That steps lead to columns of a panel, as kernels read x there; what fills up rows of u2 may
-    go on to a whole unit of each part, where nothing is read for it. And that parts begin where
-    steps lead."""
+    """Check that steps lead to columns of a panel, as kernels read x there; what fills up rows of
+    u2 may go on to a whole unit of each part, where nothing is read for it. And that parts begin
+    where steps lead."""
     (width, parts), (panels, slices) = tiling, grid(shape, tiling.width)
     steps = cpu.steps_of_parts(code, parts, dtype.itemsize, tensors["offsets"], tensors["data"])
     if parts > 1 and not torch.equal(cpu.starts(tensors["rows"])[0], steps.cumsum(1) - steps):
@@ -462,8 +462,8 @@ def _some_panels(panels: int, rows: int) -> Iterator[slice]:
 
 
 def slice_order(slices: int) -> np.ndarray:
-    """Which slice of the sorted ones is at each place: by reversed bits (van der Corput), so that
-    the slices of any run are as long as others are."""
+    """The sorted slice at each place: by reversed bits (van der Corput), so that the slices of any
+    run are as long as others are."""
     index = np.arange(slices)
     turned = np.zeros_like(index)
     for bit in range(max(slices - 1, 0).bit_length()):
@@ -472,8 +472,8 @@ def slice_order(slices: int) -> np.ndarray:
 
 
 def _row_type(rows: int, parts: int = 1) -> tuple[torch.dtype, int]:
-    """What rows are held as, and elements for a slice. Bytes, not int16: no collective takes that,
-    and so no ``DistributedDataParallel`` a module that holds it."""
+    """The dtype of stored rows, and their elements for a slice. Bytes, not int16: no collective
+    takes that, and so no ``DistributedDataParallel`` a module that holds it."""
     lanes = LANES if parts == 1 else (1 + parts) * LANES
     return (torch.uint8, 2 * lanes) if rows <= SHORT_ROWS else (torch.int32, lanes)
 

@@ -326,7 +326,7 @@ def _of_panels(code: Code, slab: Slab, width: int, panels: slice) -> tuple[torch
 def _divided(
     code: Code, steps: torch.Tensor, before: torch.Tensor, number: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Of each code whose step has bits: the entry that it leads to, its number and those bits. An
+    """For each code whose step has bits: the entry that it leads to, its number and those bits. An
     entry's codes are those behind ``before`` up to ``number``; the first ones take the longest."""
     remaining = steps - code.least * (number - before)
     count = (remaining + code.mask - 1) // code.mask
