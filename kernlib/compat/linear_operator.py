@@ -89,7 +89,8 @@ class _Swap:
             setattr(module, name, function)
 
     def undo(self) -> None:
-        """A patch that another library has put there since stays, and calls the original."""
+        """Put the original functions back. Another library's patch since then stays and calls
+        the original."""
         self.active = False
         for name, function in self.placed.items():
             if getattr(self.module, name) is function:
