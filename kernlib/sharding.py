@@ -98,8 +98,8 @@ def _compute(operator: torch._ops.OpOverload, rule, args: tuple, kwargs: dict) -
         local = {name: _local(name, value, mesh, chosen) for name, value in values.items()}
     result = operator(**local)
     if isinstance(result, torch.Tensor):
-        return _whole(result, 0, mesh, chosen, values)
-    return type(result)(_whole(t, place, mesh, chosen, values) for place, t in enumerate(result))
+        return _wrapped(result, 0, mesh, chosen, values)
+    return type(result)(_wrapped(t, place, mesh, chosen, values) for place, t in enumerate(result))
 
 
 def _leaves(values) -> list:
@@ -144,7 +144,7 @@ def _local(name: str, value: Any, mesh, chosen: list) -> Any:
     return value
 
 
-def _whole(t: torch.Tensor, place: int, mesh, chosen: list, values: dict) -> DTensor:
+def _wrapped(t: torch.Tensor, place: int, mesh, chosen: list, values: dict) -> DTensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     placements: list[Placement] = []

@@ -190,7 +190,7 @@ def show(prefix: str, cubin: Path | None, force: bool, as_json: bool) -> None:
     if force and cubin is None:
         raise click.UsageError("--force is about the file of --cubin; give --cubin FILE too.")
     with plain_errors():
-        copies = _one(places.layers(), prefix)
+        copies = _unique(places.layers(), prefix)
         if cubin is not None:
             _write(cubin, copies[0].entry.cubin, force)
     _print_kernel(copies, as_json)
@@ -198,7 +198,7 @@ def show(prefix: str, cubin: Path | None, force: bool, as_json: bool) -> None:
         click.echo(f"Wrote {size(len(copies[0].entry.cubin))} to {cubin}.", err=as_json)
 
 
-def _one(layers, prefix: str) -> list[Kept]:
+def _unique(layers, prefix: str) -> list[Kept]:
     """One kernel, once for each place that holds it. Raises ClickException."""
     matches = [kernel for kernel in kernels.kept(layers) if kernel.key.hex().startswith(prefix)]
     if not matches:

@@ -104,7 +104,7 @@ def tensors_of(descriptor, call: Call, dtype) -> tuple[list[tuple], dict]:
     """The operands of each call, and the arguments of all. Raises BadParameter for a gradient by
     what a call has not."""
     names = operands_of(descriptor, call)
-    arguments = {name: _given(value, dtype) for name, value in call.arguments.items()}
+    arguments = {name: _argument(value, dtype) for name, value in call.arguments.items()}
     for name in call.gradients:
         if name not in names and name not in arguments:
             listed = ", ".join((*names, *arguments))
@@ -133,7 +133,7 @@ def _differentiated(value, dtype):
     return value.requires_grad_()
 
 
-def _given(value, dtype):
+def _argument(value, dtype):
     """An argument of a call: a number, or in place of its sizes a tensor."""
     return _tensor(value, dtype) if isinstance(value, tuple) else value
 

@@ -252,7 +252,7 @@ def store() -> list[Finding]:
         advice = _lowered(CACHE_ADVICE)
         return [Finding("cache", places.why_in_memory(messages), advice, needed=True)]
     facts = layers.store.info()
-    findings = [_held(folder, facts), *_died(before.died), *_damaged(layers.store)]
+    findings = [_contents(folder, facts), *_died(before.died), *_damaged(layers.store)]
     return [*findings, *_aside(folder), _room(folder, facts)]
 
 
@@ -267,7 +267,7 @@ def _lowered(text: str) -> str:
     return text[0].lower() + text[1:]
 
 
-def _held(folder: Path, facts: dict) -> Finding:
+def _contents(folder: Path, facts: dict) -> Finding:
     used = f"{size(facts['bytes_used'])} of {size(facts['budget'])}"
     counts = f"{counted(facts['entries'], 'kernel')}, {counted(facts['tuning'], 'tuning result')}"
     return Finding("cache", f"{facts['kind']}, {folder}, {counts}, {used}", details=facts)

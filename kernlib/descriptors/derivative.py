@@ -349,11 +349,11 @@ def _steps(record: Derivative) -> list[Epilogue | Node]:
     stages = {"Abs": _call("abs", _V), "Square": product(_V, _V), "Power": power}
     steps = [stages[record.outer]] if record.outer in stages else []
     if record.snaps:
-        steps.append(product(_kept(record), _V))
+        steps.append(product(_is_above_limit(record), _V))
     return [*steps, *record.epilogue]
 
 
-def _kept(record: Derivative) -> Node:
+def _is_above_limit(record: Derivative) -> Node:
     """1, and 0 where v is below the limit in magnitude."""
     below = _call("max", difference(Name(record.limit), _call("abs", _V)), ZERO)
     return difference(ONE, _step(below, record.smallest))
@@ -361,8 +361,8 @@ def _kept(record: Derivative) -> Node:
 
 def _slopes(step: Epilogue | Node, record: Derivative) -> tuple[Node, Node]:
     """The derivatives of a step by its value and by the name that is asked for."""
-    if record.snaps and step == product(_kept(record), _V):
-        return _kept(record), ZERO
+    if record.snaps and step == product(_is_above_limit(record), _V):
+        return _is_above_limit(record), ZERO
     if isinstance(step, Matern):
         return _matern_slopes(step, record.by)
     if isinstance(step, (Gaussian, Cauchy, RationalQuadratic)):

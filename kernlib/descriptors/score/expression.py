@@ -106,7 +106,7 @@ def _as_captured(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return pairs
 
 
-def _taken(name: str) -> str:
+def _reserved_by(name: str) -> str:
     """What reserves a name."""
     if keyword.iskeyword(name):
         return "a word of Python"
@@ -124,7 +124,7 @@ def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
     if not isinstance(name, str) or not name.isascii() or not name.isidentifier():
         raise ValueError(f"captured {shown(name)} is not an ASCII identifier")
     if name in RESERVED or keyword.iskeyword(name):
-        raise ValueError(f"captured name {name!r} is taken by {_taken(name)}; choose another")
+        raise ValueError(f"captured name {name!r} is taken by {_reserved_by(name)}; choose another")
     several = "; several are a tuple of them" if isinstance(axes, str) else ""
     axes = (axes,) if isinstance(axes, str) else axes
     if not isinstance(axes, (tuple, list)):

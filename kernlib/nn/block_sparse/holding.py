@@ -107,7 +107,7 @@ class LayoutModule(IndexedModule):
             )
         return current
 
-    def _own(self) -> Layout:
+    def _editable(self) -> Layout:
         """The layout, to be changed. Tensors that were put in the place of the layer's become its
         own from now on."""
         try:
@@ -183,7 +183,7 @@ class LayoutModule(IndexedModule):
             if is_close(mark, mark_of(there)):
                 return there
             layout = there
-        return self._taken(mark, layout, is_own)
+        return self._copied(mark, layout, is_own)
 
     def _hold_there(self, layout: Layout, mark: torch.Tensor) -> None:
         """Take a copy of the layout on the device to which the mark has moved."""
@@ -192,7 +192,7 @@ class LayoutModule(IndexedModule):
             self._hold_nothing(layout.device)
         self._take_mark(mark)
 
-    def _taken(self, mark: torch.Tensor, layout: Layout, is_own: bool) -> Layout:
+    def _copied(self, mark: torch.Tensor, layout: Layout, is_own: bool) -> Layout:
         """The layout of a mark that was copied here from another layer, as broadcasts and loaders
         do. Raises RuntimeError for an invalid one."""
         mask = mask_of(mark, layout)

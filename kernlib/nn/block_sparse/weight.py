@@ -78,7 +78,7 @@ class BlockSparseModule(LayoutModule):
             ((16, 16), 0.5, True)
         """
         self._check_change(optimizer)
-        before = growth.places(self._own())
+        before = growth.places(self._editable())
         self._rewrite(mask)
         self._source = growth.sources(before, self._layout)
         tensors = [self.weight, self.weight.grad]
@@ -136,9 +136,9 @@ class BlockSparseModule(LayoutModule):
             check_density(density)
             remaining = round(density * growth.total(self._layout))
         else:
-            remaining = self._own().tensors[5][0] - checked_count("count", count, 0)
+            remaining = self._editable().tensors[5][0] - checked_count("count", count, 0)
         norms = growth.squares(self.weight)
-        return self.update_(growth.without_smallest(self._own(), norms, remaining), optimizer)
+        return self.update_(growth.without_smallest(self._editable(), norms, remaining), optimizer)
 
     def watch_growth(self, watch: bool = True, candidates: Layout | None = None) -> Self:
         """From now on let each backward pass also compute the gradient by all blocks of
@@ -156,7 +156,7 @@ class BlockSparseModule(LayoutModule):
         if not watch:
             self._candidates = None
             return self
-        mine = self._own()
+        mine = self._editable()
         if candidates is None:
             mask = torch.ones(mine.grid, dtype=torch.bool, device=mine.device)
             candidates = Layout(mask, mine.block, growth.total(mine))
@@ -201,7 +201,7 @@ class BlockSparseModule(LayoutModule):
             >>> layer.drop_(2).regrow_(2).layout.density
             0.5
         """
-        layout = self._own()
+        layout = self._editable()
         count = layout.capacity if count is None else checked_count("count", count, 0)
         if self._growth is None:
             raise RuntimeError(
