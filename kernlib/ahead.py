@@ -143,7 +143,7 @@ def prepare(
             for descriptor in waiting:
                 planned = _planned(descriptor, tensors, arguments)
                 if device is None and not planned:
-                    specs(descriptor, "sm_80", tensors, arguments)  # which raises what is wrong
+                    specs(descriptor, "sm_80", tensors, arguments)  # raises what is wrong
                 for product in planned:
                     ahead.prepare(product)
 
@@ -151,9 +151,9 @@ def prepare(
 def prepared(
     descriptor: Descriptor, *tensors: torch.Tensor | Layout | SparseMatrix, **arguments: Any
 ) -> bool:
-    """Whether nothing of a call is left to :func:`prepare`: its plans are there, or torch computes
-    it. A reduction, and a call whose gradient would be recorded, never is: their kernels are looked
-    for each time, and a call of ``meta`` tensors. Raises what a call raises."""
+    """Whether :func:`prepare` has nothing to do for a call: its plans are there, or torch computes
+    it. False for reductions, for calls whose gradient would be recorded and for ``meta`` tensors:
+    their kernels are looked for each time. Raises what a call raises."""
     on_meta = bool(tensors) and getattr(tensors[0], "device", None) == torch.device("meta")
     # Autocast casts meta tensors as it would those of a GPU.
     with devices.rehearse("sm_80") if on_meta else nullcontext():
@@ -174,7 +174,7 @@ def specs(
             call = partial(run_of(descriptor), descriptor, *tensors, **arguments)
         else:
             call = call_of(descriptor, tensors, arguments)
-        _planned(descriptor, tensors, arguments)  # which raises what is wrong with names and kinds
+        _planned(descriptor, tensors, arguments)  # raises what is wrong with names and kinds
         results = call()
         for result in results if isinstance(results, tuple) else (results,):
             _rehearse_backward(result, stand_ins.leaves)

@@ -115,7 +115,7 @@ def _targets(archs: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 class _Recorder:
-    """What an open block has heard of. Its methods run in any thread."""
+    """The calls and kernels noted for an open block. Its methods run in any thread."""
 
     def __init__(self, archs: tuple[str, ...] | None):
         self.archs = archs
@@ -183,7 +183,7 @@ class _Recorder:
 
 
 def _described(value: object) -> object:
-    """What a rehearsed call depends on of its arguments."""
+    """The properties of arguments on which a rehearsed call depends."""
     if isinstance(value, torch.Tensor):
         strides = value.stride(), value.storage_offset()
         return tuple(value.shape), *strides, value.dtype, value.requires_grad

@@ -16,9 +16,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def heard(debug: bool, function: Callable[..., Result], *values: Any, **named: Any) -> Result:
-    """``function(*values, **named)``, with its events on stderr where ``debug`` is True, or one
-    that says that there were none; while Dynamo traces nothing happens yet. Raises TypeError for
-    what is no bool."""
+    """The result of ``function(*values, **named)``. Where ``debug`` is True its events go to
+    stderr, or a line that there were none; not while Dynamo traces. Raises TypeError for a
+    ``debug`` that is no bool."""
     check_flag("debug", debug)
     if not debug or is_dynamo_compiling():
         return function(*values, **named)

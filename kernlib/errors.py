@@ -71,8 +71,8 @@ def warn(text: str, kind: type[KernlibWarning] = KernlibWarning) -> None:
 
 
 def deprecated(text: str) -> None:
-    """A DeprecationWarning of a spelling that version ``GONE`` does without, at the line outside of
-    kernlib that the call came from."""
+    """A DeprecationWarning for a spelling that version ``GONE`` will not have, at the line outside
+    of kernlib that the call came from."""
     _at_caller(f"{text}; the former spelling goes with kernlib {GONE}", DeprecationWarning)
 
 

@@ -1,10 +1,9 @@
-"""What the service did, one line an event, for people who want to know.
+"""What the service does, one line an event.
 
-Off unless somebody listens: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr
-without any logging set-up, :func:`subscribe` hands events to a function. A hot call without
-listeners pays for one test of an empty list. The logger ``kernlib`` of :mod:`logging` gets those of
-kernels that are looked for, compiled, stored and loaded, and calls too by ``subscribe(log)``.
-"""
+Off without listeners: ``debug=True`` on a call and ``KERNLIB_DEBUG=1`` write to stderr without any
+logging set-up, :func:`subscribe` hands events to a function. A hot call without listeners pays for
+one test of an empty list. The logger ``kernlib`` of :mod:`logging` gets the events of looking for,
+compiling, storing and loading kernels, and by ``subscribe(log)`` those of calls."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Event(NamedTuple):
     key: str
     arch: str
     description: str
-    fields: Mapping[str, object] = MappingProxyType({})  # one for all, so none may write to it
+    fields: Mapping[str, object] = MappingProxyType({})  # shared, and never written to
 
     def __str__(self) -> str:
         details = " ".join(f"{name}={value}" for name, value in self.fields.items())
@@ -52,7 +51,7 @@ _subscribers: list[Listener] = []
 # One entry for each subscriber and each open block of on_stderr, of any thread. A launch tests
 # whether this list is empty, in 5 ns; listening() takes 40.
 watched: list[object] = []
-# Of each open block the names of its events.
+# The names of each open block's events.
 _on_stderr: ContextVar[list[str] | None] = ContextVar("kernlib_debug", default=None)
 _environment_read = False
 
@@ -71,9 +70,9 @@ def listening() -> bool:
 
 
 def emit(name: str, key: str, arch: str, description: str, **fields: object) -> None:
-    """Hand an event to everybody who listens: ``name``, ``key``, ``arch``, ``description`` and
-    ``fields`` are those of :class:`Event`. Raises what a listener raises, and KeyError for a name
-    that is none of :data:`NAMES`.
+    """Hand an event to all listeners: ``name``, ``key``, ``arch``, ``description`` and ``fields``
+    are those of :class:`Event`. Raises what a listener raises, and KeyError for a name that is none
+    of :data:`NAMES`.
 
     Example:
         >>> end = kl.events.subscribe(print)
@@ -188,7 +187,7 @@ def log(event: Event) -> None:
 
 
 def _is_enabled(level: int) -> bool:
-    """Whether the logger would pass an event on. Who has not loaded logging has set up nothing."""
+    """Whether the logger would pass an event on. Without logging loaded, none is set up."""
     return "logging" in sys.modules and _logger().isEnabledFor(level)
 
 

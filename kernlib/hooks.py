@@ -1,4 +1,4 @@
-"""What is done when another package is imported, and when layers of a model are swapped.
+"""Actions when another package is imported, and when layers of a model are swapped.
 
 ``import kernlib`` suffices for transformers to load models with layers of kernlib, whichever of the
 two is imported first, and imports nothing of transformers: a finder of modules waits for the one
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 AWAITED = "transformers.quantizers.auto"  # holds the classes by the names in a model's config
 ADDED = "kernlib.compat.transformers"  # which enters its own there when it is imported
 
-# Called with each model of which layers were swapped. Integrations add to it.
+# Called with each model whose layers were swapped. Integrations add to it.
 AFTER_SWAPS: list[Callable[[Any], None]] = []
 
 
@@ -47,7 +47,7 @@ class _Finder:
 
 
 class _Loader:
-    """Another loader, and what is done once it has run the module, which keeps the other one."""
+    """Another loader, with an action once it has run the module, which keeps that loader."""
 
     def __init__(self, loader: Any):
         self._loader = loader
@@ -68,7 +68,7 @@ class _Loader:
 
 
 def _is_ours(finder: Any) -> bool:
-    """Whether a finder is one of this module, also of an import of it that was undone."""
+    """Whether a finder is this module's, also from an earlier import that was undone."""
     kind = type(finder)
     return (kind.__module__, kind.__name__) == (__name__, "_Finder")
 
@@ -85,7 +85,7 @@ def _stop_waiting() -> None:
 def _add() -> None:
     try:
         import_module(ADDED)
-    except ImportError:  # of versions without what is needed, as a call of it says
+    except ImportError:  # versions that lack what is needed: a call says so
         return
 
 

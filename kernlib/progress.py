@@ -16,7 +16,7 @@ clock = time.monotonic
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show at once what is done: as told, and for None if somebody looks on. Raises
+    """Whether to show progress: as ``progress`` says, for None if it would be drawn. Raises
     TypeError."""
     check(progress)
     return is_drawn() if progress is None else progress
@@ -42,7 +42,7 @@ def check(progress: bool | None) -> None:
 
 
 class Silent:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
 
     def count(self, what: str, work: Callable[[], Value]) -> Value:
         """The value of ``work()``, which is shown as begun, and as done unless it raises. Any
@@ -65,7 +65,7 @@ class Bar(Silent):
 
 
 class Lines(Silent):
-    """A line of text every ten seconds in which something ended: of work that takes less, none."""
+    """A line of text for every ten seconds in which work ended; none for shorter work."""
 
     def __init__(self, title: str, total: int):
         self._title, self._total, self._done, self._what = title, total, 0, ""
@@ -106,7 +106,7 @@ def shown(progress: bool | None, title: str, total: int) -> Iterator[Silent]:
             if progress:
                 lines.write()
         return
-    from rich import progress as rich  # 20 ms that only those who watch pay
+    from rich import progress as rich  # 20 ms, for shown progress alone
     from rich.console import Console
     from rich.table import Column
 

@@ -33,8 +33,8 @@ def run_of(descriptor: Descriptor) -> Callable:
 
 
 def operation_of(descriptor: Descriptor) -> ModuleType:
-    """The module of what a descriptor describes: it runs calls, and says what :mod:`kernlib.ahead`
-    asks of them. Raises TypeError for what is no descriptor."""
+    """The module ``operation`` of a descriptor: it runs calls, and answers what
+    :mod:`kernlib.ahead` asks of them. Raises TypeError for what is no descriptor."""
     _check_descriptor(descriptor)
     name = f"{descriptor.package}.operation" if descriptor.package else "operation"
     return import_module(f"kernlib.families.{descriptor.family}.{name}")

@@ -79,7 +79,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says, a field for each of :data:`VARIABLES`. The first of ``cache_dir``
+    """The environment's settings, a field for each of :data:`VARIABLES`. The first of ``cache_dir``
     is the cache, the others are bundles. ``cache_bytes`` is the size at which kernels are evicted,
     ``lock_timeout`` in seconds; ``debug``, ``nvtx``, ``assert_cached`` and ``portable`` are
     bools."""
@@ -200,9 +200,9 @@ def unread(environ: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environ if name.upper().startswith(PREFIX) and name not in names)
 
 
-def _bad(name: str, text: str, wanted: str) -> ValueError:
+def _bad(name: str, text: str, expected: str) -> ValueError:
     shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
-    return ValueError(f"{name}={shown!r} cannot be used: expected {wanted}")
+    return ValueError(f"{name}={shown!r} cannot be used: expected {expected}")
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:
@@ -217,7 +217,7 @@ def _size(env: Mapping[str, str], name: str, default: int) -> int:
 
 def parse_size(text: str) -> int | None:
     """Bytes of a ``text`` such as ``512M`` or ``64 KiB``, None for what is no size: it raises
-    nothing. Of a number with more digits than any disk has bytes, one that is as far too large.
+    nothing. A number of absurdly many digits becomes another one that is too large for any disk.
 
     Example:
         >>> kl.settings.parse_size("64 KiB"), kl.settings.parse_size("many")

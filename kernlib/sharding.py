@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 WHOLE = ("layout", "matrix", "transposed")  # lists of indices, which every process has whole
-LEAST_TORCH = (2, 13)  # that this was tried with: 2.8 gives numbers that nobody has computed
+LEAST_TORCH = (2, 13)  # 2.8 returns numbers that no process has computed
 _lock = RLock()  # of the two below
 _operators: list[tuple[torch._ops.OpOverload, str, torch.library.Library]] = []
 _is_registered = False
@@ -98,8 +98,8 @@ def _compute(operator: torch._ops.OpOverload, rule, args: tuple, kwargs: dict) -
         local = {name: _local(name, value, mesh, chosen) for name, value in values.items()}
     result = operator(**local)
     if isinstance(result, torch.Tensor):
-        return _whole(result, 0, mesh, chosen, values)
-    return type(result)(_whole(t, place, mesh, chosen, values) for place, t in enumerate(result))
+        return _wrapped(result, 0, mesh, chosen, values)
+    return type(result)(_wrapped(t, place, mesh, chosen, values) for place, t in enumerate(result))
 
 
 def _leaves(values) -> list:
@@ -111,7 +111,7 @@ def _is_distributed(value: object) -> bool:
 
 
 def _chosen(choices: list[Choice], values: dict, axis: int) -> Choice | None:
-    """The first choice of which a tensor is sharded so along an axis of the mesh already."""
+    """The first choice by which some tensor is sharded along an axis of the mesh already."""
     from torch.distributed.tensor import Shard
 
     for choice in choices:
@@ -124,8 +124,8 @@ def _chosen(choices: list[Choice], values: dict, axis: int) -> Choice | None:
 
 
 def _local(name: str, value: Any, mesh, chosen: list) -> Any:
-    """What a process computes with in the place of an argument. Raises TypeError for a plain tensor
-    that nobody has said to be the same in all processes."""
+    """The local value with which a process computes for an argument. Raises TypeError for a plain
+    tensor that is not declared the same in all processes."""
     from torch.distributed.tensor import Replicate, Shard
 
     if isinstance(value, list):
@@ -144,7 +144,7 @@ def _local(name: str, value: Any, mesh, chosen: list) -> Any:
     return value
 
 
-def _whole(t: torch.Tensor, place: int, mesh, chosen: list, values: dict) -> DTensor:
+def _wrapped(t: torch.Tensor, place: int, mesh, chosen: list, values: dict) -> DTensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     placements: list[Placement] = []

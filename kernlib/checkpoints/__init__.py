@@ -1,4 +1,4 @@
-"""Pruned checkpoints: what people have on disk, and the compressed ones made of it.
+"""Pruned checkpoints on disk, and the compressed ones made from them.
 
 ``Checkpoint`` reads, ``convert`` compresses, ``to_dense`` lays out again, ``plan`` says what
 convert would do.

@@ -1,4 +1,4 @@
-"""Checkpoints with compressed linear layers, made of those that people have, and dense ones again.
+"""Conversion of checkpoints to ones with compressed linear layers, and back to dense ones.
 
 A conversion goes file by file and layer by layer, so that it holds one layer in memory beside what
 is mapped. Each file of the result is written under another name and gets its own when it is whole;
@@ -65,7 +65,7 @@ class Work(NamedTuple):
         """The weight (out_features, in_features) of a layer to compress, on a device; of others
         what a dense file has, on the CPU."""
         layer = self.layers.get(weight.name.removesuffix(".weight"), Linear())
-        is_turned = layer.is_transposed and weight.kind != "packed"  # which lies as layers have it
+        is_turned = layer.is_transposed and weight.kind != "packed"  # packed ones lie as layers do
         if self.module_of(weight) is None:
             dense = weight.load(self.checkpoint)
             return dense.t() if layer.is_transposed and not is_turned else dense

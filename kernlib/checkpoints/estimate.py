@@ -1,4 +1,4 @@
-"""What compressing layers gives, before it is done: looked at are some rows of each."""
+"""Estimates of compressing layers, from some rows of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernlib.families.sparse.formats import registry
 from kernlib.families.sparse.lowering import rates
 from kernlib.families.sparse.prune import magnitude
 
-ROWS = 512  # of a weight that are looked at, spread over all of them
+ROWS = 512  # of a weight that are read, spread over all of them
 ARCH = rates.DEFAULT  # whose measured rates times are estimated by
 SMALL = {"int8": 8, "fp8": 8, "int4": 4}  # bits of values in fewer bits
 
@@ -81,6 +81,6 @@ def _fastest(sizes: dict[str, int], density: float, shape, dtype: torch.dtype, c
     """The format that "auto" takes for a matrix of so many bytes in each."""
     if columns > rates.MOST_COLUMNS:
         return "dense"
-    if dtype == torch.float32:  # which kernels of bitmap do not take
+    if dtype == torch.float32:  # bitmap's kernels do not take these
         sizes = {name: size for name, size in sizes.items() if name != "bitmap"}
     return registry.fastest(sizes, density, shape, dtype.itemsize, ARCH, columns)

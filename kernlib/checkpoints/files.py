@@ -398,9 +398,9 @@ def _is_uncompressed(file: Path) -> bool:
 
 
 def _check_records(file: Path, tensors: Iterable[torch.Tensor]) -> None:
-    """Raises CheckpointError if storages are larger than what the archive has of them: torch maps
-    as many bytes as the pickle says, be they of the next. Which is whose does not come back, so
-    that sizes are compared in order."""
+    """Raises CheckpointError if storages are larger than their records in the archive: torch maps
+    as many bytes as the pickle says, even those of the next record. torch does not say which record
+    a storage has, so sizes are compared in order."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     with zipfile.ZipFile(file) as archive:
         items = [item for item in archive.infolist() if "/data/" in item.filename]
@@ -433,7 +433,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _short(error: BaseException) -> str:
-    """The line of another library's message that says what is wrong; it may go on for pages."""
+    """The line with the fault in another library's message, which may go on for pages."""
     text = str(error).rpartition("WeightsUnpickler error:")[2].strip()
     lines = text.splitlines() or [type(error).__name__]
     return lines[0][:200]

@@ -109,7 +109,7 @@ def _model_of(checkpoint: Checkpoint) -> torch.nn.Module | None:
         return None
     try:
         kind = getattr(transformers, str(architectures[0]), None)
-    except ImportError:  # of what this model needs
+    except ImportError:  # of the modules that this model needs
         return None
     if kind is None or not hasattr(kind, "config_class"):
         return None

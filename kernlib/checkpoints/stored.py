@@ -33,7 +33,7 @@ _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 SPARSE_FORMATS = (None, "dense", "sparse-bitmask", "sparse-24-bitmask")
 METHODS = ("compressed-tensors", "sparseml", "kernlib")  # of a config; the second by its old name
-# Last words of a tensor's name that say who quantised it.
+# Last words of a tensor's name, and the library that quantises so.
 QUANTISERS = {
     **{"qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "W_q": "HQQ"},
     **dict.fromkeys(("SCB", "absmax", "quant_map"), "bitsandbytes"),
@@ -348,7 +348,7 @@ def _check_count(weight: StoredWeight, bits: int) -> None:
 
 
 def _spread(weight: StoredWeight, bits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values in order where the bits are, whose number is theirs; as integers, for all dtypes."""
+    """Values in order at the set bits, as many as these; as integers, for all dtypes."""
     dense = torch.zeros(weight.shape, dtype=weight.dtype, device=values.device)
     integer = _OF_SIZE[weight.dtype.itemsize]
     dense.view(integer).masked_scatter_(bits, values.view(integer))

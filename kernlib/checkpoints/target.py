@@ -1,5 +1,4 @@
-"""The folder of a converted checkpoint: which files of it are done, and what belongs to it besides
-weights."""
+"""The folder of a converted checkpoint: its finished files, and its files besides weights."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from kernlib.checkpoints.writer import PART, Shard, write_text
 VERSION = 1  # of the list of what is done, and of the entry in config.json
 STATE = "kernlib-convert.json"  # the list, in a folder whose conversion has not ended
 INDEX = "model.safetensors.index.json"
-METADATA = {"format": "pt"}  # which transformers asks for
+METADATA = {"format": "pt"}  # transformers asks for it
 # What a folder holds besides weights that the result needs too: the tokenizer and the like.
 ENDINGS = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken", ".spm")
 LARGEST = 1 << 26  # bytes of such a file
@@ -121,7 +120,7 @@ class Target:
                 self._save()
 
     def layers(self) -> list[Layer]:
-        """Those of all files, in order."""
+        """The layers of all files, in order."""
         rows = [row for name in sorted(self._done) for row in self._done[name][1]]
         layers = (Layer(*row) for row in rows)
         return [
@@ -171,7 +170,7 @@ def _names_of(files: list[Path]) -> dict[Path, str]:
 
 
 def _identity(checkpoint: Checkpoint) -> list:
-    """What tells the files of a source from others: names, sizes and times."""
+    """The identity of a source's files: names, sizes and times."""
     stats = ((file, file.stat()) for file in checkpoint.files)
     return [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 

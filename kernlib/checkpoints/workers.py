@@ -1,4 +1,4 @@
-"""Threads beside the one that computes, for what a GPU can do at the same time."""
+"""Threads for work that overlaps with the computing thread's on a GPU."""
 
 from __future__ import annotations
 

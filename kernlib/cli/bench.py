@@ -21,7 +21,7 @@ COLUMNS = {
     "error": "right",
     "call": "left",
 }
-SPARE = ("error", "torch", "faster")  # what a narrow terminal does without
+SPARE = ("error", "torch", "faster")  # columns that a narrow terminal drops
 # What makes each call: some hundred megabytes at most, so that small GPUs have room.
 CASES: tuple[Callable[[workloads.Maker], workloads.Call], ...] = (
     lambda make: make.pairwise("gaussian", 8192, 8192, 64, 8.0),

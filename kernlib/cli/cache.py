@@ -30,7 +30,7 @@ COLUMNS = {
     "where": "left",
     "description": "left",
 }
-# What a narrow terminal does without, in this order.
+# Columns that a narrow terminal drops, in this order.
 SPARE = ("shared", "compile ms", "spills", "created", "registers", "cubin", "where", "last used")
 
 
@@ -155,9 +155,9 @@ def _listed(layers, days: int | None) -> tuple[list[dict], int]:
     return rows, damaged
 
 
-def _unused(kept: Kept, store: str, days: int) -> bool:
+def _unused(kernel: Kept, store: str, days: int) -> bool:
     """What `prune` with as many days would drop."""
-    return kept.where == store and (kept.day or 0) < kernels.today() - days
+    return kernel.where == store and (kernel.day or 0) < kernels.today() - days
 
 
 def _row(kernel: dict) -> tuple:
@@ -190,7 +190,7 @@ def show(prefix: str, cubin: Path | None, force: bool, as_json: bool) -> None:
     if force and cubin is None:
         raise click.UsageError("--force is about the file of --cubin; give --cubin FILE too.")
     with plain_errors():
-        copies = _one(places.layers(), prefix)
+        copies = _unique(places.layers(), prefix)
         if cubin is not None:
             _write(cubin, copies[0].entry.cubin, force)
     _print_kernel(copies, as_json)
@@ -198,7 +198,7 @@ def show(prefix: str, cubin: Path | None, force: bool, as_json: bool) -> None:
         click.echo(f"Wrote {size(len(copies[0].entry.cubin))} to {cubin}.", err=as_json)
 
 
-def _one(layers, prefix: str) -> list[Kept]:
+def _unique(layers, prefix: str) -> list[Kept]:
     """One kernel, once for each place that holds it. Raises ClickException."""
     matches = [kernel for kernel in kernels.kept(layers) if kernel.key.hex().startswith(prefix)]
     if not matches:
@@ -226,16 +226,16 @@ def _unknown(layers, prefix: str) -> str:
     return f"no kernel's key begins with {prefix}; there are:\n{lines}"
 
 
-def _candidates(found: list[Kept]) -> list[str]:
-    distinct = list({kernel.key: kernel for kernel in found}.values())
+def _candidates(matches: list[Kept]) -> list[str]:
+    distinct = list({kernel.key: kernel for kernel in matches}.values())
     lines = [_candidate(kernel) for kernel in distinct[:SHOWN_CANDIDATES]]
     more = len(distinct) - len(lines)
     return [*lines, f"  and {more} more"] if more else lines
 
 
-def _candidate(kept: Kept) -> str:
-    meta = kept.entry.meta if kept.entry else {"description": "damaged"}
-    words = (kept.key.hex()[:16], meta.get("arch", ""), meta.get("description", ""))
+def _candidate(kernel: Kept) -> str:
+    meta = kernel.entry.meta if kernel.entry else {"description": "damaged"}
+    words = (kernel.key.hex()[:16], meta.get("arch", ""), meta.get("description", ""))
     return "  " + "  ".join(plain(word) for word in words if word)
 
 
@@ -247,10 +247,10 @@ def _write(path: Path, cubin: bytes, force: bool) -> None:
         raise click.ClickException(f"{path} is there already; --force replaces it") from None
 
 
-def _print_kernel(found: list[Kept], as_json: bool) -> None:
-    facts = found[0].facts()
-    facts["where"] = [kernel.where for kernel in found]
-    facts["meta"] = dict(sorted(found[0].entry.meta.items()))
+def _print_kernel(copies: list[Kept], as_json: bool) -> None:
+    facts = copies[0].facts()
+    facts["where"] = [kernel.where for kernel in copies]
+    facts["meta"] = dict(sorted(copies[0].entry.meta.items()))
     if as_json:
         print_json(facts)
         return

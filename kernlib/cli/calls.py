@@ -48,7 +48,7 @@ def described(arguments, shapes, sizes, reduction, gradients) -> Call:
 
 
 def one_described(arguments, shapes) -> Call:
-    """The same of one call, for commands without ranges of sizes."""
+    """:func:`described` for one call, for commands without ranges of sizes."""
     for part in (part for _, shape in shapes for part in shape):
         if isinstance(part, str):
             raise bad(f"{part} stands for no size here; numbers do, such as 1000x64.", "--shape")
@@ -104,7 +104,7 @@ def tensors_of(descriptor, call: Call, dtype) -> tuple[list[tuple], dict]:
     """The operands of each call, and the arguments of all. Raises BadParameter for a gradient by
     what a call has not."""
     names = operands_of(descriptor, call)
-    arguments = {name: _given(value, dtype) for name, value in call.arguments.items()}
+    arguments = {name: _argument(value, dtype) for name, value in call.arguments.items()}
     for name in call.gradients:
         if name not in names and name not in arguments:
             listed = ", ".join((*names, *arguments))
@@ -124,7 +124,7 @@ def tensors_of(descriptor, call: Call, dtype) -> tuple[list[tuple], dict]:
 
 
 def _differentiated(value, dtype):
-    """An argument as a tensor whose gradient is recorded: of a number that of the arithmetic."""
+    """An argument as a tensor whose gradient is recorded; a number gets the arithmetic's dtype."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -133,7 +133,7 @@ def _differentiated(value, dtype):
     return value.requires_grad_()
 
 
-def _given(value, dtype):
+def _argument(value, dtype):
     """An argument of a call: a number, or in place of its sizes a tensor."""
     return _tensor(value, dtype) if isinstance(value, tuple) else value
 
@@ -159,8 +159,8 @@ def _tensor(shape: tuple[int, ...], dtype):
 
 
 def check_operands(descriptor, call: Call) -> None:
-    """Raises UsageError for a call of too few tensors, of which what is said in Python helps
-    nobody here."""
+    """Raises UsageError for a call of too few tensors: the message of the call in Python would not
+    help here."""
     takes, count = operands_of(descriptor, call), len(call.operands[0])
     if count < len(takes):
         who = f"{call.reduction} of {descriptor.describe()}" if call.reduction else ""
@@ -193,14 +193,8 @@ def in_options(text: str, descriptors: list) -> str:
     arguments that are missing, with the options that give them."""
     match = re.search(r" needs ([^:]+): (run_kernel\(.*\))$", text)
     if match:
-        epilogues = [
-            epilogue
-            for descriptor in descriptors
-            for epilogue in getattr(descriptor, "epilogue", ())
-        ]
-        tensors = {
-            name for epilogue in epilogues for name in (*epilogue.vectors, *dict(epilogue.summands))
-        }
+        epilogues = [part for d in descriptors for part in getattr(d, "epilogue", ())]
+        tensors = {name for part in epilogues for name in (*part.vectors, *dict(part.summands))}
         names = [name.split()[0] for name in match[1].split(", ")]  # of "p (or inner_p)" the first
         options = [f"--shape {n}=384" if n in tensors else f"--argument {n}=1.0" for n in names]
         text = f"{text[: match.end(1)]}, such as {' '.join(options)}"

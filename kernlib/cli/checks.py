@@ -161,7 +161,7 @@ def _wheel(label: str, name: str) -> Finding:
 
 
 def _nvmath() -> Finding:
-    """The wheel by which solvers call cuSOLVER. Kernels do without, and so do CPU tensors."""
+    """The wheel by which solvers call cuSOLVER. Kernels and CPU tensors need none."""
     finding = _wheel("nvmath", "nvmath-python")
     if finding.advice:
         return Finding("nvmath", f"{finding.text}; kernlib.linalg has torch in place of cuSOLVER")
@@ -253,7 +253,7 @@ def store() -> list[Finding]:
         advice = _lowered(CACHE_ADVICE)
         return [Finding("cache", places.why_in_memory(messages), advice, needed=True)]
     facts = layers.store.info()
-    findings = [_held(folder, facts), *_died(before.died), *_damaged(layers.store)]
+    findings = [_contents(folder, facts), *_died(before.died), *_damaged(layers.store)]
     return [*findings, *_aside(folder), _room(folder, facts)]
 
 
@@ -268,7 +268,7 @@ def _lowered(text: str) -> str:
     return text[0].lower() + text[1:]
 
 
-def _held(folder: Path, facts: dict) -> Finding:
+def _contents(folder: Path, facts: dict) -> Finding:
     used = f"{size(facts['bytes_used'])} of {size(facts['budget'])}"
     counts = f"{counted(facts['entries'], 'kernel')}, {counted(facts['tuning'], 'tuning result')}"
     return Finding("cache", f"{facts['kind']}, {folder}, {counts}, {used}", details=facts)
@@ -291,9 +291,8 @@ def _damaged(store) -> list[Finding]:
     of = f"of {contents.kernels + len(contents.damaged)}"
     text = f"{counted(len(contents.damaged), 'damaged entry')} {of}, missing when they are wanted"
     advice = "`kernlib cache verify --repair` drops them"
-    return [
-        Finding("cache", text, advice, details={"damaged": [k.hex() for k in contents.damaged]})
-    ]
+    details = {"damaged": [key.hex() for key in contents.damaged]}
+    return [Finding("cache", text, advice, details=details)]
 
 
 def _aside(folder: Path) -> list[Finding]:
@@ -312,14 +311,12 @@ def _aside(folder: Path) -> list[Finding]:
 def _room(folder: Path, facts: dict) -> Finding:
     """Whether the disk has what the store may still take."""
     free = shutil.disk_usage(folder).free
-    may_grow = max(0, facts["budget"] - facts["bytes_used"])
+    growth = max(0, facts["budget"] - facts["bytes_used"])
     text = f"{size(free)} left on its disk"
-    details = {"free": free, "may_grow": may_grow}
-    if free >= may_grow:
+    details = {"free": free, "may_grow": growth}
+    if free >= growth:
         return Finding("disk", text, details=details)
-    advice = (
-        f"the cache may still grow by {size(may_grow)}: make room, or lower KERNLIB_CACHE_BYTES"
-    )
+    advice = f"the cache may still grow by {size(growth)}: make room, or lower KERNLIB_CACHE_BYTES"
     return Finding("disk", text, advice, details=details)
 
 
@@ -346,17 +343,17 @@ def _bundle(mounted: places.Mounted, here: list[str]) -> Finding:
     return Finding("bundle", text, _bundle_advice(contents, here), details=details)
 
 
-def _bundle_advice(found: places.Contents, here: list[str]) -> str:
+def _bundle_advice(contents: places.Contents, here: list[str]) -> str:
     from kernlib.jit import toolchain
 
     major = toolchain.cuda_major()
-    if found.damaged:
-        return f"{counted(len(found.damaged), 'entry')} damaged: have it exported again"
-    if not found.kernels:
+    if contents.damaged:
+        return f"{counted(len(contents.damaged), 'entry')} damaged: have it exported again"
+    if not contents.kernels:
         return "it is empty: take it out of KERNLIB_CACHE_DIR, or have it exported again"
-    if major != toolchain.UNKNOWN_VERSION and not found.majors[major]:
+    if major != toolchain.UNKNOWN_VERSION and not contents.majors[major]:
         return f"nothing in it is for CUDA {major}, so it is never found: have one made with that"
-    if here and not any(found.archs[arch] for arch in here):
+    if here and not any(contents.archs[arch] for arch in here):
         options = " ".join(f"--arch {arch}" for arch in here)
         return f"nothing in it is for this machine's GPU: compile it with {options}, export again"
     return ""

@@ -22,7 +22,7 @@ from kernlib.cli.options import (
 from kernlib.cli.output import counted, plain_errors, print_json, print_table, say
 
 COLUMNS = {"arch": "left", **kernels.REPORTS, "from": "left", "description": "left"}
-SPARE = ("shared", "spills", "registers", "cubin")  # what a narrow terminal does without
+SPARE = ("shared", "spills", "registers", "cubin")  # columns that a narrow terminal drops
 REDUCTIONS = (
     *("kernel_matmul", "kernel_sum", "kernel_logsumexp"),
     *("kernel_min", "kernel_argmin", "kernel_topk"),
@@ -159,7 +159,7 @@ def _entries(descriptors: list, archs: tuple, dtypes: tuple, call: Call, workers
     return list({id(entry): entry for entry in entries}.values())
 
 
-def _of_range(descriptors: list, archs: tuple, several: list, given: dict, workers) -> list:
+def _of_range(descriptors: list, archs: tuple, several: list, named: dict, workers) -> list:
     """The entries of many calls, which take few kernels: so these are listed first."""
     from kernlib.ahead import build_all, specs
 
@@ -168,19 +168,19 @@ def _of_range(descriptors: list, archs: tuple, several: list, given: dict, worke
         for arch in archs
         for descriptor in descriptors
         for tensors in several
-        for spec in specs(descriptor, arch, tensors, given)
+        for spec in specs(descriptor, arch, tensors, named)
     }
     return build_all(list(jobs), workers, None)
 
 
-def _facts(made: list, seen: list) -> list[dict]:
+def _facts(entries: list, seen: list) -> list[dict]:
     """Facts of each entry with its key and where it is from, which the events tell."""
     waiting = defaultdict(list)
     for event in seen:
         if event.name in ("compile", "hit"):
             waiting[event.arch, event.description].append(event)
     rows = []
-    for entry in made:
+    for entry in entries:
         facts = kernels.facts(entry)
         queue = waiting[facts["arch"], facts["description"]]
         event = queue.pop(0) if queue else None

@@ -18,7 +18,7 @@ COLUMNS = {
     "us": "right",
     "layer": "left",
 }
-SPARE = ("dense", "us", "shape")  # what a narrow terminal does without
+SPARE = ("dense", "us", "shape")  # columns that a narrow terminal drops
 
 
 @click.command()

@@ -22,7 +22,7 @@ COLUMNS = {
     "kernels": "left",
     "call": "left",
 }
-SPARE = ("kernels", "torch")  # what a narrow terminal does without
+SPARE = ("kernels", "torch")  # columns that a narrow terminal drops
 CASES: tuple[Callable[[workloads.Maker], workloads.Call], ...] = (
     lambda make: make.pairwise("gaussian", 1000, 800, 64, 8.0),
     lambda make: make.pairwise("laplace_l1", 1000, 800, 64, 50.0),

@@ -62,21 +62,21 @@ def doctor(as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def next_steps(found: list[Finding]) -> list[str]:
+def next_steps(findings: list[Finding]) -> list[str]:
     """What to do, what keeps kernels from being compiled or kept before the rest."""
     steps = []
     for mark in ("FAIL", "note"):
         labels: dict[str, list[str]] = {}  # of findings that one advice serves
-        for finding in found:
+        for finding in findings:
             if finding.mark == mark:
                 labels.setdefault(finding.advice, []).append(finding.label)
         steps += [f"{', '.join(dict.fromkeys(of))}: {advice}" for advice, of in labels.items()]
-    if any(finding.mark == "FAIL" for finding in found):
+    if any(finding.mark == "FAIL" for finding in findings):
         return [*steps, "then run `kernlib doctor` again"]
-    if any(finding.details.get("arch") for finding in found if finding.label.startswith("GPU")):
+    if any(finding.details.get("arch") for finding in findings if finding.label.startswith("GPU")):
         return [*steps, "run `kernlib demo`, and `kernlib bench` to time this GPU"]
     # Where a GPU is here, and not used, that is among the steps.
-    here = any(finding.advice for finding in found if finding.label.startswith(OF_GPUS))
+    here = any(finding.advice for finding in findings if finding.label.startswith(OF_GPUS))
     return [*steps, *(() if here else (GET_A_GPU,)), *WITHOUT_A_GPU]
 
 

@@ -140,7 +140,7 @@ def _argument(value) -> dict:
     if hasattr(value, "dtype"):
         return {"dtype": _word(value.dtype), "shape": list(value.shape)}
     infinite = isinstance(value, float) and not math.isfinite(value)
-    return {"value": str(value) if infinite else value}  # which JSON has no word for
+    return {"value": str(value) if infinite else value}  # JSON has no word for these
 
 
 def _bytes(value) -> int:

@@ -1,4 +1,4 @@
-"""What is known of a kernel that is kept somewhere, as the commands show it."""
+"""The facts of stored kernels, as the commands show them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _COUNTS = ("registers", "spill_bytes", "shared_bytes", "compile_ms")
 
 
 class Kept(NamedTuple):
-    """An entry and where it lies; without ``entry`` what lies there is damaged. ``day`` is that of
-    its last use, in days since 1970, which only the store knows."""
+    """An entry and its place; without ``entry`` it is damaged. ``day`` is that of its last use, in
+    days since 1970, which only the store knows."""
 
     key: bytes
     where: str
@@ -68,7 +68,7 @@ def today() -> int:
 
 
 def facts(entry) -> dict:
-    """An entry as JSON; numbers that nobody knows are None."""
+    """An entry as JSON; unknown numbers are None."""
     meta = entry.meta
     return {
         "kernel": entry.kernel,
@@ -95,7 +95,7 @@ def reports(kernel: dict) -> tuple:
 
 
 def unknown(value: object) -> object:
-    """A cell, with a question mark for what nobody knows."""
+    """A cell, with a question mark for an unknown value."""
     return "?" if value is None else value
 
 

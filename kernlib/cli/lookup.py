@@ -43,7 +43,7 @@ def _written(text: str):
         raise _bad(message) from error
 
 
-def _unknown(text: str, known: dict[str, Callable]) -> str:
+def _unknown(text: str, makers: dict[str, Callable]) -> str:
     """The message about a name that is no ready-made descriptor's."""
     import kernlib
 
@@ -52,9 +52,9 @@ def _unknown(text: str, known: dict[str, Callable]) -> str:
             f"{text} needs to be told its parts: give it as text, such as "
             f'"KroneckerSparse(a=6, b=64, c=64, d=1)", or name your own by package.module:name.'
         )
-    lowered = {name.lower(): name for name in known}
+    lowered = {name.lower(): name for name in makers}
     close = difflib.get_close_matches(text.lower(), lowered, 3)
-    hint = f"There are {', '.join(known)}."
+    hint = f"There are {', '.join(makers)}."
     if close:  # then the whole list would hide the answer
         hint = f"Did you mean {' or '.join(lowered[name] for name in close)}?"
     return f"{text!r} is none of kernlib's. {hint} package.module:name names your own."
@@ -108,11 +108,11 @@ def _resolved(text: str, module, name: str):
         raise _bad(f"{text}() failed: {_reason(error)}.") from error
 
 
-def _of(text: str, found) -> list:
+def _of(text: str, value) -> list:
     """One descriptor, or a list of them, as a list."""
     from kernlib.descriptors.base import Descriptor
 
-    listed = list(found) if isinstance(found, (list, tuple)) else [found]
+    listed = list(value) if isinstance(value, (list, tuple)) else [value]
     wrong = next((item for item in listed if not isinstance(item, Descriptor)), None)
     if not listed or wrong is not None:
         what = f"holds a {type(wrong).__name__}" if listed else "is an empty list"

@@ -110,8 +110,8 @@ def say(text: str, err: bool = False, start: str = "", hang: str = "") -> None:
 
 
 def plain(value: object) -> str:
-    """The text of a value on one line, with escapes for what a terminal would obey: entries of a
-    bundle say what they please."""
+    """The text of a value on one line, with escapes for control characters: entries of a bundle may
+    hold any text."""
     text = str(value)
     if text.isprintable():
         return text
@@ -159,7 +159,7 @@ def plain_errors() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         if error.errno == errno.EPIPE:
-            raise  # click ends quietly when nobody reads on
+            raise  # click ends quietly when the reader has closed
         raise click.ClickException(_reason(error)) from error
 
 

@@ -70,42 +70,42 @@ def disk_layers():
     return cache_layers
 
 
-def refuse_memory(found, said: list[str]) -> None:
+def refuse_memory(cache_layers, messages: list[str]) -> None:
     """Raises ClickException, naming KERNLIB_CACHE_DIR, for a store that is not on disk."""
-    if found.kind == "memory":
-        raise click.ClickException(f"{why_in_memory(said)}. {CACHE_ADVICE}")
+    if cache_layers.kind == "memory":
+        raise click.ClickException(f"{why_in_memory(messages)}. {CACHE_ADVICE}")
 
 
-def why_in_memory(said: list[str]) -> str:
-    """The reason among what :func:`opened` gave, less what the process does about it."""
+def why_in_memory(messages: list[str]) -> str:
+    """The reason in the messages of :func:`opened`, without what the process does about it."""
     start = "the kernel cache in "
-    for text in said:
+    for text in messages:
         if text.startswith(start):
             return text.partition("; kernels are kept in memory")[0]
     return f"{start}{folder()} cannot be used"
 
 
-def mounted(found=None) -> list[Mounted]:
-    """Every bundle of KERNLIB_CACHE_DIR; ``found`` are the layers, if they are open."""
+def mounted(cache_layers=None) -> list[Mounted]:
+    """Every bundle of KERNLIB_CACHE_DIR; ``cache_layers`` are the layers, if open."""
     from kernlib import settings
 
-    return [_mounted(folder, found) for folder in settings.current().cache_dir[1:]]
+    return [_mounted(folder, cache_layers) for folder in settings.current().cache_dir[1:]]
 
 
-def _mounted(folder: Path, found) -> Mounted:
+def _mounted(folder: Path, cache_layers) -> Mounted:
     try:
-        return Mounted(folder, bundle_in(folder, found))
+        return Mounted(folder, bundle_in(folder, cache_layers))
     except OSError as error:
         return Mounted(folder, None, str(error))
 
 
-def bundle_in(folder: Path, found=None):
+def bundle_in(folder: Path, cache_layers=None):
     """The bundle in a folder, the layers' own if it is one of theirs: LMDB refuses a second opening
     in one process. Raises OSError."""
     from kernlib.jit import bundle
 
     real = Path(os.path.realpath(folder))
-    for candidate in found.bundles if found is not None else ():
+    for candidate in cache_layers.bundles if cache_layers is not None else ():
         if candidate.folder == real:
             return candidate
     return bundle.open_bundle(real)
@@ -118,9 +118,9 @@ def bundle_in(folder: Path, found=None):
 class Before:
     """A cache's folder before this process opens the store in it.
 
-    ``pages`` is what a walk over the store's pages finds wrong, ``died`` when processes opened it
-    that died with it open, ``aside`` the damaged stores beside it.
-    """
+    ``pages`` are the faults that a walk over the store's pages finds, ``died`` the times at which
+    processes opened it that died with it open, ``aside`` the damaged stores that were moved
+    aside."""
 
     pages: list[str]
     died: list[float]

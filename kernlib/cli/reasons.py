@@ -1,5 +1,5 @@
-"""Why lowering chooses a kernel, in a sentence for each file of ``kernel_sources`` that a kernel is
-made of; what else could compute a call; and times that lowering estimates."""
+"""Why lowering chooses a kernel, in a sentence for each file of ``kernel_sources`` in a kernel; the
+other candidates of a call; and times that lowering estimates."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def verify(repair: bool, as_json: bool) -> None:
     with plain_errors(), progress.busy("reading every page"):
         store, layers = _store(repair)
         facts = [store, *(_bundle(mounted) for mounted in places.mounted(layers))]
-    wrong = [place for place in facts if _left(place)]
+    wrong = [place for place in facts if _unrepaired(place)]
     if as_json:
         print_json({"ok": not wrong, "places": facts})
     else:
@@ -39,8 +39,8 @@ def verify(repair: bool, as_json: bool) -> None:
 
 
 def _store(repair: bool) -> tuple[dict, object | None]:
-    """The facts about the store, after what ``repair`` asks for, and the layers if it was opened:
-    LMDB may die of what a walk over the pages finds."""
+    """The facts about the store, after what ``repair`` asks for, and the layers if it was opened.
+    It is not opened on damaged pages, of which LMDB may die."""
     folder = places.folder()
     before = places.before_opening(folder)
     problems = [_problem("pages", text, repaired=repair) for text in before.pages[:SHOWN_PAGES]]
@@ -88,17 +88,17 @@ def _entry(key: bytes, repaired: bool) -> dict:
     return _problem("entry", "the entry is damaged and counts as missing", key.hex(), repaired)
 
 
-def _print(found: list[dict]) -> None:
-    rows = [(p["where"], p["kernels"], _result(p), p["path"]) for p in found]
+def _print(facts: list[dict]) -> None:
+    rows = [(p["where"], p["kernels"], _result(p), p["path"]) for p in facts]
     print_table(PLACES, rows)
-    for place in found:
+    for place in facts:
         for problem in place["problems"]:
             key = f" {problem['key']}" if problem["key"] else ""
             end = " (repaired)" if problem["repaired"] else ""
             click.echo(f"{place['path']}:{key} {problem['text']}{end}")
 
 
-def _left(place: dict) -> list[dict]:
+def _unrepaired(place: dict) -> list[dict]:
     """The problems that are not repaired."""
     return [problem for problem in place["problems"] if not problem["repaired"]]
 
@@ -106,11 +106,11 @@ def _left(place: dict) -> list[dict]:
 def _result(place: dict) -> str:
     if not place["problems"]:
         return "ok"
-    return counted(len(_left(place)), "problem") if _left(place) else "repaired"
+    return counted(len(_unrepaired(place)), "problem") if _unrepaired(place) else "repaired"
 
 
 def _conclusion(wrong: list[dict], repair: bool) -> str:
-    parts = [f"{counted(sum(len(_left(place)) for place in wrong), 'problem')} found"]
+    parts = [f"{counted(sum(len(_unrepaired(place)) for place in wrong), 'problem')} found"]
     if wrong[0]["where"] == "store":
         advice = "--repair drops damaged entries and moves a damaged store aside"
         parts.append("what is left of the store's cannot be repaired" if repair else advice)

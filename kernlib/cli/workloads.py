@@ -42,7 +42,7 @@ class Call(NamedTuple):
         return self.rival(*self.dense, **self.arguments)
 
     def error(self) -> float:
-        """Of the first rows, against torch in float64."""
+        """The error of the first rows, against torch in float64."""
         rows, *rest = self.dense
         operands = [rows[:CHECKED_ROWS], *rest]
         arguments = {name: _wide(value) for name, value in self.arguments.items()}
@@ -82,17 +82,16 @@ class Maker:
         self._device = device
         self._random = torch.Generator(device).manual_seed(0)
 
-    def pairwise(self, name: str, points: int, others: int, features: int, width: float) -> Call:
+    def pairwise(self, name: str, points: int, columns: int, features: int, width: float) -> Call:
         """``gaussian`` or ``laplace_l1`` of a bandwidth."""
         import kernlib as kl
 
-        x, y = self._normal("fp32", points, features), self._normal("fp32", others, features)
+        x, y = self._normal("fp32", points, features), self._normal("fp32", columns, features)
         rival = {"gaussian": gaussian, "laplace_l1": laplace}[name]
-        text = f"{name} {points}x{others}x{features}"
+        text = f"{name} {points}x{columns}x{features}"
         descriptor = getattr(kl, name)()
-        return Call(
-            "pairwise", text, "fp32", descriptor, (x, y), {"bandwidth": width}, rival, (x, y)
-        )
+        arguments = {"bandwidth": width}
+        return Call("pairwise", text, "fp32", descriptor, (x, y), arguments, rival, (x, y))
 
     def kronecker_sparse(self, pattern: tuple, rows: int, precision: str) -> Call:
         """A layer: one factor, a bias and GELU."""
@@ -115,10 +114,8 @@ class Maker:
         x = self._normal(precision, rows, math.prod(sizes))
         factors = [self._normal(precision, size, size) / size**0.5 for size in sizes]
         text = f"{'⊗'.join(map(str, sizes))}, {rows} rows"
-        operands = (x, *factors)
-        return Call(
-            "Kronecker product", text, precision, descriptor, operands, {}, kronecker, operands
-        )
+        both = (x, *factors)
+        return Call("Kronecker product", text, precision, descriptor, both, {}, kronecker, both)
 
     def sparse(self, rows: int, columns: int, precision: str, format: str = "auto") -> Call:
         """A weight of which half is pruned, times one vector. Of the formats with kernels for

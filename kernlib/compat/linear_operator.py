@@ -78,8 +78,8 @@ class Status(NamedTuple):
 
 
 class _Swap:
-    """One replacement of linear_operator's functions. Each has functions of its own, which call
-    those that they found: so another's patch, put around these, never calls itself."""
+    """One replacement of linear_operator's functions. Each swap has functions of its own, which
+    call those that they replace: so another library's patch around them never calls itself."""
 
     def __init__(self, module: ModuleType, dense: type):
         self.module, self.dense, self.active = module, dense, True
@@ -89,7 +89,8 @@ class _Swap:
             setattr(module, name, function)
 
     def undo(self) -> None:
-        """What another has put there since stays, and goes to what was found."""
+        """Put the original functions back. Another library's patch since then stays and calls
+        the original."""
         self.active = False
         for name, function in self.placed.items():
             if getattr(self.module, name) is function:
@@ -224,7 +225,7 @@ def _module() -> ModuleType:
     return module
 
 
-# Which calls are answered.
+# The calls that are answered.
 
 
 def _misfit(dense: type, linear_ops, kp_shape, rhs, turned: bool) -> str | None:
@@ -237,7 +238,7 @@ def _misfit(dense: type, linear_ops, kp_shape, rhs, turned: bool) -> str | None:
 
 
 def _unlike(rhs, factors: list[torch.Tensor]) -> str | None:
-    """Why tensors are none that kernlib multiplies."""
+    """Why kernlib does not multiply these tensors."""
     if not isinstance(rhs, torch.Tensor):
         return f"the right-hand side is a {type(rhs).__name__}"
     if rhs.dtype not in FLOAT_TYPES:

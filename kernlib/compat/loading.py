@@ -253,8 +253,8 @@ def _offloading(layer: nn.Module) -> list[Any]:
 
 
 def _missing(names: Sequence[str], dense: Mapping[str, str] | None = None) -> ValueError:
-    """What is raised of layers without compressed weights, some of which may have ``dense`` ones
-    in the files: the names of these."""
+    """The error for layers without compressed weights. ``dense`` are the names of those with dense
+    weights in the files."""
     some = ", ".join(repr(f"{name}.{PACKED}") for name in names[:3])
     some += ", ..." if len(names) > 3 else ""
     stored = [dense[name] for name in names if name in dense] if dense else []

@@ -208,7 +208,7 @@ class KernlibQuantizer(_Quantizer):
         """What ``save_pretrained`` of ``model`` saves: that of the model, whose configuration is
         brought up to date with its layers before it is written; ``args`` and ``kwargs`` are not
         read. Raises ValueError for layers that it cannot say, by their names."""
-        if not getattr(model, "_hf_peft_config_loaded", False):  # which saves adapters alone
+        if not getattr(model, "_hf_peft_config_loaded", False):  # saves adapters alone
             self._renew(model)
         # What is returned takes the place of the state_dict that save_pretrained was called with.
         frame = sys._getframe(1)

@@ -39,17 +39,16 @@ class Value:
     __slots__ = ()
 
     def __setstate__(self, state: list) -> None:
-        """Pickles in which each of them was a dataclass hold an empty list."""
+        """Pickles of the time when each class was a dataclass hold an empty list."""
 
 
 class Descriptor(Part):
     """Base of the frozen dataclasses that :func:`kernlib.run_kernel` accepts.
 
-    ``family`` names the modules that implement it: those of
-    ``kernlib.families.<family>``, and ``package`` that of these whose ``operation`` runs it, where
-    several share a family: a first call need not load what runs the others. Copies and pickles
-    rebuild through the constructor, so that a descriptor is always a validated one.
-    """
+    ``family`` names the package ``kernlib.families.<family>`` that implements it. Where that has
+    several packages, ``package`` names the one whose ``operation`` runs it: a first call need not
+    load the others. Copies and pickles rebuild through the constructor, so that a descriptor is
+    always a validated one."""
 
     __slots__ = ()
     family: ClassVar[str]
@@ -108,11 +107,11 @@ class Descriptor(Part):
         arguments = [f"{name}=..." for name in self.required]
         return f"run_kernel({', '.join(['descriptor', *self.operands, *arguments])})"
 
-    if not TYPE_CHECKING:  # who calls one is told so before it runs
+    if not TYPE_CHECKING:  # callers are told so before it runs
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
             """Raises TypeError, which says how it is called: Python's own says that it is not."""
-            from kernlib.hints.descriptors import refuse_call  # which right calls do without
+            from kernlib.hints.descriptors import refuse_call  # only errors need it
 
             refuse_call(self)
 
@@ -158,23 +157,23 @@ class Descriptor(Part):
 
 
 def explained(kind: type[_Kind]) -> type[_Kind]:
-    """A dataclass of descriptors that says of a field which it has not, where its value goes."""
+    """A dataclass of descriptors whose error for an unknown field says where its value goes."""
     make = kind.__init__
     names = [field.name for field in dataclasses.fields(kind) if field.init and field.name != "_"]
     fields = frozenset(names)
 
-    def refuse(values: tuple, given: dict) -> None:  # apart: Dynamo of torch 2.8 traces `init`
-        from kernlib.hints.descriptors import refuse_fields  # which right calls do without
+    def refuse(values: tuple, named: dict) -> None:  # apart: Dynamo of torch 2.8 traces `init`
+        from kernlib.hints.descriptors import refuse_fields  # only errors need it
 
         placed = dict(zip(names, values, strict=False))
-        refuse_fields(kind.__name__, placed | given, names, kind)
+        refuse_fields(kind.__name__, placed | named, names, kind)
 
     @functools.wraps(make)
-    def init(self, *values, **given):
-        for name in given:
+    def init(self, *values, **named):
+        for name in named:
             if name not in fields:
-                refuse(values, given)
-        make(self, *values, **given)
+                refuse(values, named)
+        make(self, *values, **named)
 
     kind.__init__ = init
     return kind
@@ -205,8 +204,8 @@ def render(value: object) -> str:
 
 
 def with_symbols(descriptor: object, **sizes: object):
-    """A copy of a descriptor with other sizes, unchecked, as those of traced tensors are: these may
-    be symbols, and its text says nothing of them."""
+    """An unchecked copy of a descriptor with the sizes of traced tensors. These may be symbols,
+    which its text does not show."""
     copy = object.__new__(type(descriptor))
     for field in dataclasses.fields(descriptor):
         value = sizes.get(field.name, getattr(descriptor, field.name))
@@ -220,22 +219,20 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def refuse_descriptor(wanted: str, value: object) -> NoReturn:
-    """Raises TypeError for a descriptor that is none, or another than is ``wanted``."""
-    from kernlib.hints.descriptors import instead_of_descriptor  # which right calls do without
+def refuse_descriptor(expected: str, value: object) -> NoReturn:
+    """Raises TypeError for what is no descriptor, or another than the ``expected`` one."""
+    from kernlib.hints.descriptors import instead_of_descriptor  # only errors need it
 
     advice = "" if isinstance(value, Descriptor) else instead_of_descriptor(value)
-    raise TypeError(f"descriptor must be a {wanted}, got {shown(value)}{advice}")
+    raise TypeError(f"descriptor must be a {expected}, got {shown(value)}{advice}")
 
 
-def refuse_argument(descriptor: Descriptor, name: str, taken: Sequence[str]) -> NoReturn:
-    """Raises TypeError for a keyword of a call that is none of those which are ``taken``."""
-    from kernlib.hints import spelling  # which right calls do without
+def refuse_argument(descriptor: Descriptor, name: str, accepted: Sequence[str]) -> NoReturn:
+    """Raises TypeError for a keyword that is none of the ``accepted`` ones."""
+    from kernlib.hints import spelling  # only errors need it
 
-    listed, hint = (
-        ", ".join(taken) or "none",
-        spelling.argument(name, (*taken, *descriptor.options)),
-    )
+    listed = ", ".join(accepted) or "none"
+    hint = spelling.argument(name, (*accepted, *descriptor.options))
     if name == "bias" and descriptor.family != "pairwise":
         hint = "; with epilogue=kernlib.Bias() it takes bias"
     raise TypeError(f"{name} is no argument of {descriptor.describe()}; it takes {listed}{hint}")
@@ -244,7 +241,7 @@ def refuse_argument(descriptor: Descriptor, name: str, taken: Sequence[str]) -> 
 def shown(value: object) -> str:
     """A value as messages show it: short, whatever it is and however deep it is nested; of tensors
     and arrays their shape, of functions and classes their name."""
-    from reprlib import Repr  # of what goes wrong only
+    from reprlib import Repr  # for errors alone
 
     def sizes(x, level: int) -> str:
         return f"a {type(x).__name__} of shape {tuple(x.shape)}"
@@ -277,7 +274,7 @@ def real(value: object) -> Real | None:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and not _is_tensor(value):
         return real(value.item())
     if type(value).__name__ == "Decimal" and not value.is_snan():
-        from fractions import Fraction  # which other numbers do without
+        from fractions import Fraction  # only such numbers need it
 
         return Fraction(value) if value.is_finite() else float(value)
     return None

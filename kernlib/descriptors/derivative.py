@@ -5,9 +5,8 @@ Where there is none, they are those of a distance of equal points
 ``x ** y`` at 0 with y between 0 and 2 other than 1. Where two sides of ``max`` or ``min`` are
 equal, ``tie_share`` of :mod:`kernlib.descriptors.expression` says what each is given. The language
 of epilogues has no comparison. In place of one stands a product that saturates,
-``min(x / smallest, 1)``, which is 0 at 0 and 1 from ``smallest`` on. Scores have conditions, of
-which none has a derivative: that of ``where`` is the derivative of what is selected.
-"""
+``min(x / smallest, 1)``, which is 0 at 0 and 1 from ``smallest`` on. Scores have conditions, which
+have no derivative: the derivative of ``where`` is that of the selected operand."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ ZERO, ONE, HALF = Number(0.0), Number(1.0), Number(0.5)
 LONGEST = 200  # parts of a chain, each step written into the next, whose derivatives have 2000
 _V = Name(VALUE)
 _VANISHED = 800.0  # minus a logarithm that no float64 has
-# Of scores, with no derivative but 0: conditions, whole numbers, steps.
+# Operations of scores whose derivative is 0: conditions, whole numbers, steps.
 _FLAT = frozenset(
     ("<", "<=", "==", "!=", ">", ">=", "and", "or", "not", "//", "%", "floor", "sign", "float")
 )
@@ -65,7 +64,7 @@ def substitute(node: Node, value: Node) -> Node:
 
 
 def size(node: Node, value: int = 1) -> int:
-    """Numbers, names and operations in a tree in which v has ``value`` of them."""
+    """The numbers, names and operations of a tree, v counting as ``value`` of them."""
     if isinstance(node, Operation):
         return 1 + sum(size(x, value) for x in node.operands)
     return value if node == _V else 1
@@ -169,7 +168,7 @@ def _call(function: str, *operands: Node) -> Node:
     return Operation(function, operands)
 
 
-# What comparisons are replaced by.
+# The replacement of comparisons.
 
 
 def _step(x: Node, smallest: float) -> Node:
@@ -332,50 +331,51 @@ def fits(outer: str, epilogue: tuple[Epilogue, ...], snaps: bool) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _tree(made: Derivative) -> Node:
+def _tree(record: Derivative) -> Node:
     """By the chain rule, from s outwards: the value so far, and its derivative."""
-    value, slope = _V, ONE if made.by == VALUE else ZERO
-    if made.outer == "Sqrt":
-        slope = product(slope, root_slope(_V, made.smallest))
-    for step in _steps(made):
-        by_value, by_name = _slopes(step, made)
+    value, slope = _V, ONE if record.by == VALUE else ZERO
+    if record.outer == "Sqrt":
+        slope = product(slope, root_slope(_V, record.smallest))
+    for step in _steps(record):
+        by_value, by_name = _slopes(step, record)
         slope = product(substitute(by_value, value), slope)
         slope = total(slope, substitute(by_name, value))
         value = substitute(step.tree() if isinstance(step, Epilogue) else step, value)
     return slope
 
 
-def _steps(made: Derivative) -> list[Epilogue | Node]:
-    power = Operation("**", (_V, Name(made.exponent)))
+def _steps(record: Derivative) -> list[Epilogue | Node]:
+    power = Operation("**", (_V, Name(record.exponent)))
     stages = {"Abs": _call("abs", _V), "Square": product(_V, _V), "Power": power}
-    steps = [stages[made.outer]] if made.outer in stages else []
-    if made.snaps:
-        steps.append(product(_kept(made), _V))
-    return [*steps, *made.epilogue]
+    steps = [stages[record.outer]] if record.outer in stages else []
+    if record.snaps:
+        steps.append(product(_is_above_limit(record), _V))
+    return [*steps, *record.epilogue]
 
 
-def _kept(made: Derivative) -> Node:
+def _is_above_limit(record: Derivative) -> Node:
     """1, and 0 where v is below the limit in magnitude."""
-    below = _call("max", difference(Name(made.limit), _call("abs", _V)), ZERO)
-    return difference(ONE, _step(below, made.smallest))
+    below = _call("max", difference(Name(record.limit), _call("abs", _V)), ZERO)
+    return difference(ONE, _step(below, record.smallest))
 
 
-def _slopes(step: Epilogue | Node, made: Derivative) -> tuple[Node, Node]:
+def _slopes(step: Epilogue | Node, record: Derivative) -> tuple[Node, Node]:
     """The derivatives of a step by its value and by the name that is asked for."""
-    if made.snaps and step == product(_kept(made), _V):
-        return _kept(made), ZERO
+    if record.snaps and step == product(_is_above_limit(record), _V):
+        return _is_above_limit(record), ZERO
     if isinstance(step, Matern):
-        return _matern_slopes(step, made.by)
+        return _matern_slopes(step, record.by)
     if isinstance(step, (Gaussian, Cauchy, RationalQuadratic)):
-        return _slopes_of_squares(step, made.by, 1 / made.smallest)
+        return _slopes_of_squares(step, record.by, 1 / record.smallest)
     tree = step.tree() if isinstance(step, Epilogue) else step
-    by_name = ZERO if made.by == VALUE else derivative(tree, made.by, made.smallest)
-    return derivative(tree, VALUE, made.smallest), by_name
+    by_name = ZERO if record.by == VALUE else derivative(tree, record.by, record.smallest)
+    return derivative(tree, VALUE, record.smallest), by_name
 
 
 def _slopes_of_squares(step: Epilogue, by: str, most: float) -> tuple[Node, Node]:
-    """Of functions of ``u = v / bandwidth^2``, v a squared distance, in closed form. Where u or
-    ``1 / bandwidth^2`` is infinite, below bandwidths of 1e-19, the rules would give NaN for 0."""
+    """Slopes of functions of ``u = v / bandwidth^2``, v a squared distance, in closed form. Where u
+    or ``1 / bandwidth^2`` is infinite, below bandwidths of 1e-19, the rules would give NaN for
+    0."""
     u = "((1 / bandwidth) * v * (1 / bandwidth))"
     finite, squares = f"min({u}, {most!r})", f"min((1 / bandwidth) * (1 / bandwidth), {most!r})"
     by_alpha = "0"
@@ -396,8 +396,8 @@ def _slopes_of_squares(step: Epilogue, by: str, most: float) -> tuple[Node, Node
 
 
 def _matern_slopes(step: Matern, by: str) -> tuple[Node, Node]:
-    """In closed form: the rules would subtract two values near 1 from each other. Of a distance
-    whose kernel is 0 they are 0, which an infinity in front of the exponential would make NaN."""
+    """In closed form: the rules would subtract two values near 1 from each other. At a distance
+    whose kernel is 0 they are 0, where an infinity before the exponential would make NaN."""
     t = f"(sqrt({2 * step.nu}) / bandwidth * v)"
     finite = f"min({t}, {_VANISHED})"
     more = f" * (1 + {finite}) / 3" if step.nu == 2.5 else ""

@@ -490,10 +490,8 @@ def _check_parameters(parameters: tuple[str, ...]) -> None:
                 f"parameter {shown(name)} is not an ASCII identifier; its value is an argument of "
                 "the call"
             )
-        owner = "the language of expressions" if name in LANGUAGE else "arguments of calls"
-        require(
-            name not in RESERVED, f"parameter name {name!r} is taken by {owner}; choose another"
-        )
+        by = "the language of expressions" if name in LANGUAGE else "arguments of calls"
+        require(name not in RESERVED, f"parameter name {name!r} is taken by {by}; choose another")
     require(len(set(parameters)) == len(parameters), f"parameters {parameters} repeat a name")
 
 
@@ -526,7 +524,7 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
 
 def advice_on(value: object) -> str:
     """What to write in place of something that is no epilogue, or ""."""
-    from kernlib.hints.descriptors import instead_of_part  # which right calls do without
+    from kernlib.hints.descriptors import instead_of_part  # only errors need it
 
     return instead_of_part(value, KINDS)
 

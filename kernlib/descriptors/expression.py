@@ -41,7 +41,7 @@ RESERVED = LANGUAGE | {  # names that no parameter may have
     "debug", "a", "b", "descriptor", "x", "weight", "weights", "layout",
 }  # fmt: skip
 SCORES = "scores and masks of block-sparse attention"  # whose language has more than this one
-POSITIONS = ("batch", "head", "row", "col")  # of a score, and the axes of what it reads
+POSITIONS = ("batch", "head", "row", "col")  # of a score, and the axes of the tensors that it reads
 SCORE_FUNCTIONS = {"clamp": 3, "floor": 1, "mod": 2, "sign": 1, "where": 3}
 _WRITTEN = {"relu": "max(v, 0)", "sigmoid": "1 / (1 + exp(-v))", "gelu": "v * ndtr(v)"}
 DEEPEST = 100  # operations in one another: what walks a tree takes several frames for each
@@ -111,7 +111,7 @@ def syntax(text: str, what: str = "expression", deepest: int = DEEPEST) -> ast.e
 
 
 def _advice(text: str, what: str) -> str:
-    """What would do in place of two things that are no Python."""
+    """Advice on two spellings that are no Python."""
     if what != "expression" and any(sign in text.replace("!=", "") for sign in ("&&", "||", "!")):
         return "; write and, or and not"
     return "; several lines go into parentheses" if "\n" in text else ""
@@ -146,7 +146,7 @@ def tie_share(operation: Operation) -> float:
 
 
 def _depth(node: ast.expr) -> int:
-    """Of the operations in one another, counted without recursion."""
+    """The depth of nested operations, counted without recursion."""
     deepest, stack = 0, [(node, 0)]
     while stack:
         node, depth = stack.pop()
@@ -177,7 +177,7 @@ def _convert(node: ast.expr, text: str, parameters: frozenset[str]) -> Node:
 
 
 def part_of(text: str, node: ast.expr) -> str:
-    """What of an expression a node of Python's tree was read from."""
+    """The part of an expression's text from which a node of Python's tree was read."""
     return ast.get_source_segment(text.strip(), node) or type(node).__name__
 
 
@@ -225,7 +225,7 @@ def _convert_name(name: str, text: str, parameters: frozenset[str]) -> Node:
 def _convert_call(node: ast.Call, text: str, parameters: frozenset[str]) -> Node:
     function = node.func.id
     if function not in FUNCTIONS:
-        from kernlib.hints import spelling  # which right expressions do without
+        from kernlib.hints import spelling  # only errors need it
 
         hint = spelling.argument(function, FUNCTIONS)
         if function in _WRITTEN:

@@ -24,7 +24,7 @@ def check_size(text: str, longest: int = LONGEST, deepest: int = DEEPEST) -> Non
 def most_nested(text: str) -> int:
     """No fewer than the operations and brackets in one another: all between two commas count, with
     the deepest of their brackets, as precedences are not looked at."""
-    import re  # which short texts do without
+    import re  # only long texts need it
 
     levels = [(0, 0, 0)]  # of open brackets: of parts before a comma; signs since; deepest inside
     for sign in re.findall(_SIGNS, text):

@@ -87,7 +87,7 @@ def _build(node: ast.expr, functions: Mapping[str, Callable]):
 
 def _type(name: str) -> type:
     """The descriptor's or part's class of that name. Raises ValueError for others."""
-    import_module("kernlib.descriptors.gates")  # which calls without one do not load
+    import_module("kernlib.descriptors.gates")  # calls without one do not load it
     types = [cls for cls in _subclasses(Part) if dataclasses.is_dataclass(cls)]
     # The last of a module and name: dataclass(slots=True) makes a second class in place of the
     # first, which may still be listed.

@@ -11,30 +11,30 @@ if TYPE_CHECKING:
     from inspect import Signature
     from typing import Any
 
-_Made = TypeVar("_Made", bound="Callable[..., Any]")
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
-def hinted(made: _Made) -> _Made:
+def hinted(function: _Function) -> _Function:
     """A function, or a class with its constructor and public class methods, with better errors for
     arguments that do not fit: the TypeError for an unknown keyword says which one may have been
     meant, and any other shows the signature. What the call itself raises stays as it is."""
-    if not isinstance(made, type):
-        return _hinted(made, made.__qualname__)
-    for name, value in _constructors(made):
+    if not isinstance(function, type):
+        return _hinted(function, function.__qualname__)
+    for name, value in _constructors(function):
         if isinstance(value, classmethod):
-            called = _hinted(value.__func__, f"{made.__name__}.{name}", made)
-            setattr(made, name, classmethod(called))
+            called = _hinted(value.__func__, f"{function.__name__}.{name}", function)
+            setattr(function, name, classmethod(called))
         else:
-            setattr(made, name, _hinted(value, made.__name__, made))
-    return made
+            setattr(function, name, _hinted(value, function.__name__, function))
+    return function
 
 
-def former(*order: str, **names: str) -> Callable[[_Made], _Made]:
+def former(*order: str, **names: str) -> Callable[[_Function], _Function]:
     """Marks a function that is :func:`hinted` as one that was called otherwise: with arguments of
     this ``order`` behind those that have a place now, and with the keywords of ``names``, former to
     present. Such calls warn with a DeprecationWarning."""
 
-    def mark(function: _Made) -> _Made:
+    def mark(function: _Function) -> _Function:
         function.former = order, names  # type: ignore[attr-defined]
         return function
 
@@ -88,20 +88,20 @@ def _hinted(function: Callable, name: str, owner: type | None = None) -> Callabl
     return call
 
 
-def _misfit(function, name: str, owner, values: tuple, given: dict, error) -> str | None:
+def _misfit(function, name: str, owner, values: tuple, named: dict, error) -> str | None:
     """The message for arguments that do not fit a function's signature. None for arguments that
     fit: then the error came from inside of the function."""
-    from inspect import signature  # which only errors need
+    from inspect import signature  # only errors need it
 
     takes = signature(function)
     try:
-        takes.bind(*values, **given)
+        takes.bind(*values, **named)
     except TypeError:
         shown = _plain(takes, owner is not None)
     else:
         return None
     names = [*shown.parameters]
-    for keyword in given:
+    for keyword in named:
         if keyword not in names:
             text = f"{name}() got an unexpected keyword argument {keyword!r}"
             return text + _meant(keyword, names, owner)
@@ -115,13 +115,13 @@ def _plain(takes: Signature, bound: bool) -> Signature:
     return takes.replace(parameters=plain, return_annotation=takes.empty)
 
 
-def _meant(keyword: str, known: list[str], owner: type | None) -> str:
+def _meant(keyword: str, names: list[str], owner: type | None) -> str:
     from kernlib.hints import spelling
 
     takers = [] if owner is None else [*_takers(keyword, owner)]
     if takers:
         return f"; {' and '.join(takers)} takes it"
-    return spelling.argument(keyword, known) or f"; it takes {', '.join(known)}"
+    return spelling.argument(keyword, names) or f"; it takes {', '.join(names)}"
 
 
 def _takers(keyword: str, owner: type) -> Iterator[str]:

@@ -1,5 +1,4 @@
-"""What is said of descriptors and epilogues that were built wrongly, or are none. Loaded when that
-happens."""
+"""Messages for wrong descriptors and epilogues. Loaded when one is needed."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ TRACED = (  # what to do with a Proxy
 )
 
 
-def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable) -> None:
+def refuse_fields(what: str, named: dict, fields: Iterable[str], make: Callable) -> None:
     """Raises TypeError for the first of the keywords that is none of the ``fields`` of ``what``,
     and says where an argument of a call goes. ``make`` makes a descriptor of the other keywords."""
     fields = list(fields)
-    name = next(name for name in given if name not in fields)
+    name = next(name for name in named if name not in fields)
     text = f"{what}() got an unexpected keyword argument {name!r}"
     try:
-        descriptor = make(**{key: value for key, value in given.items() if key in fields})
+        descriptor = make(**{key: value for key, value in named.items() if key in fields})
     except (TypeError, ValueError):  # which the caller hears of when this is mended
         descriptor = None
     if descriptor is not None and name in (*descriptor.required, *descriptor.options):
@@ -63,9 +62,9 @@ def refuse_fields(what: str, given: dict, fields: Iterable[str], make: Callable)
     raise TypeError(text + (hint or f"; it takes {', '.join(fields)}"))
 
 
-def _own_epilogue(what: str, made: Descriptor) -> str:
+def _own_epilogue(what: str, descriptor: Descriptor) -> str:
     """Why ``what`` takes no epilogue, and what does."""
-    epilogue, bare = f"kernlib.{made.epilogue[0]!r}", made.replace(epilogue=())
+    epilogue, bare = f"kernlib.{descriptor.epilogue[0]!r}", descriptor.replace(epilogue=())
     takes = f"kernlib.{bare.describe()}(epilogue="
     return (
         f": {what} has an epilogue of its own, {epilogue}. {takes}...) takes another in its place, "
@@ -83,20 +82,17 @@ def refuse_call(descriptor: Descriptor) -> NoReturn:
 def refuse_positional(what: str, value: str, make: Callable) -> None:
     """Raises TypeError for a value that ``what`` has no place for."""
     descriptor = make()
-    goes = (
-        f": numbers are arguments of the call, {call_of(what, descriptor)}"
-        if descriptor.required
-        else ""
-    )
+    text = f": numbers are arguments of the call, {call_of(what, descriptor)}"
+    goes = text if descriptor.required else ""
     raise TypeError(f"{what}() got an unexpected positional argument, {value}{goes}")
 
 
-def call_of(what: str, made: Descriptor, *names: str) -> str:
+def call_of(what: str, described: Descriptor, *names: str) -> str:
     """A call of a descriptor that ``what`` makes, with arguments of these names."""
-    named = dict.fromkeys((*made.required, *names))
+    named = dict.fromkeys((*described.required, *names))
     values = [f"{name}={_OF_CALLS.get(name, '...')}" for name in named]
     descriptor = f"{what}()" if what and what[0].islower() else "descriptor"
-    return f"run_kernel({', '.join([descriptor, *made.operands, *values])})"
+    return f"run_kernel({', '.join([descriptor, *described.operands, *values])})"
 
 
 def instead_of_descriptor(value: object) -> str:
@@ -113,10 +109,10 @@ def instead_of_descriptor(value: object) -> str:
     return ""
 
 
-def instead_of_part(value: object, known: Iterable[type]) -> str:
-    """What to write in place of something that is none of the ``known`` parts of a descriptor, or
+def instead_of_part(value: object, kinds: Iterable[type]) -> str:
+    """What to write in place of something that is no part of a descriptor, of these ``kinds``, or
     ""."""
-    by_word = {kind.__name__.lower(): kind for kind in known}
+    by_word = {kind.__name__.lower(): kind for kind in kinds}
     if isinstance(value, type) and value in by_word.values():
         return f": call it, kernlib.{value.__name__}({'...' if _needs_arguments(value) else ''})"
     if isinstance(value, str) and not value.isidentifier() and "custom" in by_word:
@@ -128,9 +124,7 @@ def instead_of_part(value: object, known: Iterable[type]) -> str:
     kind = by_word.get("silu" if word == "swish" else word)
     if kind is None or kind.__name__ == "Custom":
         return ""
-    settings = [
-        f"{field}={getattr(value, field)!r}" for field in _SETTINGS if hasattr(value, field)
-    ]
+    settings = [f"{x}={getattr(value, x)!r}" for x in _SETTINGS if hasattr(value, x)]
     return f": write kernlib.{kind.__name__}({', '.join(settings)})"
 
 
@@ -138,11 +132,11 @@ _SETTINGS = ("negative_slope", "approximate")  # of torch's modules, which epilo
 
 
 def instead_of_tensor(name: str, value: object) -> str:
-    """What stands in the place of the tensor ``name``, such as "ndarray", and the line that makes
-    one of it, where there is one."""
+    """What was passed for the tensor ``name``, such as "ndarray", and the line that makes a tensor
+    of it, if there is one."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if type(value).__name__ == "Proxy":  # which has every attribute
+    if type(value).__name__ == "Proxy":  # a Proxy has every attribute
         return f"Proxy; {TRACED}"
     place = name if name.replace("[", "").replace("]", "").isidentifier() else "value"
     line = _line_of_tensor(value, place)
@@ -150,11 +144,11 @@ def instead_of_tensor(name: str, value: object) -> str:
 
 
 def _line_of_tensor(value: object, name: str) -> str:
-    # Dynamo splits no such text: of what has strides alone.
+    # Only with strides: Dynamo cannot split the module's text otherwise.
     if hasattr(value, "strides") and str(type(value).__module__).split(".")[0] == "numpy":
         if getattr(value, "ndim", 0) == 0:
             return f"torch.tensor({name})"
-        turned = any(step < 0 for step in value.strides)  # which torch.from_numpy refuses
+        turned = any(step < 0 for step in value.strides)  # torch.from_numpy refuses these
         return f"torch.from_numpy({name}{'.copy()' if turned else ''})"
     if hasattr(value, "to_numpy"):  # of pandas and polars
         return f"torch.from_numpy({name}.to_numpy())"
@@ -168,12 +162,12 @@ def _line_of_tensor(value: object, name: str) -> str:
     return f"torch.tensor({name})" if numbers and name != "out" else ""
 
 
-def _makes_descriptor(whole: str) -> bool:
+def _makes_descriptor(path: str) -> bool:
     """Whether a name of kernlib is that of a class of descriptors, or of a function that makes
     one."""
     import kernlib
 
-    value = getattr(kernlib, whole.removeprefix("kernlib."), None) if whole[8:] else None
+    value = getattr(kernlib, path.removeprefix("kernlib."), None) if path[8:] else None
     return callable(value) and getattr(value, "__module__", "").endswith(".descriptor")
 
 

@@ -1,4 +1,4 @@
-"""What is said of scores and masks that were written wrongly. Loaded when that happens."""
+"""Messages for wrong scores and masks. Loaded when one is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernlib.descriptors.expression import POSITIONS, VALUE
 from kernlib.descriptors.score.kinds import ARGUMENTS
 from kernlib.hints import spelling
 
-# What FlexAttention's functions call them.
+# FlexAttention's names for them.
 _OTHERS = {
     "score": VALUE, "q_idx": "row", "kv_idx": "col", "b": "batch", "h": "head",
     "batch_idx": "batch", "head_idx": "head", "i": "row", "j": "col", "logit": VALUE, "s": VALUE,
@@ -20,7 +20,8 @@ _FUNCTIONS |= {"ceil": "-floor(-x)", "round": "floor(x + 0.5)", "square": "x * x
 _FUNCTIONS |= {"sigmoid": "1 / (1 + exp(-x))", "relu": "max(x, 0)"}
 _FUNCTIONS |= {"logical_and": "and", "logical_or": "or", "logical_not": "not", "if_else": "where"}
 
-# What other calls of attention take, and what does it here, by names without underscores.
+# Arguments of other libraries' attention, and their counterparts here, by names without
+# underscores.
 _CAPPED = "a cap is score='cap * tanh(v / cap)'"
 _MASKED = "score='v + {0}' adds floats, mask='{0}' keeps the places where bools are True"
 _DONE = {
@@ -41,41 +42,41 @@ _DONE = {
 
 
 def instead(name: str) -> str:
-    """What does here what an argument of that name does elsewhere, or nothing."""
+    """The counterpart here of an argument that other libraries have, or nothing."""
     return _DONE.get(name.replace("_", "").lower(), "").format(name)
 
 
-def unread(name: str, known: Iterable[str]) -> str:
-    """What is to be done about a tensor that nothing reads, whose name is none of the ``known``
-    arguments."""
+def unread(name: str, names: Iterable[str]) -> str:
+    """What to do about a tensor that no text reads and whose name is none of the arguments'
+    ``names``."""
     done = instead(name)
     if done:
         return f"; attention has no argument {name}: {done}"
-    return spelling.argument(name, known)
+    return spelling.argument(name, names)
 
 
-def unknown_argument(name: str, known: Iterable[str]) -> str:
+def unknown_argument(name: str, names: Iterable[str]) -> str:
     """Why a keyword is refused that is no tensor and that nothing names."""
     done = instead(name)
-    hint = f"; {done}" if done else spelling.argument(name, known)
+    hint = f"; {done}" if done else spelling.argument(name, names)
     return f"attention has no argument {name}{hint}"
 
 
-def unknown_name(what: str, name: str, known: tuple[str, ...]) -> str:
+def unknown_name(what: str, name: str, names: tuple[str, ...]) -> str:
     """Why a name is refused."""
     if name == VALUE:
         return "is the logit, which a mask does not see; its score may be where(condition, v, -inf)"
     if name in (*ARGUMENTS, "q", "k") and name not in _OTHERS:
         return "is an argument of attention; give the tensor another name"
     meant = _OTHERS.get(name, "")
-    hint = f"; write {meant}" if meant in known else spelling.argument(name, known)
+    hint = f"; write {meant}" if meant in names else spelling.argument(name, names)
     if not hint or len(name) == 1:  # which may as well be a tensor that was forgotten
         hint += "" if hint.endswith("?") else "."
         hint += (
             f" A tensor is captured with its axes, as in {{{name!r}: {POSITIONS[1:]}}}, and given "
             "to the call by its name"
         )
-    return f"is not known to a {what}; known are {', '.join(known)}, pi, e and inf{hint}"
+    return f"is not known to a {what}; known are {', '.join(names)}, pi, e and inf{hint}"
 
 
 def indexed(name: str, index: str) -> str:

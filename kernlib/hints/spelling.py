@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
-# Modules in which a name is looked for that another module lacks. The light ones can be imported
+# Modules that are searched for a name that another module lacks. The light ones can be imported
 # without torch; of the others only the text is read, unless they are loaded already.
 _LIGHT = (
     *("kernlib", "kernlib.nn", "kernlib.sparse", "kernlib.blocksparse"),
@@ -133,9 +133,9 @@ class UnknownName(AttributeError):
         return f"module {module!r} has no attribute {name!r}{asked(names)}"
 
 
-def asked(found: Iterable[str]) -> str:
+def asked(names: Iterable[str]) -> str:
     """``; did you mean a, b or c?``, or "" where nothing was found."""
-    *rest, last = tuple(found) or ("",)
+    *rest, last = tuple(names) or ("",)
     if not last:
         return ""
     return f"; did you mean {', '.join(rest)}{' or ' if rest else ''}{last}?"
@@ -153,10 +153,8 @@ def meant(module: str, name: str) -> list[str]:
     if word in OTHERS:
         return list(OTHERS[word])
     for modules in ((*_LIGHT, *_HEAVY), _COMPAT):
-        pairs = [(other, candidate) for other in modules for candidate in _public(other)]
-        matches = [
-            f"{other}.{candidate}" for other, candidate in pairs if _plain(candidate) == word
-        ]
+        pairs = [(home, public) for home in modules for public in _public(home)]
+        matches = [f"{home}.{public}" for home, public in pairs if _plain(public) == word]
         if matches:
             return matches
     if near := _close(name, names):
@@ -165,18 +163,18 @@ def meant(module: str, name: str) -> list[str]:
     return [f"{homes[candidate]}.{candidate}" for candidate in _close(name, homes)]
 
 
-def argument(name: str, known: Iterable[str]) -> str:
-    """``; did you mean bandwidth?`` for an argument that is not among the ``known`` ones, or ""."""
-    known = list(known)
+def argument(name: str, names: Iterable[str]) -> str:
+    """``; did you mean bandwidth?`` for an argument that is none of ``names``, or ""."""
+    names = list(names)
     other = _ARGUMENTS.get(_plain(name))
-    return asked([other] if other in known else _close(name, known)[:1])
+    return asked([other] if other in names else _close(name, names)[:1])
 
 
-def _close(name: str, known: Iterable[str]) -> list[str]:
+def _close(name: str, names: Iterable[str]) -> list[str]:
     from difflib import get_close_matches
 
     by_word: dict[str, list[str]] = {}
-    for candidate in known:
+    for candidate in names:
         by_word.setdefault(_plain(candidate), []).append(candidate)
     words = get_close_matches(_plain(name), by_word, n=2, cutoff=0.7)
     # Of Gaussian and gaussian the one comes first whose first letter has the case of the given

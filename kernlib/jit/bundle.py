@@ -34,7 +34,7 @@ from kernlib.jit.locks import SharedGateHold, surely
 FILE = permissions.BUNDLE
 DATABASE = b"kernels"
 KEY_BYTES = 32
-ROOM = 64 << 20  # bytes of the map that a bundle is written in, beside twice what it holds
+ROOM = 64 << 20  # bytes of the map in which a bundle is written, besides twice its contents
 # Left out of an entry's meta, since these differ between equal kernels.
 NOT_SHIPPED = ("compile_ms", "created", "portable")
 # What opening a cache answers that may be read all the same. LMDB has a class for EACCES.
@@ -243,7 +243,7 @@ def refuse_target(folder: Path, replace: bool, advice: str) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make the folder of a bundle that will be written later. Raises OSError where that would fail,
-    and where nobody would read it, because others may write there."""
+    and where no process would read it because others may write there."""
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=folder):

@@ -57,8 +57,8 @@ SHORTAGE = (  # of something else than a whole file
 
 
 def walk(data: Path) -> list[str]:
-    """What is wrong with the pages of an LMDB file, found by reading it: 3 ms for 300 kernels.
-    Raises OSError."""
+    """Faults in the pages of an LMDB file, found by reading it: 3 ms for 300 kernels. Raises
+    OSError."""
     import lmdb.verify  # 3 ms, and only after an unclean end
 
     if not stat.S_ISREG(os.stat(data).st_mode):
@@ -93,8 +93,8 @@ def moved_aside(directory: Path) -> list[Path]:
 
 
 def unclean_ends(directory: Path) -> list[float]:
-    """When those processes opened the store that have died with it open; whoever opens it next
-    takes care of them, and then this is empty. Raises OSError."""
+    """The times at which processes that died with the store open had opened it. The next process
+    that opens it deals with them, and then this is empty. Raises OSError."""
     root = Path(directory) / LAYOUT
     if not root.is_dir():
         return []
@@ -105,9 +105,10 @@ def unclean_ends(directory: Path) -> list[float]:
 
 
 class Guarded:
-    """What has an environment of LMDB open. One lock serialises its threads (a read takes 4 us),
-    and a fork takes it too: of an operation that another thread had begun py-lmdb would wait for
-    the end when the child closes its copy, for ever (19 of 20 children, beside a busy reader)."""
+    """An object that has an environment of LMDB open. One lock serialises its threads (a read takes
+    4 us), and a fork takes it too. Else py-lmdb, when the child closes its copy, would wait for
+    ever for the end of an operation that another thread had begun (19 of 20 children, beside a busy
+    reader)."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -185,7 +186,7 @@ class Environment(Guarded):
             raise lmdb.CorruptedError(f"{self._data}: {problems[0]}")
 
     def verify(self) -> list[str]:
-        """What a walk over all pages finds wrong. Raises OSError."""
+        """Faults that a walk over all pages finds. Raises OSError."""
         with self._lock:
             return self._gated(walk, self._data)
 
@@ -241,7 +242,7 @@ class Environment(Guarded):
         if size == 0:
             raise lmdb.InvalidError(f"{self._data} is empty")
         self._env = lmdb.open(
-            os.fsencode(self.path),  # of text it takes only what the locale's encoding has
+            os.fsencode(self.path),  # it takes only text that the locale's encoding has
             map_size=self._map_bytes,
             create=False,
             mode=0o700,  # less the x bits for the files

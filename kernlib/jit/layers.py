@@ -39,8 +39,8 @@ class Request(NamedTuple):
 
 
 def request_of(spec: KernelSpec, arch: str) -> Request:
-    """The kernel with its keys, which are sha256 over all that decides its cubin. They are kept for
-    as long as that stays as it is, since each step of a first call asks for them."""
+    """The kernel with its keys, which are sha256 over all that decides its cubin. They are cached
+    until one of these changes, since each step of a first call asks for them."""
     headers = sources.system_includes(spec.source)
     portable = (
         arch,
@@ -138,14 +138,14 @@ def _open(directories: tuple[Path, ...], budget: int) -> Layers:
 def _open_bundle(folder: Path):
     """The bundle in a folder, opened once for each file and process. None, after a warning, for one
     that cannot be used."""
-    from kernlib.jit import bundle  # which few processes need
+    from kernlib.jit import bundle  # few processes need it
     from kernlib.jit.open_stores import fingerprint
 
     real = str(folder)
     try:
         real = os.path.realpath(folder)
         name = (real, fingerprint(folder / bundle.FILE))
-    except OSError as error:  # which opening it meets as well
+    except OSError as error:  # opening it meets this too
         name = (real, str(error))
     if name not in _bundles:
         # Kept before it is opened: if an interrupt made us lose an open one, LMDB would refuse to

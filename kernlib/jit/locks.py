@@ -242,14 +242,14 @@ class GateHold(FileHold):
 
 
 class SharedGateHold(GateHold):
-    """To hold such a file, which must be there, against those who hold it alone. To read it is
+    """A shared hold of such a file, which must exist, against exclusive holders. Read permission is
     enough: it may be another user's, or on a read-only file system."""
 
     flags = os.O_RDONLY
     lock = fcntl.LOCK_SH
 
     def _note_turn(self) -> None:
-        pass  # only who may write can, and readers are done in microseconds
+        pass  # only writers can, and readers are done in microseconds
 
 
 def hold_file(path: Path, timeout: float) -> FileHold:

@@ -24,7 +24,7 @@ class MemoryStore:
     def __init__(self, budget: int, behind: ReadOnlyCache | None = None):
         self.budget = budget
         self._behind = behind
-        self._hidden: set[bytes] = set()  # keys deleted here, which may still be in what is behind
+        self._hidden: set[bytes] = set()  # keys deleted here, which the store behind may still hold
         self._values: dict[bytes, bytes] = {}
         self._tuning: dict[bytes, bytes] = {}
         self._bytes = 0
@@ -65,7 +65,7 @@ class MemoryStore:
         return evicted
 
     def delete(self, key: bytes) -> None:
-        """Delete one key, here and as far as this process sees what is behind."""
+        """Delete one key, here and from this process's view of the store behind."""
         with self._lock:
             self._forget(key)
             self._hidden.add(key)
@@ -74,14 +74,15 @@ class MemoryStore:
         self._bytes -= len(self._values.pop(key, b""))
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every pair, those of what is behind included."""
+        """Every pair, those of the store behind this one included."""
         behind = () if self._behind is None else self._behind.items()
         with self._lock:
             pairs = {key: value for key, value in behind if key not in self._hidden}
             return iter((pairs | self._values).items())
 
     def info(self) -> dict[str, object]:
-        """kind, path of what is behind, entries, tuning (number of results), bytes_used, budget."""
+        """kind, path of the store behind, entries, tuning (number of results), bytes_used,
+        budget."""
         path = None if self._behind is None else str(self._behind.folder)
         facts = {"kind": "memory", "path": path, "entries": sum(1 for _ in self.items())}
         facts["tuning"] = len(self._tuning)
@@ -107,7 +108,7 @@ class MemoryStore:
         return True
 
     def close(self) -> None:
-        """Close what is behind, which the next verb opens again. The values stay."""
+        """Close the store behind, which the next verb opens again. The values stay."""
         if self._behind is not None:
             self._behind.close()
 

@@ -76,7 +76,7 @@ class Presence:
                 else:
                     is_shared = True
             except OSError:
-                dead = True  # unknown: check the pages, which is no reason to do without a cache
+                dead = True  # unknown: check the pages, and still use the cache
         return is_shared, dead
 
     def _noted(self) -> str | None:

@@ -68,18 +68,18 @@ def _lines_with(word: str, text: str) -> Iterator[str]:
 
 
 def _between(asked: list[str], first: str, last: str) -> list[str]:
-    """The names between these two characters, of what stands behind ``#include`` in some lines."""
+    """The names between these two characters behind ``#include`` in some lines."""
     return [name[1:].split(last)[0] for name in asked if name.startswith(first)]
 
 
 def _asked(line: str) -> str:
-    """What stands behind ``#include`` in a line, "" for any other line."""
+    """The text behind ``#include`` in a line, "" for any other line."""
     word = _directive(line)
     return word.removeprefix("include").lstrip() if word.startswith("include") else ""
 
 
 def _directive(line: str) -> str:
-    """What stands behind the ``#`` of a line, "" for one that does not begin with it."""
+    """The text behind the ``#`` of a line, "" for one that does not begin with it."""
     line = line.strip()
     return line[1:].lstrip() if line.startswith("#") else ""
 

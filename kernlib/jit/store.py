@@ -82,7 +82,7 @@ def _open_or_memory(named: Path, store: LmdbStore) -> tuple[LmdbStore | MemorySt
             raise FileNotFoundError(errno.ENOENT, "no home directory")
         store.open()
     except (OSError, lmdb.Error) as error:
-        from kernlib.jit import bundle  # which few need
+        from kernlib.jit import bundle  # few processes need it
 
         try:
             behind, reason = bundle.readable_cache(store.directory, error)
@@ -175,7 +175,7 @@ class LmdbStore(Environment):
         return self._safely(self._transact, self._forget_tuning, True) or 0
 
     def days(self) -> dict[bytes, int]:
-        """Of each key the day it was last used, in days since 1970."""
+        """The day on which each key was last used, in days since 1970."""
         return self._safely(self._transact, self._read_days) or {}
 
     def prune(self, unused_days: int | None = None, to_bytes: int | None = None) -> int:

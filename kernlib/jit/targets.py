@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernlib.errors import UnsupportedError
 
 OLDEST = (8, 0)
-# For a target with instructions that no other GPU has: the target that does without them.
+# For a target with instructions that no other GPU has: the target without them.
 PORTABLE = {"sm_90a": "sm_90"}
 
 # Most shared memory of one block, in bytes (CUDA programming guide, technical specifications).
@@ -96,7 +96,7 @@ def arch_of(capability: tuple[int, int], name: str = "this device") -> str:
 def check_arch(arch: str) -> str:
     """``arch`` itself. Raises ValueError, listing the targets, for one that is not known."""
     if not isinstance(arch, str) or arch not in SHARED_BYTES:
-        from kernlib.hints import spelling  # which only errors need
+        from kernlib.hints import spelling  # only errors need it
 
         hint = spelling.argument(arch, SHARED_BYTES) if isinstance(arch, str) else ""
         raise ValueError(f"arch must be one of {', '.join(SHARED_BYTES)}, got {arch!r}{hint}")

@@ -63,7 +63,7 @@ def absent() -> str:
 
 
 def _is_found(name: str) -> bool:
-    from importlib.util import find_spec  # which only errors need
+    from importlib.util import find_spec  # only errors need it
 
     try:
         return find_spec(name) is not None
@@ -146,7 +146,7 @@ def confirm_nvrtc() -> None:
     global _loaded
     version = nvrtc_version()
     if version != UNKNOWN_VERSION:
-        from cuda.bindings import nvrtc  # which the compile has loaded
+        from cuda.bindings import nvrtc  # the compile has loaded it
 
         status, *numbers = nvrtc.nvrtcVersion()
         if int(status) == 0 and [str(number) for number in numbers] != version.split(".")[:2]:
@@ -193,8 +193,7 @@ def cuda_major() -> str:
 
 
 def environment() -> tuple[str, ...]:
-    """Those of CODE_VARIABLES that are set, with their values, for the key. Mostly there are
-    none."""
+    """The CODE_VARIABLES that are set, with their values, for the key. Mostly none is."""
     return tuple(f"{name}={os.environ[name]}" for name in CODE_VARIABLES if name in os.environ)
 
 

@@ -18,7 +18,7 @@ SCHEMA = 1  # raise it when the meaning of a signature or a choice changes for e
 
 
 def choice(family: str, model: tuple, signature: bytes) -> dict[str, str] | None:
-    """What was kept for a problem of a family on a GPU model; None for nothing and for damage."""
+    """The stored choice for a problem of a family on a GPU model; None for none and for damage."""
     key = _key(family, model, signature)
     value = service.layers().store.get_tuning(key)
     stored = None if value is None else entry.unpack(key, value)

@@ -1,5 +1,5 @@
-"""Steps of an iteration as a CUDA graph, which the host launches with one call in the place of some
-forty: below about 20,000 points a product takes less time than these do."""
+"""Steps of an iteration as a CUDA graph, which the host launches with one call in place of some
+forty. Below about 20,000 points a product takes less time than forty launches."""
 
 from __future__ import annotations
 

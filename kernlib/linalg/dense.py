@@ -195,9 +195,9 @@ def eigh(
 
 
 def steps_for(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
-    """Who factors and solves. torch would copy a padded matrix, and a large one to overwrite, which
-    cuSOLVER takes as it lies; and where TF32 is permitted to products :mod:`native` computes in
-    float64."""
+    """The module that factors and solves. torch would copy a padded matrix, and a large one to
+    overwrite, which cuSOLVER takes as it lies; and where TF32 is permitted to products
+    :mod:`native` computes in float64."""
     large = overwrite and matrix.shape[-1] >= cusolver.LOOP_FROM
     pays = large or rounds(matrix) or not layouts.is_packed(matrix)
     return cusolver if pays and cusolver.serves(matrix) else native
@@ -212,7 +212,8 @@ def lu_steps_for(matrix: torch.Tensor, overwrite: bool) -> ModuleType:
 
 
 def eigh_steps_for(matrix: torch.Tensor) -> ModuleType:
-    """Who finds eigenvalues: torch waits for the device. Raises MissingExtraError in a capture."""
+    """The module that finds eigenvalues: torch waits for the device. Raises MissingExtraError in a
+    capture."""
     if cusolver.serves(matrix):
         return cusolver
     if matrix.is_cuda and torch.cuda.is_current_stream_capturing():

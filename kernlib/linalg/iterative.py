@@ -223,7 +223,7 @@ class _Steps:
     def _make(self, state: tuple[torch.Tensor, ...]) -> None:
         try:
             self._captured = Captured(self._with_target, state)
-        except CaptureError:  # of what only a call outside of a capture does
+        except CaptureError:  # done outside of a capture alone
             self._capture = False
 
     def _with_target(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -27,7 +27,7 @@ from kernlib.runtime.numbers import check_kind
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import check_dense, is_wrapped
 
-# Points of which a CPU stores the matrix, and its factor: 200 MB each of float64.
+# Up to so many points a CPU stores the matrix and its factor: 200 MB each in float64.
 MOST_STORED = 5000
 # Corrections of a solution, of two products with a triangle each, where rounding leaves more than
 # is asked for.
@@ -102,9 +102,9 @@ def solve_kernel(
     preconditioner, count = None, x.shape[0]
     columns = y[:, None] if y.dim() == 1 else y
     if rank is None and x.device.type == "cpu" and count <= MOST_STORED:
-        result = _stored(plain, x, columns, mu, tol, hyperparameters)
-        if result is not None:
-            return _answer(result, y, tol)
+        cg = _stored(plain, x, columns, mu, tol, hyperparameters)
+        if cg is not None:
+            return _answer(cg, y, tol)
     if rank is None:
         rank = min(count, math.ceil(2 * math.sqrt(count)))
     rank = checked_rank(rank, count, least=0)
@@ -117,17 +117,16 @@ def solve_kernel(
         return _shifted(kernlib.kernel_matmul(plain, x, x, v, **hyperparameters), v, mu)
 
     limits = tol, max_iter, check_every
-    result = solve(product, columns, preconditioner, None, *limits, capture=True)
+    cg = solve(product, columns, preconditioner, None, *limits, capture=True)
     if x.dtype is not torch.float64:
-        result = result._replace(
-            residual=_residual(plain, x, columns, result.x, mu, hyperparameters)
-        )
-    return _answer(result, y, tol)
+        cg = cg._replace(residual=_residual(plain, x, columns, cg.x, mu, hyperparameters))
+    return _answer(cg, y, tol)
 
 
 def as_numbers(hyperparameters: dict) -> dict:
-    """Those in host memory by value: a CUDA graph could not read their tensors, and each product
-    would copy them anew. Raises ValueError and TypeError for tensors that are no numbers."""
+    """The hyperparameters, those in host memory as numbers: a CUDA graph could not read their
+    tensors, and each product would copy them anew. Raises ValueError and TypeError for tensors that
+    are no numbers."""
     numbers = dict(hyperparameters)
     for name, value in hyperparameters.items():
         if name in OF_FEATURES or not isinstance(value, torch.Tensor) or is_wrapped(value):
@@ -147,8 +146,8 @@ def _answer(found: CGResult, y: torch.Tensor, tol: float) -> CGResult:
 
 
 def _stored(descriptor: Pairwise, x, y, mu, tol: float, values: dict) -> CGResult | None:
-    """The solution by the matrix and its Cholesky factor, in float64; None where that has none, of
-    which the preconditioner has more to say."""
+    """The solution by the matrix and its Cholesky factor, in float64; None where the matrix has no
+    factor: the preconditioner then says more of it."""
     with torch.no_grad(), without_autocast(x.device):
         run_kernel(descriptor, x[:0], x[:0], **values)  # which refuses what no other call takes
         wide = x.double()
@@ -216,7 +215,7 @@ def _diagonal(regularization, x) -> torch.Tensor | None:
 
 
 def _shifted(product: torch.Tensor, v: torch.Tensor, mu: float | torch.Tensor) -> torch.Tensor:
-    """A product with K, and what the regularization adds to it."""
+    """A product with K, plus the regularization's part."""
     if isinstance(mu, torch.Tensor):
         return product.addcmul_(mu.to(v.dtype)[:, None], v)
     return product.add_(v, alpha=mu)

@@ -1,10 +1,9 @@
 """Kronecker products of square matrices: factorisations, solutions and determinants.
 
-Each works on the factors alone, in ``O(sum_i n_i^3)`` operations and those of a product, where the
+Each works on the factors alone, in ``O(sum_i n_i^3)`` operations and those of a product, while the
 matrix itself would take ``O(prod_i n_i^3)``. With a multiple of the identity added the factors' own
 eigenbases diagonalise the sum, and gradients follow formulas in which no difference of eigenvalues
-is a divisor: factors with repeated eigenvalues have them.
-"""
+is a divisor: factors with repeated eigenvalues have them."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class KronEigh(NamedTuple):
         return outer(self.values)
 
 
-# What is called.
+# Public functions.
 
 
 @eager_only
@@ -143,8 +142,8 @@ def kron_inverse(
 def kron_eigh(
     factors: Sequence[torch.Tensor], *, check_errors: bool = False, debug: bool = False
 ) -> KronEigh:
-    """Eigenvalues and eigenvectors of symmetric factors, ``K_i = V_i diag(w_i) V_i^T``, of which
-    those of ``K1 ⊗ ... ⊗ KN`` are made:
+    """Eigenvalues and eigenvectors of symmetric factors, ``K_i = V_i diag(w_i) V_i^T``, from which
+    those of ``K1 ⊗ ... ⊗ KN`` follow:
 
         ``K1 ⊗ ... ⊗ KN = (V1 ⊗ ... ⊗ VN) diag(w1 ⊗ ... ⊗ wN) (V1 ⊗ ... ⊗ VN)^T``
 
@@ -290,7 +289,7 @@ def kron_logdet(
     return LogDet.apply(basis, noise, *factors)
 
 
-# What may be wrong.
+# Checks.
 
 
 def as_square(factors, *, check_errors: bool = False) -> Sequence[torch.Tensor]:
@@ -404,8 +403,8 @@ def _cholesky(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _exact(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of which torch's linear algebra and its gradients multiply nothing in TF32, nor in
-    autocast's dtype, which have too few digits for them: in float64 where torch might."""
+    """A tensor with which torch's linear algebra and its gradients use neither TF32 nor autocast's
+    dtype, which have too few digits: float64 where torch might use them."""
     return t.double() if rounds_gradients(t) else t
 
 

@@ -187,7 +187,7 @@ class _Traces(Function):
 
 
 class _Last(Function):
-    """The first ``count`` tensors, as functions of all others that nobody differentiates."""
+    """The first ``count`` tensors, as functions of all others that cannot be differentiated."""
 
     @staticmethod
     def forward(ctx, count, *tensors):

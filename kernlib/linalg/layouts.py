@@ -1,5 +1,5 @@
-"""Memory as LAPACK and cuSOLVER want it: batches of column-major matrices, in place or copied, and
-no more of them than one call takes.
+"""Memory for LAPACK and cuSOLVER: batches of column-major matrices, in place or copied, no more
+than one call takes.
 
 A row-major a is the column-major a^T. Symmetric problems read its other triangle, LU solves with
 the transposed factors, so neither needs a transposing copy.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 # A grid has at most 65,535 blocks in two of its dimensions, and cuSOLVER and cuBLAS spend one of
-# these on the batch; beyond they fail, with an internal error or without a word.
+# these on the batch; larger batches fail, with an internal error or silently.
 MOST = 32_768
 
 
@@ -23,7 +23,7 @@ class Work(NamedTuple):
 
     matrix: torch.Tensor  # (L, rows, columns), each of them column-major
     transposed: bool  # matrix is the transpose of what was given
-    home: torch.Tensor | None  # what the result is copied to; None if matrix is its memory
+    home: torch.Tensor | None  # the tensor to copy the result to; None if matrix is its memory
 
 
 def is_column_major(t: torch.Tensor) -> bool:

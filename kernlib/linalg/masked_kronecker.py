@@ -3,8 +3,7 @@ identity that say which entries of the grid there are.
 
 A Gaussian process on a grid of which some values are missing has such a covariance, which is no
 Kronecker product itself: products with it are products with all of the grid, and systems are solved
-by conjugate gradients. Its missing values are never asked for, nor made up.
-"""
+by conjugate gradients. Its missing values are neither needed nor made up."""
 
 from __future__ import annotations
 
@@ -214,8 +213,8 @@ class _Observed(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Columns of all entries of a batch as those of one matrix, each of which
-    :func:`conjugate_gradient` steps alone."""
+    """The columns of all entries of a batch side by side in one matrix: :func:`conjugate_gradient`
+    steps each column alone."""
 
     rows: int
     each: int

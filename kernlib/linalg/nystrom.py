@@ -61,14 +61,13 @@ class NystromPreconditioner(NamedTuple):
 
     def _check(self, v) -> None:
         check_dense(("v",), v=v)
-        vectors = self.vectors
-        if v.dim() not in (1, 2) or v.shape[0] != vectors.shape[0]:
-            size = vectors.shape[0]
+        basis = self.vectors
+        if v.dim() not in (1, 2) or v.shape[0] != basis.shape[0]:
+            size = basis.shape[0]
             raise ValueError(f"v must be ({size},) or ({size}, C), got shape {tuple(v.shape)}")
-        if (v.dtype, v.device) != (vectors.dtype, vectors.device):
+        if (v.dtype, v.device) != (basis.dtype, basis.device):
             raise TypeError(
-                f"v must be {vectors.dtype} on {vectors.device} as x was, got "
-                f"{v.dtype} on {v.device}"
+                f"v must be {basis.dtype} on {basis.device} as x was, got {v.dtype} on {v.device}"
             )
 
 

@@ -60,7 +60,7 @@ def as_activation(value) -> tuple[Epilogue, ...]:
 
 
 class Parsed(NamedTuple):
-    """An epilogue by its tree, which Dynamo could not parse in a call that it compiles."""
+    """An epilogue with its parsed tree: Dynamo could not parse one in a call that it compiles."""
 
     node: Node
     vectors: tuple[str, ...] = ()

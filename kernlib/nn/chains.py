@@ -7,10 +7,9 @@ time that a copy and tensor cores take for it. The constants were fitted to the 
 root mean square of 3 % (dense, float32) to 12 % (batch first, d of 8 to 31). Of fewer rows products
 take up to 1.3 times as long: (1, 256, 64, 64) behind (64, 64, 64, 1) by 8192 rows in bfloat16.
 
-Chains of two factors that are one kernel move x and y alone. With a d of 16 and more it is the
-cache that they wait for: x, and both weights for every 64 rows. Those estimates are within a third
-of the rows ``ks chain`` and ``ks layer`` of ``benchmarks/results/h200/programs.json``.
-"""
+Chains of two factors that are one kernel move x and y alone. With a d of 16 and more they wait for
+the cache: x, and both weights for every 64 rows. These estimates are within a third of the rows
+``ks chain`` and ``ks layer`` of ``benchmarks/results/h200/programs.json``."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ CACHE = 4.2e6  # bytes a microsecond from and to L2
 
 
 class Estimate(NamedTuple):
-    """Microseconds that an H200 takes for a layer and for the dense one, without what the host
-    takes."""
+    """Microseconds that an H200 takes for a layer and for the dense one, without the host's."""
 
     layer_us: float
     dense_us: float
@@ -131,11 +129,7 @@ class Suggestions(Mapping[Sizes, tuple[Suggestion, ...]]):
         if not speedup >= 0:
             raise ValueError(f"speedup must be 0 or more, got {speedup}")
         for sizes, suggestions in self._by_sizes.items():
-            fast = [
-                suggestion.chain
-                for suggestion in suggestions
-                if suggestion.estimate.speedup >= speedup
-            ]
+            fast = [s.chain for s in suggestions if s.estimate.speedup >= speedup]
             chains |= {sizes: fast[0]} if fast else {}
         return chains
 
@@ -156,14 +150,11 @@ class Suggestions(Mapping[Sizes, tuple[Suggestion, ...]]):
             dense, layer = cols * out, f"{cols} to {out}"
             if not suggestions:
                 table.add_row(layer, "none is faster", *[""] * 5)
-            for suggestion in suggestions:
-                words = [
-                    f"{suggestion.parameters:,}",
-                    f"{100 * suggestion.parameters / dense:.1f} %",
-                ]
-                words += [f"{time:.1f}" for time in suggestion.estimate]
-                chain = " ".join(map(_short, suggestion.chain))
-                table.add_row(layer, chain, *words, f"{suggestion.estimate.speedup:.2f}")
+            for s in suggestions:
+                words = [f"{s.parameters:,}", f"{100 * s.parameters / dense:.1f} %"]
+                words += [f"{time:.1f}" for time in s.estimate]
+                chain = " ".join(map(_short, s.chain))
+                table.add_row(layer, chain, *words, f"{s.estimate.speedup:.2f}")
                 layer = ""
         return table
 
@@ -246,7 +237,7 @@ def kind_of(dtype: torch.dtype, precision: str | None) -> str:
 def estimate_of(
     patterns: Sequence[Pattern], sizes: Sizes, rows: int, kind: str, batch_last: bool = False
 ) -> Estimate:
-    """Of a chain and of the dense layer of its sizes."""
+    """The estimate for a chain and the dense layer of its sizes."""
     layer = _chain_time(patterns, rows, kind, batch_last)
     return Estimate(layer, _dense_time(*sizes, rows, kind))
 
@@ -272,7 +263,7 @@ def _best(cols: int, out: int, rows: int, kind: str, count: int) -> tuple[Sugges
 
 
 def _chains(cols: int, out: int) -> Iterator[tuple[Pattern, Pattern]]:
-    """Those whose sides leave no tensor core idle."""
+    """The chains whose sides leave no tensor core idle."""
     for groups in GROUPS:
         if cols % groups or cols // groups < LEAST:
             continue
@@ -290,12 +281,14 @@ def _chains(cols: int, out: int) -> Iterator[tuple[Pattern, Pattern]]:
 
 
 def _operations(patterns: Sequence[Pattern], rows: int) -> int:
-    """Of a chain: a multiplication and an addition for each number of a factor and row."""
+    """The operations of a chain: a multiplication and an addition for each number of a factor and
+    row."""
     return 2 * rows * sum(math.prod(pattern) for pattern in patterns)
 
 
 def _chain_time(patterns: Sequence[Pattern], rows: int, kind: str, batch_last: bool) -> float:
-    """Of the factors as one kernel or one after the other, bias and activation in the last one."""
+    """Microseconds of the factors as one kernel or one after the other, with bias and activation in
+    the last one."""
     if kind == HALF and not batch_last and is_fused(tuple(patterns), rows):
         return _fused_time(*patterns, rows)
     return sum(_factor_time(pattern, rows, kind, batch_last) for pattern in patterns)
@@ -326,7 +319,7 @@ def _rates(d: int, batch_last: bool) -> dict[str, Rates]:
 
 
 def _dense_time(in_features: int, out_features: int, rows: int, kind: str) -> float:
-    """Of cuBLAS."""
+    """Microseconds of cuBLAS."""
     weight = in_features * out_features
     numbers = rows * (in_features + out_features) + weight
     done = 2 * rows * weight / DENSE_OPERATIONS[kind]

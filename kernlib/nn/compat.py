@@ -402,7 +402,7 @@ def _check_input(layer: nn.Linear, input, axis: int) -> None:
 
 
 def _placed(weights: torch.Tensor | None, device, dtype) -> tuple:
-    """Device and dtype of a layer: those of the weights where none are given."""
+    """Device and dtype of a layer, by default the weights'."""
     device = checked_device(device)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {shown(dtype)}")

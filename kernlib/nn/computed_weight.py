@@ -1,9 +1,8 @@
-"""The ``weight`` of a layer that has none of its own, but computes one when it is asked for it.
+"""The ``weight`` of a layer that stores none and computes it when it is read.
 
-Nobody would see a write to such a tensor, which the layer never reads. So it refuses writes: those
-of ``torch.nn.init``, those through ``.data``, views and ``out=``, and those by which adapters are
-merged. What is computed of it is a tensor like any other.
-"""
+A write to such a tensor would have no effect, as the layer never reads it. So it refuses writes:
+those of ``torch.nn.init``, those through ``.data``, views and ``out=``, and those by which adapters
+are merged. What is computed of it is a tensor like any other."""
 
 from __future__ import annotations
 
@@ -15,21 +14,21 @@ from torch._C import DisableTorchFunctionSubclass, _disabled_torch_function_impl
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
-# Methods that write their tensor, beside those whose names end with one "_".
+# Methods that write their tensor, besides those whose names end with one "_".
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _BITWISE = ("and", "or", "xor", "lshift", "rshift")
 _OPERATORS = frozenset(("__setitem__", *(f"__i{name}__" for name in (*_ARITHMETIC, *_BITWISE))))
 _HARMLESS = frozenset(("detach_", "requires_grad_", "rename_", "share_memory_"))  # write no values
 _SETTERS = tuple(getattr(torch.Tensor, name) for name in ("data", "real", "imag"))
 _VIEWS = [getattr(torch.Tensor, n).__get__ for n in ("data", "T", "mT", "H", "mH", "real", "imag")]
-# What would make, print or save a tensor of the class has one of torch's own.
+# Methods that make, print or save a tensor get one of torch's own class.
 _AS_PLAIN = ("__deepcopy__", "__reduce_ex__", "__repr__", "numpy", "__array__")
 
 
 class ComputedWeight(torch.Tensor):
     """A weight as it was when it was computed. Reading it, computing with it and gradients through
-    it are as of any tensor; writing it raises RuntimeError, until it is made an ``nn.Parameter``,
-    which somebody else owns."""
+    it are as of any tensor; writing it raises RuntimeError, until it is made an ``nn.Parameter`` of
+    its own."""
 
     layer, advice = "layer", "Write its parameters"  # in the message
     _is_param = False  # as nn.Parameter says of what it makes of tensors of a class
@@ -63,7 +62,7 @@ class ComputedWeight(torch.Tensor):
 
 
 class ChainWeight(ComputedWeight):
-    """Of :class:`kernlib.nn.KSLinear`."""
+    """The weight of :class:`kernlib.nn.KSLinear`."""
 
     layer = "KSLinear"
     advice = (
@@ -73,7 +72,7 @@ class ChainWeight(ComputedWeight):
 
 
 class KroneckerWeight(ComputedWeight):
-    """Of :class:`kernlib.nn.KroneckerLinear`."""
+    """The weight of :class:`kernlib.nn.KroneckerLinear`."""
 
     layer = "KroneckerLinear"
     advice = (
@@ -83,7 +82,7 @@ class KroneckerWeight(ComputedWeight):
 
 
 class CompressedWeight(ComputedWeight):
-    """Of :class:`kernlib.nn.SparseLinear`."""
+    """The weight of :class:`kernlib.nn.SparseLinear`."""
 
     layer = "SparseLinear"
     advice = (
@@ -93,8 +92,8 @@ class CompressedWeight(ComputedWeight):
 
 
 def computed(weight: torch.Tensor, kind: type[ComputedWeight]) -> torch.Tensor:
-    """``weight``, refusing writes. As it is where the call is compiled or a dispatch mode is on,
-    neither of which knows the class, and where it is no plain tensor, but a fake one or such."""
+    """``weight`` as a tensor that refuses writes. It stays as it is in compiled calls and under a
+    dispatch mode, which do not know the class, and if it is no plain tensor, such as a fake one."""
     if is_compiling() or type(weight) is not torch.Tensor or is_in_torch_dispatch_mode():
         return weight
     return weight.as_subclass(kind)
@@ -154,7 +153,7 @@ def _flat(value: Any) -> list:
 
 
 def _mapped(function: Callable, value: Any) -> Any:
-    """``function`` of what lies in tuples, lists and the values of dictionaries."""
+    """``function`` of all values in nested tuples, lists and dictionaries."""
     if isinstance(value, dict):
         return {key: _mapped(function, item) for key, item in value.items()}
     if type(value) in (tuple, list):
@@ -175,7 +174,7 @@ def _plain(t: object) -> object:
 
 
 def _as_plain(name: str, t: ComputedWeight, *more: Any, **named: Any) -> Any:
-    """What a method gives for the same tensor of torch's own class: a leaf, or a parameter, if
+    """The result of a method for the same tensor of torch's own class: a leaf, or a parameter, if
     ``t`` is one. Arrays that share its memory cannot be written."""
     with DisableTorchFunctionSubclass():
         plain = _plain(t)

@@ -1,14 +1,13 @@
 """Storage derived from a frozen weight, such as its dense matrix, kept while that stays as it was.
 
 Torch does not count every write to a weight: not those by fused optimizers, ``weight.data``, NumPy,
-DLPack, storages, collectives and replays of graphs. So its version counter alone cannot say that a
-weight is what it was. A CPU's weight is compared with a copy at each call, which takes a small part
-of what deriving takes. Elsewhere that would wait for the device, and nothing is kept, unless the
-owner promises that nobody writes the weight. Under a promise the counter and the place in memory
-are compared.
+DLPack, storages, collectives and replays of graphs. So its version counter alone cannot show that a
+weight is unchanged. A weight on the CPU is compared with a copy at each call, which takes a small
+part of the time of deriving. Elsewhere that would wait for the device, and nothing is kept, unless
+the owner promises not to write the weight. Under a promise the counter and the place in memory are
+compared.
 
-Of a weight that requires a gradient nothing is kept.
-"""
+Nothing is kept for a weight that requires a gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Kept(NamedTuple):
 
 
 def derived(
-    kept: dict[Hashable, Kept],
+    entries: dict[Hashable, Kept],
     place: Hashable,
     name: str,
     make: Callable[[torch.Tensor], torch.Tensor],
@@ -49,10 +48,10 @@ def derived(
     if torch.compiler.is_compiling():
         return None
     if not _may_keep(weight, promised):
-        kept.pop(place, None)
+        entries.pop(place, None)
         return None
     stamp = _stamp(name, weight, promised)
-    entry = kept.get(place)
+    entry = entries.get(place)
     if entry is not None and entry.stamp == stamp and _holds(entry, weight):
         return entry.value
     with torch.inference_mode(False), torch.no_grad():
@@ -61,13 +60,13 @@ def derived(
             memory = StorageWeakRef(weight.untyped_storage())
         else:  # and the value may be a view of it
             weight = copy = weight.clone()
-        kept[place] = Kept(stamp, memory, copy, make(weight))
-    return kept[place].value
+        entries[place] = Kept(stamp, memory, copy, make(weight))
+    return entries[place].value
 
 
 def ordinary(*tensors: torch.Tensor) -> bool:
-    """Whether these are tensors with memory, of torch's own kinds, in a call that runs now: none
-    that is compiled, traced, transformed, or computed with fake tensors."""
+    """Whether these are tensors with memory, of torch's own kinds, in a call that runs now: not
+    compiled, traced, transformed or computed with fake tensors."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _is_tracing():
         return False
     return all(
@@ -98,11 +97,12 @@ def _stamp(name: str, weight: torch.Tensor, promised: bool) -> tuple:
     return *stamp, weight._version, *place
 
 
-def _holds(found: Kept, weight: torch.Tensor) -> bool:
-    """Whether what is kept was made of these values: by a look at them, or by where they lie."""
-    if found.copy is not None:
-        return torch.equal(found.copy, weight)
-    return found.memory.cdata == weight.untyped_storage()._cdata
+def _holds(entry: Kept, weight: torch.Tensor) -> bool:
+    """Whether an entry was derived from these values: by comparison with its copy, or by their
+    memory."""
+    if entry.copy is not None:
+        return torch.equal(entry.copy, weight)
+    return entry.memory.cdata == weight.untyped_storage()._cdata
 
 
 def _stream(device: torch.device) -> int:

@@ -4,8 +4,8 @@ Each layer of a group stays a module of its own, where it was and under its name
 are one compressed matrix, which the group holds once. Whichever layer is called first computes the
 product of all rows; the others take their rows of it.
 
-That a layer may take rows which another one has computed must be certain, as the code that calls
-them is somebody else's. What the layers know is what torch tells of a tensor:
+It must be certain that a layer may take the rows that another one has computed, as foreign code
+calls them. The layers know only what torch tells of a tensor:
 
 - An eager product is kept until each layer has taken its rows, or another group is called, in the
   same thread. Rows are taken for the same tensor object x alone, if torch has counted no write to
@@ -16,12 +16,11 @@ them is somebody else's. What the layers know is what torch tells of a tensor:
   records the program, a request for a product that is in the graph already becomes that product:
   see :mod:`kernlib.nn.merging`.
 
-So a group whose layers get different x, as in cross-attention, computes what it should and takes
-longer. Writes that torch does not count (through ``.data``, by other libraries' kernels) between
-the calls of a group's layers are the one thing that nobody sees, as with a matrix: increment x's
-version. To tensors of inference mode torch counts no write at all, so these share in modules of
-transformers alone, whose forward does not write x.
-"""
+So a group whose layers get different x, as in cross-attention, is right and takes longer. Only
+writes that torch does not count (through ``.data``, by other libraries' kernels) between the calls
+of a group's layers go unseen, as with a matrix: increment x's version. To tensors of inference mode
+torch counts no write at all, so these share in modules of transformers alone, whose forward does
+not write x."""
 
 from __future__ import annotations
 
@@ -62,7 +61,8 @@ class Joint(SparseLinear):
         return self._product(matrix, x, torch.cat(biases) if biases else None)
 
     def _apply(self, fn, recurse: bool = True):
-        # Without a matrix it has neither dtype nor place: those of the layers, once they have rows.
+        # Without a matrix it has neither dtype nor device. It takes the layers' once they have
+        # rows.
         return self if self._matrix is None else super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
@@ -87,8 +87,8 @@ class Group:
     def settle(self, format: str = "auto", columns: int = 1, is_sole: bool = False) -> None:
         """Make one matrix of the rows that the layers have, if all have some, of one dtype and on
         one device: in a ``format``, with "auto" in that of the layers if it is one. ``is_sole``:
-        nobody else needs the layers' matrices, which go before their rows are compressed anew, for
-        room. If that fails, the layers are empty."""
+        the layers' matrices are not needed elsewhere, and are freed before their rows are
+        compressed anew. If that fails, the layers are empty."""
         with _JOINING:
             for layer in self.layers:
                 layer._adopt()
@@ -116,8 +116,8 @@ def _joined(
     columns: int,
     empty: Callable[[torch.device], None] | None,
 ) -> SparseMatrix | None:
-    """The matrices one below the other, None where they are not such as one can hold. ``empty``
-    lets go of the layers' matrices, once they are not needed; those of the list go with them."""
+    """The matrices one below the other, None where one matrix cannot hold them. ``empty`` frees the
+    layers' matrices once they are not needed, and the list's with them."""
     present = [m for m in matrices if m is not None]
     kinds = {(m.dtype, m.device) for m in present}
     if len(present) < len(matrices) or len(kinds) > 1 or present[0].device.type == "meta":
@@ -209,7 +209,7 @@ class FusedLinear(SparseLinear):
     def _weight(self) -> SparseMatrix:
         if not self._is_joined or self._is_filled():
             return super()._weight()
-        self.joint._weight()  # which raises for one that was written, or is empty
+        self.joint._weight()  # raises for one that was written, or is empty
         rows = self._rows()
         if rows is None:
             raise UnknownIndices("this FusedLinear has no values: load a state_dict into its model")
@@ -261,9 +261,9 @@ class FusedLinear(SparseLinear):
             return result
         if not compiling:
             return self._shared(input, self._biases(False))
-        from kernlib.nn.merging import merged  # which loads Dynamo
+        from kernlib.nn.merging import merged  # this loads Dynamo
 
-        # Each layer that is asked for its bias costs guards: others are not, where none had one.
+        # Each read of a layer's bias costs guards: none is read if no layer had one.
         joint, (bias,) = self.joint, parameters_of(self, ("bias",))
         biases = [] if joint.is_plain and bias is None else self._biases(True)
         return self._part(merged(joint.product(joint._weight(), input, biases)))
@@ -273,8 +273,8 @@ class FusedLinear(SparseLinear):
         return y[..., self._first : self._first + self._sizes[0]]
 
     def _biases(self, compiling: bool) -> list[torch.Tensor]:
-        """Those of all layers, zeros for a layer without one; none if no layer has one."""
-        # A replica of a layer, as of nn.DataParallel, is none of the group's layers.
+        """The biases of all layers, zeros for a layer without one; none if no layer has one."""
+        # A replica of a layer, as nn.DataParallel makes, does not belong to the group.
         layers = [self if x._first == self._first else x for x in self._group.layers]
         if compiling:
             biases = [parameters_of(layer, ("bias",))[0] for layer in layers]
@@ -301,8 +301,8 @@ class FusedLinear(SparseLinear):
         return self._part(last.y) if last.parts is None else last.parts[self._first]
 
     def _state(self, x: torch.Tensor, matrix: SparseMatrix, biases: list) -> tuple | None:
-        """All that the product depends on beside what x and the group are. None where torch does
-        not tell it, or a tracer or transform must see each call."""
+        """All that the product depends on besides x and the group. None where torch does not tell,
+        or a tracer or transform must see each call."""
         if type(x) not in _PLAIN or is_watched(x):
             return None
         if x.dtype != matrix.dtype or x.device != matrix.device:
@@ -396,8 +396,9 @@ def _place_of(x: torch.Tensor) -> tuple:
 def fused(
     layers: Sequence[SparseLinear], format: str, columns: int, is_trusted: bool, is_sole: bool
 ) -> list[FusedLinear]:
-    """The layers as those of a group, which shares their biases and has its own matrix if they have
-    matrices. ``is_sole``: nobody else needs these, nor the layers, which are empty then."""
+    """The layers as a group, which shares their biases and has a matrix of its own if they have
+    matrices. ``is_sole``: neither these nor the layers are needed elsewhere; the layers are empty
+    then."""
     dtype, device = layers[0]._dtype, layers[0]._place
     rows, cols = sum(layer.out_features for layer in layers), layers[0].in_features
     joint = Joint(cols, rows, False, None, dtype, device)

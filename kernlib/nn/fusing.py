@@ -1,4 +1,4 @@
-"""Which layers of a model read one x, and what makes one product of them."""
+"""Groups of a model's layers that read the same x, and how they become one product."""
 
 from __future__ import annotations
 
@@ -132,8 +132,9 @@ def fuse_groups(
     is_sole: bool = False,
 ) -> None:
     """Put fused layers in the place of swapped ones, in the model and under their names. Warns of
-    groups that stay apart: where nobody has asked for them, not of those of which a layer was left
-    out, or swapped before. ``is_sole``: no swapped layer, nor its matrix, is in use elsewhere."""
+    groups that stay apart. If groups were not asked for, it does not warn of those with a layer
+    left out or swapped before. ``is_sole``: no swapped layer, nor its matrix, is in use
+    elsewhere."""
     apart: list[str] = []
     for names, is_trusted, reason in groups:
         missing = [model.get_submodule(name) for name in names if name not in swapped]

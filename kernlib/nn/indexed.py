@@ -1,18 +1,17 @@
 """What layers share whose weight is values and indices, such as which columns or blocks are stored.
 
-Indices are not numbers: half of one, or the average of two, is none, and a kernel that went by it
+Indices are not numbers: half of one, or the average of two, is no index, and a kernel that used it
 would leave its memory. So the tensors that hold them are plain attributes of the layer, neither
 parameters nor buffers, which utilities of torch average, cast, draw and broadcast.
 
 In their place there is one buffer, the mark: whole numbers that say which indices the layer has,
-exact in every dtype. It goes wherever parameters go, by whatever moves them. Averages of equal
-marks are that mark, and so say that the values were averaged over equal indices. Any other mark
-than the layer's own says that its values are no longer those of its indices.
+exact in every dtype. It moves wherever parameters move. Averages of equal marks are that mark, and
+so say that the values were averaged over equal indices. Any other mark than the layer's own says
+that its values are no longer those of its indices.
 
-What a state_dict holds beside parameters is one tensor under one name, which is that of a buffer:
-so loaders that ask a module for its names, and fill it tensor by tensor, fill these layers. See
-docs/concepts/layers.md.
-"""
+Besides parameters a state_dict holds one tensor under the name of a buffer: so loaders that ask a
+module for its names, and fill it tensor by tensor, fill these layers. See
+docs/concepts/layers.md."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ EXTRA = "_extra_state"  # of a state_dict of version 0.1: the header of the tens
 DIGITS = 16  # of a fingerprint, of 4 bits each
 TOLERANCE = 2.0**-7  # what averages of equal numbers up to 15 may lose to rounding, in bfloat16
 _CHUNK = 1 << 24  # bytes of a tensor whose sum is mixed at a time
-_PIECE = 1 << 21  # of these summed at a time, which takes four times as many
+_PIECE = 1 << 21  # summed at a time, which takes four times as many bytes
 _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, of 64 bits
 
 
 class UnknownIndices(RuntimeError):
-    """Nobody has said yet which indices a layer has, or its mark says those of another."""
+    """A layer's indices are unknown, or its mark is another layer's."""
 
 
 class IndexedModule(nn.Module):
@@ -66,8 +65,8 @@ class IndexedModule(nn.Module):
         self._indices, self._other = tuple(names), None
 
     def _drop_indices(self) -> None:
-        """Take the tensors away, be they attributes or, where somebody has wrapped them,
-        parameters."""
+        """Remove the tensors, which are attributes, or parameters where a wrapper made them
+        such."""
         for name in self._indices:
             self.__dict__.pop(name, None)
             self._parameters.pop(name, None)
@@ -118,7 +117,7 @@ class IndexedModule(nn.Module):
             return False
 
     def _noted_other(self, tensors: Sequence[torch.Tensor]) -> object:
-        """What other tensors are, None if they are new or were written since."""
+        """The noted value of other tensors, None if they are new or were written since."""
         noted, versions, value = self._other or ((), None, None)
         same = len(noted) == len(tensors) and all(map(is_, noted, tensors))
         return value if same and versions is not None and versions_of(tensors) == versions else None
@@ -150,7 +149,7 @@ class IndexedModule(nn.Module):
             self._buffers.update(buffers)
 
     def _saved_carriers(self) -> dict[str, torch.Tensor]:
-        """What a state_dict holds in place of the buffers of these names."""
+        """The tensors that a state_dict holds in place of the buffers of these names."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
@@ -209,11 +208,11 @@ def _mixed(v: torch.Tensor) -> torch.Tensor:
     return v
 
 
-def is_close(mark: torch.Tensor, wanted: torch.Tensor) -> bool:
+def is_close(mark: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether a mark is one but for rounding. Waits for the device."""
-    if mark.shape != wanted.shape or not mark.is_floating_point():
+    if mark.shape != expected.shape or not mark.is_floating_point():
         return False
-    return bool(((mark.to(wanted.dtype) - wanted).abs() <= TOLERANCE).all())
+    return bool(((mark.to(expected.dtype) - expected).abs() <= TOLERANCE).all())
 
 
 def plain(mark: torch.Tensor) -> tuple[torch.Tensor, int | None]:

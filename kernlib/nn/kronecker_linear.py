@@ -203,7 +203,7 @@ class KroneckerLinear(ComputesWeight, nn.Module):
         check_dense(("input",), input=input)
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():
-            input = input.clone()  # which may be kept for a gradient
+            input = input.clone()  # it may be kept for a gradient
         if is_dynamo_compiling():
             return self._traced(input)
         bias = self.bias
@@ -258,7 +258,7 @@ def nearest_kronecker(
     pairs = [rows * columns for rows, columns in zip(row_sizes, column_sizes, strict=True)]
     tensor = matrix.double().reshape(*row_sizes, *column_sizes).permute(order).reshape(pairs)
     vectors, norm = _nearest_rank_1(tensor)
-    # Of a matrix of zeros, or so near to it, only the first factor is 0: the others pass gradients.
+    # For a matrix of zeros, or nearly so, only the first factor is 0: the others pass gradients.
     scales = [norm ** (1 / count)] * count if norm else [0.0] + [1.0] * (count - 1)
     shapes = zip(row_sizes, column_sizes, strict=True)
     return [
@@ -289,12 +289,12 @@ def _nearest_rank_1(tensor: torch.Tensor) -> tuple[list[torch.Tensor], float]:
     return vectors, norm
 
 
-def _contracted(tensor: torch.Tensor, vectors: list[torch.Tensor], kept: int) -> torch.Tensor:
+def _contracted(tensor: torch.Tensor, vectors: list[torch.Tensor], place: int) -> torch.Tensor:
     """Sums over every dimension but one, with the weights of that dimension's vector: the best
     vector of the kept one, the others as they are."""
-    for vector in reversed(vectors[kept + 1 :]):
+    for vector in reversed(vectors[place + 1 :]):
         tensor = tensor @ vector
-    for vector in vectors[:kept]:
+    for vector in vectors[:place]:
         tensor = torch.tensordot(vector, tensor, 1)
     return tensor
 

@@ -435,12 +435,12 @@ class KSLinear(ComputesWeight, nn.Module):
             else:
                 stored = derived(self._kept, index, algo, STORAGE[algo], weight, self._frozen)
                 x = ALGORITHMS[algo](x, weight, pattern, batch_last, stored)
-        return x.contiguous()  # which an einsum need not be
+        return x.contiguous()  # an einsum need not be
 
     def _finish(self, product: torch.Tensor, batch_last: bool) -> torch.Tensor:
         bias = parameters_of(self, ("bias",))[0] if is_dynamo_compiling() else self.bias
         if bias is not None:
-            bias = bias.to(product.dtype)  # which autocast may have narrowed
+            bias = bias.to(product.dtype)  # autocast may have narrowed these
             product = product + (bias.view(-1, *[1] * (product.dim() - 1)) if batch_last else bias)
         return activate(self._steps, product)
 

@@ -1,5 +1,4 @@
-"""Where the layers of a model are that others may take the place of, and dense layers in the place
-of others."""
+"""The places of a model's linear layers, and swaps of them for others and back."""
 
 from __future__ import annotations
 
@@ -338,9 +337,9 @@ def warn_of_nothing(task: str, module: nn.Module, match: object) -> None:
 
 
 def note_of_derived(module: nn.Module, match) -> str:
-    """The end of a message that no layer is swapped: one that ``match`` takes whose class derives
-    from nn.Linear, such as Falcon's. Nothing tells one that computes x W^T in its own words from
-    one that computes something else, such as a router of experts."""
+    """The end of a message that no layer is swapped: it names one that ``match`` takes and whose
+    class derives from nn.Linear, such as Falcon's. A subclass that computes x W^T in its own way
+    cannot be told from one that computes something else, such as a router of experts."""
     for name, kind in rest_of(module, match):
         if isinstance(module.get_submodule(name), nn.Linear):
             return f"; {name!r} is a {kind}, a subclass of nn.Linear, which may compute more"

@@ -33,7 +33,7 @@ READERS = frozenset(
 
 def merged(y: torch.Tensor) -> torch.Tensor:
     """``y``, the result of a product that Dynamo has just traced."""
-    from torch._dynamo.comptime import comptime  # which is there, as Dynamo traces the call
+    from torch._dynamo.comptime import comptime  # it is there, as Dynamo traces the call
 
     comptime(_merge)
     return y
@@ -95,7 +95,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _memory(nodes: list[torch.fx.Node]) -> set[int]:
-    """Which storages the tensors of nodes lie in."""
+    """The storages of nodes' tensors."""
     values = [node.meta.get("example_value") for node in nodes]
     return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
 

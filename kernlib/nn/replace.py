@@ -127,7 +127,7 @@ def _warn_of_slow(replaced: dict[str, KSLinear], rows: int) -> None:
     """Warns of layers that are estimated to take longer than dense ones, by sizes and chain."""
     slow: dict[tuple, list[str]] = {}
     for name, layer in replaced.items():
-        if layer.factors[0].dtype not in DTYPES:  # of which nothing was measured
+        if layer.factors[0].dtype not in DTYPES:  # not measured
             continue
         estimate = layer.estimate(rows)
         if estimate.speedup < 1:

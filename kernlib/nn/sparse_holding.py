@@ -1,6 +1,6 @@
 """How :class:`kernlib.nn.SparseLinear` holds its matrix: its tensors are the indices of
-:mod:`kernlib.nn.indexed`, and what a state_dict holds is one tensor with all of it, in whose place
-the layer has a buffer without elements, for loaders to fill."""
+:mod:`kernlib.nn.indexed`. A state_dict holds one tensor with all of them. In its place the layer
+has a buffer without elements, for loaders to fill."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from kernlib.nn.sparse_weights import counted, of_others, restored, rounded
 from kernlib.nn.unsized import Unsized, is_unfilled
 from kernlib.runtime.tensors import stand_ins
 
-PREFIX = "weight_"  # of the tensors' names, which else are those of the format
+PREFIX = "weight_"  # of the tensors' names, which are the format's otherwise
 PACKED = "weight_packed"  # what a state_dict holds
 # An attribute of the buffer of this name, if a layer has put it there and no loader. Compiled calls
-# ask for it in place of which tensor it is, whose guard would be Python code.
+# test it rather than the tensor's identity, whose guard would be Python code.
 CARRIER = "_kernlib_carrier"
 
 
 class MatrixModule(IndexedModule):
-    """A layer of which a compressed matrix is a part, that moves with it and is saved with it."""
+    """A layer with a compressed matrix that moves with it and is saved with it."""
 
     persistent = False
     carriers = (MARK, PACKED)
@@ -66,15 +66,15 @@ class MatrixModule(IndexedModule):
         self._place = place
         self._data: torch.Tensor | None = None  # all of the matrix as it is saved, if it lies so
         self._written: int | None = None  # how often torch has counted a write to the matrix
-        # Nobody fills the mark: on meta it would have to be.
+        # The mark is not filled: on meta it would have to be.
         there = torch.device("cpu") if place.type == "meta" else place
         self._digits = torch.zeros(DIGITS, dtype=torch.float32, device=there)  # of the mark
         self._set_mark(self._digits.clone())
         self._put_carrier()
 
     def _lend(self, size: int) -> None:
-        """Hold no matrix but in calls, for each of which hooks put one of so many packed bytes, or
-        of any size if 0, in the place of the buffer, which is on meta between them."""
+        """Hold a matrix in calls alone. For each call hooks put one of so many packed bytes, or of
+        any size if 0, in the place of the buffer, which is on meta between calls."""
         self._become_empty(torch.device("meta"))
         self._carrier.resize_((size,))
         self._is_lent, self._other = True, None
@@ -84,8 +84,8 @@ class MatrixModule(IndexedModule):
         self._is_exchanged = False
 
     def _put_carrier(self) -> None:
-        """Put the buffer there that loaders write in the place of: of any size where nobody knows
-        which matrix it will be."""
+        """Register the buffer that loaders fill or replace: of any size while the matrix is
+        unknown."""
         matrix = self._matrix
         if matrix is None or matrix.device.type == "meta":
             self._carrier = Unsized.on(self._place if matrix is None else matrix.device)
@@ -117,9 +117,9 @@ class MatrixModule(IndexedModule):
     # The matrix that the layer has now.
 
     def _weight(self) -> SparseMatrix:
-        """The matrix of the tensors that are there now: functional_call, among others, puts others
-        there. Raises ValueError, TypeError where they are none of the kind held, RuntimeError where
-        the buffers are those of another matrix."""
+        """The matrix of the tensors that the layer has now: functional_call, among others, may have
+        put others there. Raises ValueError and TypeError for tensors of another kind, RuntimeError
+        for the buffers of another matrix."""
         compiling, writes = is_dynamo_compiling(), 0
         there = self._buffers[PACKED]
         is_filled = not hasattr(there, CARRIER) if compiling else there is not self._carrier
@@ -153,8 +153,8 @@ class MatrixModule(IndexedModule):
         return matrix if self._is_unwritten() else self._of_mark(matrix)
 
     def _of_carrier(self) -> SparseMatrix | None:
-        """The matrix that a loader, or functional_call, has put there: that of the layer from now
-        on, if it had none. None for a tensor without elements, or without values."""
+        """The matrix that a loader or functional_call has put there. A layer without a matrix keeps
+        it. None for a tensor without elements, or without values."""
         data = self._buffers[PACKED]
         if data.numel() == 0 or data.is_meta or stand_ins(data):
             return None
@@ -166,12 +166,12 @@ class MatrixModule(IndexedModule):
                 noted, lying = self._unpacked(data, self._dtype)
             if is_own:
                 self._hold(noted, None, lying)
-            elif not self._is_lent:  # which would keep the memory
+            elif not self._is_lent:  # it would keep the memory
                 self._note_other((data,), noted)
         return noted
 
     def _lacks_matrix(self) -> bool:
-        """Whether what a loader puts there is the layer's from then on: it has no values yet."""
+        """Whether the layer has no values yet, so that it keeps the matrix of a loader."""
         matrix = self._matrix
         return matrix is None or matrix.device.type == "meta"
 
@@ -180,7 +180,7 @@ class MatrixModule(IndexedModule):
     ) -> tuple[SparseMatrix, torch.Tensor | None]:
         """The matrix in a packed tensor, in a dtype or as it is, and the tensor if the matrix lies
         in it. Raises ValueError."""
-        from kernlib.families.sparse.packed import unpacked  # which only loading needs
+        from kernlib.families.sparse.packed import unpacked  # only loading needs it
 
         data = data.as_subclass(torch.Tensor)
         matrix = self._checked(unpacked(data))
@@ -196,16 +196,16 @@ class MatrixModule(IndexedModule):
             )
         return matrix
 
-    def _look_at_writes(self, held: SparseMatrix, writes: int) -> None:
+    def _look_at_writes(self, matrix: SparseMatrix, writes: int) -> None:
         """Look at tensors that torch has counted a write to. Raises ValueError for what is no
         matrix any more."""
-        if held.device.type == "meta" or stand_ins(*held.operands):
+        if matrix.device.type == "meta" or stand_ins(*matrix.operands):
             return
-        refuse_capture(held.operands)
+        refuse_capture(matrix.operands)
         with torch.inference_mode(False), torch.no_grad(), untransformed():
-            digits = fingerprint(held.operands)
+            digits = fingerprint(matrix.operands)
             if not torch.equal(digits, self._digits):
-                check_written(held)
+                check_written(matrix)
                 self._digits, self._data = digits, None
                 self._set_mark(digits.clone())
         self._written = writes
@@ -271,8 +271,7 @@ class MatrixModule(IndexedModule):
         return self
 
     def _adopt(self) -> None:
-        """Make what a loader has put there the layer's own. Raises ValueError for what is no
-        matrix."""
+        """Keep the tensors that a loader has put there. Raises ValueError for what is no matrix."""
         if self._buffers[PACKED] is self._carrier:
             return
         matrix = self._of_carrier()
@@ -302,7 +301,7 @@ class MatrixModule(IndexedModule):
             return {PACKED: Unsized.on(matrix.device)}
         if matrix is self._matrix and self._data is not None and lies_in(matrix, self._data):
             return {PACKED: self._data.detach()}
-        from kernlib.families.sparse.packed import packed  # which only this needs
+        from kernlib.families.sparse.packed import packed  # only this needs it
 
         with torch.inference_mode(False), torch.no_grad(), untransformed():
             return {PACKED: packed(matrix)}

@@ -193,7 +193,7 @@ class SparseLinear(ComputesWeight, MatrixModule):
     @property
     def matrix(self) -> SparseMatrix:
         """The weight. Raises RuntimeError for a layer that is still empty, and for one whose
-        tensors or buffers were written with what is no weight of it."""
+        tensors or buffers were overwritten with something else."""
         return self._weight()
 
     @property

@@ -101,7 +101,7 @@ def sparsify(
 
 
 def _warn_of_dense(dense: list[str], new: dict[str, SparseLinear]) -> None:
-    """Warns of weights that nobody has pruned, which compression only makes constant."""
+    """Warns of unpruned weights, which compression only makes constant."""
     if dense:
         some = ", ".join(map(repr, dense[:3])) + (", ..." if len(dense) > 3 else "")
         warn(

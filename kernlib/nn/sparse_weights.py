@@ -41,12 +41,12 @@ def matrix_of(linear: nn.Linear, format, density, per, columns) -> SparseMatrix 
 
 
 def is_silently_dense(matrix: SparseMatrix | None, density, format) -> bool:
-    """Whether a weight that nobody has pruned is kept dense, and nobody has said so."""
+    """Whether an unpruned weight is kept dense without a request for that."""
     return density is None and format == "auto" and matrix is not None and is_unpruned(matrix)
 
 
 def check_options(density, format, per, columns) -> None:
-    """Raises TypeError or ValueError for arguments that are none, used or not."""
+    """Raises TypeError or ValueError for invalid arguments, used or not."""
     if density is not None:
         check_density(density)
     check_format(format)
@@ -96,7 +96,7 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def counted(matrix: SparseMatrix, nnz: int | None) -> SparseMatrix:
-    """A matrix whose number of entries is known, so that nobody counts them again."""
+    """A matrix whose number of entries is known, so that they are not counted again."""
     return SparseMatrix(
         matrix.format, matrix.shape, matrix.dtype, matrix.tensors, matrix.facts, nnz
     )
@@ -121,7 +121,7 @@ def rounded(matrix: SparseMatrix, dtype: torch.dtype) -> SparseMatrix:
     return in_dtype(matrix, dtype)
 
 
-def of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
+def of_others(matrix: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMatrix:
     """The matrix of other tensors than those held, by the names of the buffers."""
     if not is_dynamo_compiling():  # there the operator checks them when it runs
         check_dense(tuple(tensors), **tensors)
@@ -129,8 +129,8 @@ def of_others(held: SparseMatrix, tensors: dict[str, torch.Tensor]) -> SparseMat
         if not stand_ins(*tensors.values()):
             from kernlib.families.sparse.fitted import fitted
 
-            return fitted(held.layout, tuple(tensors.values()))
-    return SparseMatrix.from_layout(held.layout, tuple(tensors.values()))
+            return fitted(matrix.layout, tuple(tensors.values()))
+    return SparseMatrix.from_layout(matrix.layout, tuple(tensors.values()))
 
 
 def _untracked(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,8 @@
 tensors, and inside of torch.compile.
 
 Dynamo makes constants of the sizes of every ``nn.Parameter``, whatever ``dynamic`` says, so that
-each layer of other sizes would take a program of its own. Those of a sparse layer differ with
-what it stores, which is no reason for that.
-"""
+each layer of other sizes would take a program of its own. The sizes of a sparse layer differ with
+its entries, and should share one program."""
 
 from __future__ import annotations
 
@@ -61,9 +60,9 @@ def factors_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor]:
 def parameters_of(layer: nn.Module, names: tuple[str, ...]) -> list[torch.Tensor | None]:
     """Parameters by name, whose sizes Dynamo handles as those of other tensors. For calls that it
     traces."""
-    if "parametrizations" in layer._modules:  # code of somebody else's computes some of them
+    if "parametrizations" in layer._modules:  # foreign code computes some of them
         return [getattr(layer, name) for name in names]
-    from torch._dynamo.comptime import comptime  # which is there, if Dynamo traces the call
+    from torch._dynamo.comptime import comptime  # it is there if Dynamo traces the call
 
     comptime(_as_tensors)
     parameters = [getattr(layer, name) for name in names]

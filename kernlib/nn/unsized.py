@@ -1,4 +1,4 @@
-"""A tensor in the place of one whose size only a file says."""
+"""A tensor in the place of one whose size only a file knows."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ class _AnySize:
 
 
 def is_unfilled(value: object) -> bool:
-    """Whether nobody has put anything into a tensor of a state_dict."""
+    """Whether a tensor of a state_dict is still unfilled."""
     return isinstance(value, torch.Tensor) and value.numel() == 0

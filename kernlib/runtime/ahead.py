@@ -26,13 +26,13 @@ from kernlib.runtime.tuned import Trial
 
 
 class Planned(NamedTuple):
-    """What of a call has a plan. ``repeated(plan, call, fused, shared)`` launches a plan of it into
-    an output of its own, and returns a function that does so again."""
+    """A part of a call that has a plan. ``repeated(plan, call, fused, shared)`` launches a plan of
+    it into an output of its own, and returns a function that does so again."""
 
     operation: Operation | Product  # whose check, way and plan are asked
     calls: Bound
     request: tuple  # what is checked
-    fused: tuple  # what the plan is of: where a gradient is recorded, without activation
+    fused: tuple  # what the plan computes: without activation where a gradient is recorded
     recorded: bool  # whether a gradient would be
     repeated: Callable
 
@@ -91,8 +91,8 @@ def is_prepared(planned: Planned) -> bool:
 
 
 def prepare(planned: Planned) -> None:
-    """Make the plan of what kernels compute, with its kernels compiled and loaded. What cuBLAS
-    computes is run once: it must not be loaded while a CUDA graph is captured."""
+    """Make the plan of a kernels' call, with its kernels compiled and loaded. A call of cuBLAS is
+    run once: it must not be loaded while a CUDA graph is captured."""
     call = planned.operation.check(*planned.request)
     if planned.operation.way(call, *planned.request) == REFERENCE or call.device.type == "cpu":
         return
@@ -112,8 +112,8 @@ def prepare(planned: Planned) -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Calls of stand-ins in this block are hidden from what a program has switched on to see or
-    change calls: dispatch modes, hooks of saved tensors and the detection of anomalies."""
+    """In this block calls of stand-ins are hidden from dispatch modes, hooks of saved tensors and
+    the detection of anomalies."""
     with ExitStack() as stack:
         if is_in_torch_dispatch_mode():  # else it would import half a second of torch for nothing
             stack.enter_context(_disable_current_modes())
@@ -128,9 +128,9 @@ def _as_it_is(t: torch.Tensor) -> torch.Tensor:
 
 
 class StandIns:
-    """A meta tensor in the place of each tensor, one for all places of one, and a layout or matrix
-    on meta in the place of another. ``leaves`` are those of which gradients are wanted, and
-    ``device`` is that of the first tensor, None without one."""
+    """Meta tensors for the tensors of a call, one for all places of a tensor, and layouts and
+    matrices on meta for those of the call. ``leaves`` are the meta tensors whose gradients are
+    needed. ``device`` is that of the first tensor, None without one."""
 
     def __init__(self) -> None:
         # By the value's id, with the value, lest another one gets that id.
@@ -139,8 +139,8 @@ class StandIns:
         self.device: torch.device | None = None
 
     def of(self, value):
-        """What stands for a value, or for all in a tuple or dict. What is no dense tensor is there
-        itself, for calls to refuse."""
+        """The stand-in of a value, or of all in a tuple or dict. Anything but a dense tensor stands
+        for itself, for calls to refuse."""
         if isinstance(value, dict):
             return {name: self.of(item) for name, item in value.items()}
         if isinstance(value, tuple):
@@ -165,8 +165,8 @@ class StandIns:
 
 
 def stand_in(t: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of a tensor's sizes, strides and alignment, or of those of what is made of a
-    lazy one for a kernel to read."""
+    """A meta tensor of a tensor's sizes, strides and alignment. Of a lazy tensor, those of the copy
+    that a kernel would read."""
     if is_lazy(t):
         return torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
     without = t.is_meta or stand_ins(t)  # memory
@@ -181,8 +181,8 @@ def stand_in(t: torch.Tensor) -> torch.Tensor:
 
 class Candidate(NamedTuple):
     """One of the kernels that could compute a call. ``ready()`` loads it, launches it, and returns
-    a function that launches it again: into an output that the call's candidates share, and nobody
-    else sees."""
+    a function that launches it again: into an output that the call's candidates share and the
+    caller does not see."""
 
     choice: dict[str, int]  # what sets it apart, as the family's lowering takes it
     spec: KernelSpec
@@ -289,7 +289,8 @@ def repeated_product(
 def repeated_launch(
     launch: Callable, plan, call, request: tuple, shared: Shared
 ) -> Callable[[], object]:
-    """The same of an operation by its own ``launch``, into an output that lies as the caller's."""
+    """:func:`repeated` for an operation by its own ``launch``, into an output with the caller's
+    strides."""
     descriptor, operands, out, *rest = request
     if out is None:
         target = shared.out(allocator(call.shape, call.dtype, call.device))

@@ -270,8 +270,8 @@ def readable(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
 
 
 def parameter_key(value):
-    """What a plan depends on: for a number nothing, for a tensor its signature, so that a tensor
-    without memory finds no plan."""
+    """A parameter's part of a plan's key: nothing for a number, its signature for a tensor, so that
+    a tensor without memory finds no plan."""
     return signature(value) if isinstance(value, torch.Tensor) else None
 
 

@@ -30,7 +30,7 @@ class Parts(NamedTuple):
 
     product: Product  # with or without a bias
     bias: str | None  # the parameter of the Bias that the epilogues begin with; None if they do not
-    needed: frozenset[str]  # the parameters of the product: that one, or none
+    needed: frozenset[str]  # the parameters of the product: the bias or none
     rest: tuple[Epilogue, ...]
     names: tuple[str, ...]  # of the rest's parameters
     axis: int  # of the result's features
@@ -68,7 +68,8 @@ def parts(descriptor: Product, product: Product, axis: int) -> Parts:
 
 
 def bias_gradient(grad: torch.Tensor, axis: int) -> torch.Tensor:
-    """Of a vector that was added to each line along ``axis``, which counts from the back."""
+    """The gradient of a vector that was added to each line along ``axis``, counted from the
+    back."""
     if grad.dim() == 2:
         return grad.sum(-3 - axis)
     features = grad.movedim(axis, -1)
@@ -80,7 +81,7 @@ def is_watched(grad: torch.Tensor) -> bool:
     transforms or intercepts it."""
     return (
         is_dynamo_compiling()
-        or (is_in_torch_dispatch_mode() and rehearsal.current() is None)  # which no mode sees
+        or (is_in_torch_dispatch_mode() and rehearsal.current() is None)  # no mode sees this
         or _is_tracing()
         or _are_functorch_transforms_active()
         or is_legacy_batchedtensor(grad)  # as is_grads_batched makes them

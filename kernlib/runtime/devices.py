@@ -177,7 +177,8 @@ def build(specs: list[KernelSpec], device: int) -> None:
 
 
 def unloaded(specs: list[KernelSpec], device: int) -> list[KernelSpec]:
-    """Those that are not loaded on a device. Raises CaptureError as :func:`load` would."""
+    """The ones of ``specs`` that are not loaded on a device. Raises CaptureError as :func:`load`
+    would."""
     arch = arch_of(device)
     missing = [spec for spec in specs if service.loaded(spec, device, arch) is None]
     if missing:

@@ -23,15 +23,15 @@ from kernlib.runtime import devices, rehearsal
 from kernlib.runtime.rehearsal import Rehearsal
 
 NAME = "kernlib-early"  # of the threads
-NICENESS = 5  # of the threads: a third of a core that somebody else wants
+NICENESS = 5  # of the threads: a third of a contended core
 
 _rehearsed: ContextVar[bool] = ContextVar("kernlib_early", default=False)
 
 
 def first(call: Callable, *arguments, again: tuple | None = None):
-    """``call(*arguments)``, the first of its signature; what it calls in turn is a part of it.
-    ``again`` is another function with its arguments that stands for the whole call, if this is
-    what a function of torch.autograd does."""
+    """The result of ``call(*arguments)``, the first call of its signature; calls inside it are part
+    of it. ``again`` is another function, with its arguments, that stands for the whole call where
+    ``call`` is the inside of a function of torch.autograd."""
     if _rehearsed.get():
         return _with_backward(call(*arguments))
     if service.missed.get() is not None or rehearsal.current() is not None:
@@ -66,11 +66,11 @@ class _Beginning:
         self._begun = threading.Lock()
 
     def begin(self) -> None:
-        """Begin to compile, if nobody has."""
+        """Begin to compile, unless that has begun."""
         # Anomaly detection, which is one for all threads, would look at meta tensors.
         if not self._begun.acquire(blocking=False) or torch.is_anomaly_enabled():
             return
-        from kernlib.runtime.ahead import StandIns  # which calls from the cache do without
+        from kernlib.runtime.ahead import StandIns  # calls from the cache need none
 
         with suppress(Exception), torch.no_grad():
             stand_ins = StandIns()

@@ -35,7 +35,7 @@ class Operation(NamedTuple):
     name: str  # its operator is kernlib::name
     operators: str | None  # the module that registers it, whose BY_NAME holds what calls it
     key: Callable  # all that a plan depends on; None where there can be no plan
-    check: Callable  # raises what is wrong with a request that has no plan, or describes the call
+    check: Callable  # describes a request that has no plan, or raises its error
     way: Callable  # of a described call and its request: KERNELS, REFERENCE or OPERATOR
     reference: Callable  # the result of a described call and its request
     plan: Callable  # of a described call on CUDA tensors and its request, its kernels loaded
@@ -79,7 +79,7 @@ def bind(operation: Operation) -> Bound:
     def first(key, *request) -> torch.Tensor:
         try:
             tensors = operation.tensors(*request)
-        except UNREADABLE:  # of a class in the place of an operand, or of too few
+        except UNREADABLE:  # for a class in the place of an operand, or too few operands
             check(*request)
             raise
         if stand_ins(*tensors):

@@ -25,8 +25,8 @@ from kernlib.runtime.schema import Saves, Schema
 
 
 class _Library(torch.library.Library):
-    """Operators, of which none lets a forward-mode derivative pass by: torch records gradients of
-    an operator alone, and would take 0 for such a one without a word."""
+    """Operators that refuse forward-mode derivatives: torch records the gradients of an operator
+    alone, and would silently take 0 for such a derivative."""
 
     def impl(self, op_name, fn, dispatch_key="", **options):
         if dispatch_key == "Autograd":
@@ -158,7 +158,7 @@ def _with_events(schema: Schema, compute: Callable) -> Callable:
 def _register_flops(operator: torch._ops.OpOverload, family: str) -> None:
     """Have FlopCounterMode count an operator by the formula in ``rules`` of its family, whose
     ``FORMULAS`` are functions of the result and the operator's arguments by name."""
-    from torch.utils import flop_counter  # 8 ms that only who records calls pays
+    from torch.utils import flop_counter  # 8 ms, for recorded calls alone
 
     names = [argument.name for argument in operator._schema.arguments]
 
@@ -194,7 +194,8 @@ def _seen_by_autograd(
 
 
 def _requires_gradient(values: Iterable) -> bool:
-    """Whether one of these, or of lists among them, is a tensor that requires a gradient."""
+    """Whether one of these, or a member of a list among them, is a tensor that requires a
+    gradient."""
     return any(
         _requires_gradient(value)
         if isinstance(value, (list, tuple))
@@ -254,7 +255,7 @@ def _for_onnx(name: str, arguments: tuple) -> torch.Tensor:
 
 
 def _has_tangent(values) -> bool:
-    """Whether one of these, or of lists among them, has a forward-mode derivative."""
+    """Whether one of these, or a member of a list among them, has a forward-mode derivative."""
     # Compiled code enters a level past forward_ad, and not outside of torch.func.
     if forward_ad._current_level < 0 and not _are_functorch_transforms_active():
         return False
@@ -281,8 +282,8 @@ def takes_lists(*values: object) -> bool:
 
 
 def is_one_step(grad: torch.Tensor) -> bool:
-    """Whether all gradients of a call are computed by one operator of lists: no gradient of them is
-    recorded, for which each would be an operator."""
+    """Whether one operator of lists computes all gradients of a call. That holds unless their own
+    gradients are recorded, for which each is an operator of its own."""
     return not torch.is_grad_enabled() and takes_lists(grad)
 
 
@@ -306,7 +307,7 @@ def one_by_one(operator: Operator, info, dims: SimpleNamespace, arguments: Seque
 
 
 def _at(value, dim, index: int):
-    """What one of several calls takes of a mapped argument."""
+    """The part of a mapped argument for one of several calls."""
     if isinstance(value, (list, tuple)) and isinstance(dim, (list, tuple)):
         return [_at(t, d, index) for t, d in zip(value, dim, strict=True)]
     return value if dim is None else value.select(dim, index)

@@ -146,7 +146,7 @@ def start_all(
 
 
 def _encoded(maps: tuple[TensorMap, ...], memory: ctypes.Array, start: int) -> object:
-    from kernlib.runtime.tensor_map import Maps  # which kernels without maps do not load
+    from kernlib.runtime.tensor_map import Maps  # kernels without maps do not load it
 
     return Maps(maps, memory, start)
 

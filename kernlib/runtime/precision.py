@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 import torch
 
-# From 2.9 on torch has a setting for each backend and operation. One of "none" is its backend's,
-# and that of "none" is the one for all. torch's products go by what this function makes of the
-# three; the older settings write them as well, and say nothing of those that were written since.
+# From 2.9 on torch has a setting for each backend and operation. A setting "none" takes the
+# backend's, and a backend's "none" the one for all. torch's products go by what this function makes
+# of the three; the older settings write them too, but do not show what was written to them since.
 _setting = getattr(torch._C, "_get_fp32_precision_getter", None)
 # Terms that a product may add one after the other, and those of a part of a longer sum.
 LONGEST_SUM, PART_OF_SUM = 1024, 256
@@ -23,8 +23,8 @@ def float32_precision() -> str:
 
 
 def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
-    """The precision of products as lowering knows it, "fp32" or "tf32": what a descriptor permits,
-    or torch's setting where it says nothing. "bf16" is computed as "tf32"."""
+    """The precision of products for lowering, "fp32" or "tf32": the descriptor's, or torch's
+    setting where it has none. "bf16" is computed as "tf32"."""
     if dtype is not torch.float32:
         return "fp32"
     return "fp32" if (permitted or float32_precision()) == "fp32" else "tf32"

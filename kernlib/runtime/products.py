@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a family says of its product. The first four functions are those of
+    """A family's functions for its product. The first four functions are those of
     :class:`kernlib.runtime.operation.Operation`."""
 
     name: str  # its operator is kernlib::name
@@ -61,7 +61,7 @@ class Product(NamedTuple):
     tensors: Callable  # of the operands, x first
     names: Callable  # of the operands: what errors call those tensors
     check_operands: Callable  # of descriptor and operands: raises for a wrong number or kind
-    cast: Callable  # operands and parameters, as autocast has them
+    cast: Callable  # operands and parameters as autocast casts them
 
 
 class ProductPlan(NamedTuple):
@@ -187,17 +187,10 @@ def bind(product: Product, on_meta: Callable | None = None) -> Bound:
     def rehearsed(plan, descriptor, operands, out, parameters) -> torch.Tensor:
         return plan.result() if out is None else out
 
-    functions = product.key, product.check, product.way, reference, product.plan
+    own = product.key, product.check, product.way, reference, product.plan
     return operation.bind(
         Operation(
-            product.name,
-            product.operators,
-            *functions,
-            launch,
-            tensors,
-            materialised,
-            rehearsed,
-            on_meta,
+            product.name, product.operators, *own, launch, tensors, materialised, rehearsed, on_meta
         )
     )
 
@@ -220,7 +213,7 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
     def run(descriptor, *operands, out=None, **parameters) -> torch.Tensor:
         if torch._C._is_any_autocast_enabled():
             product.check_operands(descriptor, operands)
-            if out is not None:  # which casts would hide
+            if out is not None:  # before casts, which would hide it
                 apart = apart_of(descriptor, out, parameters)
                 refuse_any_overlap(out, **named(product, operands), **apart)
             operands, parameters = product.cast(operands, parameters)
@@ -228,7 +221,7 @@ def front_door(product: Product, bound: Bound, recorded: Callable) -> Callable:
             torch.is_grad_enabled() and requires_gradient(parameters.values(), *operands, out)
         ):
             return recorded(descriptor, operands, out, parameters)
-        key = key_of(descriptor, operands, out, parameters)  # which unpacks the operands
+        key = key_of(descriptor, operands, out, parameters)  # this unpacks the operands
         plan = cache.plans.get(key)
         if plan is None:
             return first(key, descriptor, operands, out, parameters)
@@ -283,7 +276,7 @@ def summands_of(plan: ProductPlan, parameters: dict) -> list[torch.Tensor]:
 def _values(plan: ProductPlan, vectors, numbers, converted) -> dict:
     """The parameters by name: vectors, summands, and scalars as tensors on the device or
     numbers."""
-    tensors = iter(converted)  # those of scalars that have an address, in order
+    tensors = iter(converted)  # scalars that have an address, in order
     names = (*plan.vectors, *(name for name, _ in plan.summands))
     values = dict(zip(names, vectors, strict=True))
     for index, name in enumerate(plan.scalars):

@@ -26,8 +26,8 @@ from kernlib.lowering.steps import Lowered
 
 class Rehearsal:
     """The GPUs of an arch, with each of ``counts`` multiprocessors, or one of them if a ``device``
-    is given, and the kernels that calls would load there. One that ``poses`` answers for real
-    devices too: to what lowers a call of real tensors, which must load nothing."""
+    is given, and the kernels that calls would load there. A rehearsal that ``poses`` answers for
+    real devices too, so that lowering a call of real tensors loads nothing."""
 
     def __init__(
         self, arch: str, device: int | None, counts: Sequence[int], poses: bool = False
@@ -79,8 +79,8 @@ def on_gpu(device: torch.device) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether somebody records calls and runs them later: Dynamo, a mode of the dispatcher, which
-    sees no rehearsal, or torch.jit.trace."""
+    """Whether calls are recorded to run later: by Dynamo, by a mode of the dispatcher, which sees
+    no rehearsal, or by torch.jit.trace."""
     in_mode = is_in_torch_dispatch_mode() and _current.get() is None
     return is_dynamo_compiling() or in_mode or _is_tracing()
 

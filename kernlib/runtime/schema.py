@@ -1,4 +1,4 @@
-"""What operators of ``torch.library`` take.
+"""Arguments of operators of ``torch.library``.
 
 Families write the functions of an operator over arguments as the rest of kernlib knows them: a
 descriptor, a layout, parameters by name. Torch has no types for these, so the operator itself has
@@ -90,7 +90,7 @@ class Schema:
         self._kinds = any(kind is not None for _, kind, _ in self._parts)
 
     def flatten(self, values: Sequence) -> list:
-        """What the operator takes, from the arguments."""
+        """The operator's arguments, from the function's."""
         flat: list = []
         for value, (_, kind, _) in zip(values, self._parts, strict=True):
             flat += (value,) if kind is None else kind.flatten(value)
@@ -119,7 +119,7 @@ class Schema:
         ]
 
     def named(self, flat: Sequence) -> SimpleNamespace:
-        """What torch says of each field, as which axes are mapped over, by its name."""
+        """torch's value for each field, such as the mapped axis, by the field's name."""
         values = [*flat, *[None] * (len(self.names) - len(flat))]
         return SimpleNamespace(**dict(zip(self.names, values, strict=True)))
 
@@ -179,7 +179,7 @@ class Schema:
                 yield from ((place, fields) for place in range(at.start, at.stop))
 
     def gradients(self, ctx, grads: dict) -> tuple:
-        """Those by all fields, as torch wants them, from some by their names."""
+        """The gradients by all fields in torch's order, from some by their names."""
         counts = zip(self.names, ctx.counts, strict=True)
         none = {name: None if n in (None, _SINGLE) else [None] * n for name, n in counts}
         return tuple((none | grads).values())

@@ -20,9 +20,8 @@ Loaded = tuple[tuple[Plan, Callable, int], ...]
 def load_steps(
     steps: tuple[Step, ...], operands: tuple[str, ...], device: int
 ) -> tuple[Loaded, tuple[tuple[int, int], ...]]:
-    """The steps with their kernels loaded, and further addresses that they take behind those of
-    ``operands`` and of the workspace: each as the index of one of these, and the bytes behind
-    it."""
+    """The steps with their kernels loaded, and the further addresses that they take behind those of
+    ``operands`` and the workspace. Each is the index of one of these and an offset in bytes."""
     places = {name: place for place, name in enumerate((*operands, WORKSPACE))}
     pointers = [[(places[name], at) for name, at in step.pointers] for step in steps]
     inner = tuple(dict.fromkeys(pair for pairs in pointers for pair in pairs if pair[1]))
@@ -70,9 +69,9 @@ class Silence:
 def load_lowered(
     lowered: Lowered, operands: tuple[str, ...], device: torch.device
 ) -> Plan | Steps | Silence:
-    """What launches a call on a device for the addresses of ``operands``, with its kernels loaded.
-    For a single launch that takes just these addresses it is the plan itself, so that a hot call
-    need not walk a sequence."""
+    """A function that launches a call on a device for the addresses of ``operands``, with its
+    kernels loaded. For a single launch that takes just these addresses it is the plan itself, so
+    that a hot call need not walk a sequence."""
     if device.type == "meta" and (rehearsed := rehearsal.current()) is not None:
         rehearsed.note(lowered.specs)
         return Silence()

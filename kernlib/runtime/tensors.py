@@ -28,7 +28,7 @@ APART = {
 }
 
 
-# What :func:`signature` raises for what is no such tensor; TypeError for a class.
+# What :func:`signature` raises for anything but such a tensor; TypeError for a class.
 UNREADABLE = (AttributeError, RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
@@ -98,7 +98,7 @@ def check_dense(required: tuple[str, ...], /, **tensors: object) -> None:
 
 def refuse_other(name: str, value: object, wanted: str = "a tensor") -> NoReturn:
     """Raises TypeError for what is no tensor, and names the line that would make it one."""
-    from kernlib.hints.descriptors import instead_of_tensor  # which right calls do without
+    from kernlib.hints.descriptors import instead_of_tensor  # only errors need it
 
     raise TypeError(f"{name} must be {wanted}, got {instead_of_tensor(name, value)}")
 
@@ -140,11 +140,9 @@ def is_of(tensor: torch.Tensor, kind: str) -> bool:
 def stand_ins(*tensors) -> bool:
     """Whether one of these has no memory here but stands for a tensor that has: a fake tensor
     outside its mode, a functional one, one with a dispatcher of its own."""
-    plain, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
+    own, functional = torch.Tensor.__torch_dispatch__, torch._is_functional_tensor
     for t in tensors:  # any() over a generator would double the time
-        if isinstance(t, torch.Tensor) and (
-            type(t).__torch_dispatch__ is not plain or functional(t)
-        ):
+        if isinstance(t, torch.Tensor) and (type(t).__torch_dispatch__ is not own or functional(t)):
             sharding.notice(type(t))
             return True
     return False

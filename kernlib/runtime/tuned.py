@@ -42,8 +42,8 @@ def is_trial() -> bool:
 def choice(
     family: str, model: Model, signature: bytes, candidates: Callable[[], list[Choice]]
 ) -> Choice | None:
-    """The choice that was kept for a problem of a family on a model of GPU, None for none; on trial
-    the one that is tried."""
+    """The stored choice for a problem of a family on a model of GPU, None for none. During a trial,
+    the choice that is tried."""
     trial = _current.get()
     if trial is None:
         return tuning.choice(family, model, signature)

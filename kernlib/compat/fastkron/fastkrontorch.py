@@ -128,7 +128,7 @@ def _check_kinds(x, fs, y, out) -> None:
 
 
 def _result_shape(side: str, x: torch.Tensor, matrices: list[torch.Tensor]) -> tuple[int, ...]:
-    """Of a product that fits together; sizes may be symbols. Raises ValueError."""
+    """The shape of a product whose sizes fit; they may be symbols. Raises ValueError."""
     for index, factor in enumerate(matrices):
         if factor.dim() == 0 or 0 in factor.shape[-2:]:
             raise ValueError(

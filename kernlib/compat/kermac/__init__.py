@@ -335,10 +335,9 @@ def cdist_grad_expadd(
     """
     check_flag("try_to_align", try_to_align)
     refuse_any_overlap(out, lengthscale=lengthscale)
-    arguments = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, "d", d)}
-    grad = expadd.cdist_grad_expadd(
-        a, b, c, d, out=out, eps=eps, s_km=s_km, debug=debug, **arguments
-    )
+    numbers = {"p": p, "q": q, "c0": c0, "scale": _scale(p, lengthscale, scale, "d", d)}
+    rest = {"out": out, "eps": eps, "s_km": s_km, "debug": debug}
+    grad = expadd.cdist_grad_expadd(a, b, c, d, **numbers, **rest)
     return _with_batch(grad, out, 4)
 
 

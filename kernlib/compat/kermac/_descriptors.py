@@ -12,7 +12,7 @@ from kernlib.families.pairwise.descriptor import Pairwise
 
 
 class InnerOperator(Enum):
-    """Of a pair of coordinates: ``DIFF`` b - a, ``DOT`` b * a."""
+    """The operation on a pair of coordinates: ``DIFF`` b - a, ``DOT`` b * a."""
 
     DIFF = auto()
     DOT = auto()
@@ -30,8 +30,8 @@ class PowerType(Enum):
 
 
 class KernelType(Enum):
-    """Of the outer stage's value: itself, ``exp(-v / bandwidth)``,
-    ``exp(-v / (2 bandwidth^2))``."""
+    """The function of the outer stage's value: itself, ``exp(-v / bandwidth)``, ``exp(-v / (2
+    bandwidth^2))``."""
 
     NONE = auto()
     LAPLACE = auto()

@@ -196,8 +196,8 @@ def _is_known(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> bool
 
 
 def _look(tensors: tuple[torch.Tensor, ...], shape: tuple[int, int]) -> bool:
-    """Whether the tuple is known to be a matrix, by a look at all of it unless it was known. Raises
-    ValueError for one that is none. Not while a CUDA graph is captured: nothing runs there."""
+    """Whether the tuple is known to be a matrix. One that is not is read in full. Raises ValueError
+    for one that is none. Not while a CUDA graph is captured: nothing runs there."""
     stands_in = tensors[0].is_meta or is_compiling() or stand_ins(*tensors)
     if stands_in or _is_known(tensors, shape):
         return True

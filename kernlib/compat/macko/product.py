@@ -1,5 +1,5 @@
-"""The product of a matrix in MACKO's format, of which nothing is known but its tensors, and one
-vector on a GPU: for callers that keep no facts."""
+"""The product of a matrix in MACKO's format and one vector on a GPU, for callers that know the
+matrix's tensors and no facts."""
 
 from __future__ import annotations
 

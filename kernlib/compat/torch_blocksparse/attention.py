@@ -98,7 +98,7 @@ def _arguments(
     return locals()
 
 
-_arguments.__qualname__ = "MultiheadAttention"  # which errors name
+_arguments.__qualname__ = "MultiheadAttention"  # errors name these
 _arguments = hinted(_arguments)
 
 

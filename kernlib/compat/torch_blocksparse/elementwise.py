@@ -98,13 +98,13 @@ def in_memory(x: torch.Tensor, order: str) -> torch.Tensor:
     return x.permute(there).clone(memory_format=torch.contiguous_format).permute(back)
 
 
-def checked_order(name: str, order: object, known: tuple[str, ...] | None = None) -> str:
+def checked_order(name: str, order: object, choices: tuple[str, ...] | None = None) -> str:
     """Raises ValueError for what is no order of the four letters, or none of those known."""
-    if known is None:
+    if choices is None:
         right = isinstance(order, str) and sorted(order) == sorted(AXES)
         expected = "an order of N, C, H and W, such as 'CHWN'"
     else:
-        right, expected = order in known, " or ".join(known)
+        right, expected = order in choices, " or ".join(choices)
     if not right:
         raise ValueError(f"{name} must be {expected}, got {shown(order)}")
     return order

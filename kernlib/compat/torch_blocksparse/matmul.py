@@ -143,11 +143,9 @@ class Softmax:
         )
         out = x if inplace and not recorded else None
         # Its gradient is by what x holds before it is written.
-        needs_input = (
-            inplace and recorded and isinstance(scale, torch.Tensor) and scale.requires_grad
-        )
+        copied = inplace and recorded and isinstance(scale, torch.Tensor) and scale.requires_grad
         y = softmax(
-            x.clone() if needs_input else x, self._layouts.on(x.device), scale, rpe,
+            x.clone() if copied else x, self._layouts.on(x.device), scale, rpe,
             key_padding_mask, attn_mask, key_padding_mask_mode, attn_mask_mode, is_causal, out,
         )  # fmt: skip
         return x.copy_(y) if inplace and recorded else y

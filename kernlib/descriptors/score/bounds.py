@@ -1,4 +1,4 @@
-"""What of a mask is a window, ``-right <= row - col <= left``: by it whole tiles are decided."""
+"""The window in a mask, ``-right <= row - col <= left``, by which whole tiles are decided."""
 
 from __future__ import annotations
 
@@ -20,24 +20,18 @@ class Window(NamedTuple):
 
 
 def structure(mask: Node) -> Window:
-    """A mask's parts, all of which must hold, as a window and what is none."""
+    """A mask's parts, all of which must hold, as a window and the rest."""
     left = right = None
-    unbounded = []
+    parts = []
     for part in _parts(mask):
         bounds = _bounds(part)
         if bounds is None:
-            unbounded.append(part)
+            parts.append(part)
             continue
         low, high = bounds  # of row - col
         right = _least(right, None if low is None else -low)
         left = _least(left, high)
-    rest = (
-        Operation("and", tuple(unbounded))
-        if len(unbounded) > 1
-        else unbounded[0]
-        if unbounded
-        else None
-    )
+    rest = Operation("and", tuple(parts)) if len(parts) > 1 else parts[0] if parts else None
     return Window(left, right, rest)
 
 
@@ -70,7 +64,7 @@ def _bounds(part: Node) -> tuple[int | None, int | None] | None:
 
 
 def _distance(part: Operation) -> tuple[int, int] | None:
-    """Of a distance that is at most a number: ``abs(row - col) <= w``."""
+    """The bounds of a distance of at most a number: ``abs(row - col) <= w``."""
     operator, (x, y) = part.operator, part.operands
     if isinstance(x, Integer):
         operator, x, y = _TURNED[operator], y, x
@@ -84,7 +78,7 @@ def _distance(part: Operation) -> tuple[int, int] | None:
 
 
 def _interval(operator: str, number: int) -> tuple[int | None, int | None]:
-    """What ``row - col <operator> number`` permits."""
+    """The interval that ``row - col <operator> number`` permits."""
     return {
         "<": (None, number - 1),
         "<=": (None, number),

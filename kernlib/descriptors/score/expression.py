@@ -1,4 +1,4 @@
-"""What a descriptor of attention says of its logits: a score in place of each, a mask that leaves
+"""The expressions of an attention descriptor: a score in place of each logit, a mask that leaves
 some out, and the tensors that these read."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEXTS = {"score": "v + bias", "mask": "col <= row"}
 
 
 class Trees(NamedTuple):
-    """What score and mask are, None for what there is not."""
+    """The trees of score and mask, None for an absent one."""
 
     score: Node | None
     mask: Node | None
@@ -37,9 +37,8 @@ class ScoreExpression(Part):
     ``"head"``, ``"row"`` and ``"col"``: pairs, or a dict such as ``{"bias": ("head", "row",
     "col"), "slope": "head"}``.
 
-    Raises TypeError for what is no text or no axes, and ValueError for an expression that is none,
-    whatever the tensors hold, for names that are taken, and for a tensor that nothing reads.
-    """
+    Raises TypeError for what is no text or no axes, and ValueError for an invalid expression,
+    whatever the tensors hold, for reserved names, and for a tensor that no expression reads."""
 
     score: str | None = None
     mask: str | None = None
@@ -58,14 +57,14 @@ class ScoreExpression(Part):
         used = frozenset().union(*(names(tree) for tree in trees if tree is not None))
         unused = [name for name in self.names if name not in used]
         if unused:
-            from kernlib.hints import scores  # which right calls do without
+            from kernlib.hints import scores  # only errors need it
 
             meant = scores.unread(unused[0], MEANT) or "; name them there, or leave them out"
             raise ValueError(f"neither score nor mask reads captured tensor(s) {unused}{meant}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the captured tensors, in order."""
+        """The captured tensors' names, in order."""
         return tuple(name for name, _ in self.captured)
 
     def kinds(self, dtypes: tuple[str, ...]) -> dict[str, str]:
@@ -95,20 +94,20 @@ class ScoreExpression(Part):
         return Trees(score, mask)
 
 
-def _as_captured(given: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Pairs of names and axes. Raises TypeError and ValueError for what are none."""
-    if isinstance(given, Mapping):
-        given = tuple(given.items())
-    if not isinstance(given, (tuple, list)):
-        raise TypeError(f"captured must be a dict such as {_EXAMPLE}, got {shown(given)}")
-    pairs = tuple(_as_pair(pair) for pair in given)
+def _as_captured(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Pairs of names and axes. Raises TypeError and ValueError for anything else."""
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"captured must be a dict such as {_EXAMPLE}, got {shown(value)}")
+    pairs = tuple(_as_pair(pair) for pair in value)
     names = [name for name, _ in pairs]
     require(len(set(names)) == len(names), f"captured repeats a name: {names}")
     return pairs
 
 
-def _taken(name: str) -> str:
-    """By what a name is taken."""
+def _reserved_by(name: str) -> str:
+    """What reserves a name."""
     if keyword.iskeyword(name):
         return "a word of Python"
     if name in CALLS:
@@ -125,7 +124,7 @@ def _as_pair(pair: object) -> tuple[str, tuple[str, ...]]:
     if not isinstance(name, str) or not name.isascii() or not name.isidentifier():
         raise ValueError(f"captured {shown(name)} is not an ASCII identifier")
     if name in RESERVED or keyword.iskeyword(name):
-        raise ValueError(f"captured name {name!r} is taken by {_taken(name)}; choose another")
+        raise ValueError(f"captured name {name!r} is taken by {_reserved_by(name)}; choose another")
     several = "; several are a tuple of them" if isinstance(axes, str) else ""
     axes = (axes,) if isinstance(axes, str) else axes
     if not isinstance(axes, (tuple, list)):

@@ -111,7 +111,7 @@ class _Reader:
             return kinds.named(name, self.known[name])
         if name in SCORE_CONSTANTS:
             return Term(Number(SCORE_CONSTANTS[name]), FLOAT)
-        from kernlib.hints import scores  # which right expressions do without
+        from kernlib.hints import scores  # only errors need it
 
         self.refuse(node, scores.unknown_name(self.what, name, tuple(self.known)))
 
@@ -144,10 +144,10 @@ class _Reader:
         return Term(Operation(operator, tuple(term.node for term in terms)), BOOL)
 
     def compared(self, node: ast.Compare) -> Term:
-        """Of a chain, all of its comparisons."""
+        """The conjunction of a chain's comparisons."""
         sides = [node.left, *node.comparators]
         terms = [self.read(side) for side in sides]
-        comparisons = []
+        nodes = []
         for index, op in enumerate(node.ops):
             operator = _COMPARISONS.get(type(op))
             if operator is None:
@@ -156,10 +156,8 @@ class _Reader:
             if BOOL in (pair[0].kind, pair[1].kind):
                 self._check_conditions(operator, sides[index : index + 2], pair)
             pair = tuple(term.node for term in kinds.together(*pair))
-            comparisons.append(Operation(operator, pair))
-        return Term(
-            comparisons[0] if len(comparisons) == 1 else Operation("and", tuple(comparisons)), BOOL
-        )
+            nodes.append(Operation(operator, pair))
+        return Term(nodes[0] if len(nodes) == 1 else Operation("and", tuple(nodes)), BOOL)
 
     def _check_conditions(self, operator: str, sides: list, pair: list[Term]) -> None:
         """Raises ValueError unless both are conditions, which are equal or are not."""
@@ -198,7 +196,7 @@ class _Reader:
     def call(self, node: ast.Call) -> Term:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name not in CALLS or node.keywords or len(node.args) != CALLS[name]:
-            from kernlib.hints import scores  # which right expressions do without
+            from kernlib.hints import scores  # only errors need it
 
             self.refuse(node, scores.wrong_call(name, node, CALLS))
         if name == "where":
@@ -215,7 +213,7 @@ class _Reader:
         return kinds.compute(name, *terms)
 
     def _refuse_unknown(self, node: ast.expr) -> NoReturn:
-        from kernlib.hints import scores  # which right expressions do without
+        from kernlib.hints import scores  # only errors need it
 
         self.refuse(node, scores.unknown_part(node, CALLS))
 

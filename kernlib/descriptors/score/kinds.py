@@ -32,7 +32,7 @@ WORDS = {
     ANY: "a captured value",
 }
 COMPARISONS = ("<", "<=", "==", "!=", ">", ">=")
-CONDITIONS = (*COMPARISONS, "and", "or", "not")  # of which "and" and "or" have two operands or more
+CONDITIONS = (*COMPARISONS, "and", "or", "not")  # "and" and "or" have two operands or more
 CONVERSIONS = (FLOAT, LONG)  # operators too, of a whole number
 OPERATORS = (*CONDITIONS, *CONVERSIONS, *SCORE_FUNCTIONS, "//", "%")
 MOST_POSITIONS = 2**30  # rows, columns, heads and matrices of a batch: sums of two fit 32 bits
@@ -86,7 +86,7 @@ def is_long(value: int) -> bool:
 
 
 def as_float(term: Term) -> Term:
-    """The same as a number of the score's arithmetic."""
+    """A term as a number of the score's arithmetic."""
     if not term.is_whole:
         return term
     if isinstance(term.node, Integer):
@@ -113,7 +113,7 @@ def together(*terms: Term) -> tuple[Term, ...]:
 
 
 def kind_of_all(*terms: Term) -> str:
-    """The kind of what :func:`together` has made one."""
+    """The kind of terms that :func:`together` has made one."""
     return ANY if any(term.kind == ANY for term in terms) else terms[0].kind
 
 

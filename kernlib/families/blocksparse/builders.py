@@ -143,9 +143,9 @@ def random(
     seed: int = 0,
     device: Device = None,
 ) -> Layout:
-    """Of each head's blocks of a matrix (``rows``, ``cols``) the nearest number to ``density``
-    times all, drawn by the int ``seed``: the same on all devices. Sizes are in elements, and
-    ``density`` is from 0 to 1.
+    """Random blocks of a matrix (``rows``, ``cols``): for each head the number nearest to
+    ``density`` times all, drawn by the int ``seed``: the same on all devices. Sizes are in
+    elements, and ``density`` is from 0 to 1.
 
     ``block`` is an int or two (rows, columns), each of 16, 32, 64 and 128; ``heads`` is how many
     matrices have it, None for one without a dimension of heads; ``device`` is where it lies,
@@ -235,10 +235,10 @@ def fixed(
 
 @takes_debug
 def top_k(scores: torch.Tensor, block: Block, k: int, *, debug: bool = False) -> Layout:
-    """Of each row of blocks the ``k`` with the highest ``scores`` (RB, CB) or (heads, RB, CB), one
-    a block of sizes ``block``; of equal ones those of the lowest columns, and NaN is the highest.
-    Blocks whose score is -inf are left out, so rows may have fewer. The layout lies where the
-    scores do and has room for heads * RB * k blocks; scores on a GPU are not waited for.
+    """The ``k`` blocks of each row of blocks with the highest ``scores`` (RB, CB) or (heads, RB,
+    CB), one a block of sizes ``block``; of equal ones those of the lowest columns, and NaN is the
+    highest. Blocks whose score is -inf are left out, so rows may have fewer. The layout lies where
+    the scores do and has room for heads * RB * k blocks; scores on a GPU are not waited for.
     ``debug=True`` writes to stderr what runs.
 
     Raises TypeError for what is no dense tensor or nested lists of real numbers, ValueError for

@@ -71,7 +71,8 @@ def check_call(
 
 
 def features_of(descriptor: BlockSparseMatmul, shape: tuple[int, ...]) -> int:
-    """What a vector of the epilogue has a value for each of, of a result of that shape."""
+    """The number of features of a result of that shape: a vector of the epilogue has a value for
+    each."""
     return shape[descriptor.axis]
 
 
@@ -167,7 +168,7 @@ def _lead(t: torch.Tensor, has_heads: bool) -> tuple[int, ...]:
 
 
 def _shape(layout: Layout, values: tuple, dense: tuple, ends: tuple) -> tuple[int, ...]:
-    """Of a dense result."""
+    """The shape of a dense result."""
     name, t = dense
     batch = _broadcast(values, (name, _lead(t, layout.heads is not None)))
     return (*batch, *(() if layout.heads is None else (layout.heads,)), *ends)
@@ -224,8 +225,8 @@ def check_scale(scale, name: str, t: torch.Tensor, look: bool) -> None:
 def scale_of(
     scale, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, int, torch.Tensor | None]:
-    """A scale as a launch takes it, a number and an address of which one counts, and a tensor to
-    hold until the launch. Raises ValueError, TypeError and CaptureError."""
+    """A scale for a launch: a number and an address, one of which counts, and a tensor to hold
+    until the launch. Raises ValueError, TypeError and CaptureError."""
     number = host_value("scale", scale, 0)
     if number is not None:
         check_host("scale", number, ANY_NUMBER)

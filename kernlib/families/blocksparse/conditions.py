@@ -1,12 +1,12 @@
-"""What attention is to be told beside a layout whose rule is finer than its blocks, of a BlockMask:
-the texts of ``Layout.condition``, and the warning where it is not told."""
+"""The arguments that attention needs for a layout of a BlockMask whose rule is finer than its
+blocks: the texts of ``Layout.condition``, and the warning for a call without them."""
 
 from __future__ import annotations
 
 from kernlib.errors import warn
 
 CONDITION = "what its mask_mod says as mask= or causal="
-# Of blocks that hold more that is left out than columns behind the row.
+# For blocks that leave out more than columns behind the row.
 BEYOND_CAUSAL = "what its mask_mod says as mask=, more than causal=True leaves out,"
 
 

@@ -1,12 +1,10 @@
 """Block-sparse products on a CPU, of the stored blocks alone: neither what they do not meet nor a
 slot without a block is read, and 0 is where no block is.
 
-The lines of blocks of the result are taken by falling length, and one block of each at a time: the
-products of a step are one of torch's batched ones, added to what the steps before have made of the
-same lines. Their order is kept with the contents of the layout, as to find it takes longer than
-small products do. The values are not: many write a parameter by its ``data``, which torch does not
-count.
-"""
+The result's lines of blocks are sorted by falling length, and each step takes one block of every
+line: its products are one of torch's batched products, added to the sums of the steps before. The
+order is cached with the layout's contents, as finding it takes longer than small products do.
+Values are not cached: many write a parameter by its ``data``, which torch does not count."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ AT_ONCE = 1 << 19  # numbers that are brought together for some blocks: they sta
 
 
 class _Order(NamedTuple):
-    """In which order the slots that hold blocks are added to lines."""
+    """The order in which the slots that hold blocks are added to lines."""
 
     steps: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # slots, and the lines that they meet
     slots: torch.Tensor  # those that hold blocks, line after line
-    starts: torch.Tensor  # of each line the first of these
-    meets: torch.Tensor  # of all slots the lines that they meet, 0 of one without a block
+    starts: torch.Tensor  # the first of each line's
+    meets: torch.Tensor  # the lines that all slots meet, 0 for a slot without a block
     place: torch.Tensor | None  # of each line among those by falling length; None for its own
 
 
@@ -38,7 +36,7 @@ class _Kept(NamedTuple):
     tensor: weakref.ref  # whose end ends this
     state: tuple | None  # of the layout when it was looked at
     orders: dict[bool, _Order]  # by whether the lines are columns
-    copies: list[Layout]  # of these contents, one at most
+    copies: list[Layout]  # with these contents, one at most
 
 
 _kept: dict[int, _Kept] = {}  # by the id of a layout's tensor of rows, which copies of it share
@@ -113,8 +111,8 @@ def order_of(layout: Layout, by_columns: bool) -> _Order:
 
 
 def settled(layout: Layout) -> Layout:
-    """The layout with the contents of now, to which nobody writes: for gradients, whose products
-    come later."""
+    """The layout with its present contents, which are not written any more: for gradients, whose
+    products come later."""
     if layout in _settled:
         return layout
     copies = _kept_of(layout).copies
@@ -129,12 +127,12 @@ def settled(layout: Layout) -> Layout:
 
 
 def _kept_of(layout: Layout) -> _Kept:
-    """What is kept of a layout as it is; not of one of inference mode."""
+    """The cache entry of a layout's present contents. That of inference mode is not cached."""
     key, state = layout.tensors[3], _state_of(layout)
     identity = id(key)
     entry = _kept.get(identity)
     if entry is None or entry.tensor() is not key or entry.state != state or state is None:
-        forget = _kept.pop  # a name of the module is none any more when a process ends
+        forget = _kept.pop  # names of the module are gone when a process ends
         entry = _Kept(weakref.ref(key, lambda _: forget(identity, None)), state, {}, [])
         if state is not None:
             _kept[identity] = entry
@@ -179,7 +177,7 @@ def _count(layout: Layout, by_columns: bool) -> int:
 
 
 def lines_of(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each slot the row of blocks and the column, of those of all heads."""
+    """The row and the column of blocks of each slot, counted through all heads."""
     rows, cols = (t.long() for t in layout.tensors[3:5])
     head = torch.div(rows, max(layout.grid[0], 1), rounding_mode="floor")
     return rows, head * layout.grid[1] + cols
@@ -228,8 +226,8 @@ def _steps(order: _Order, blocks, panels, lines: int, right: bool) -> torch.Tens
 
 
 def _parts(order: _Order, blocks, panels, right: bool) -> torch.Tensor:
-    """The same for so few columns that products are no larger than blocks: of all blocks at once,
-    and brought together then."""
+    """:func:`_steps` for so few columns that products are no larger than blocks: all blocks are
+    multiplied at once and then summed."""
     parts = _product(blocks, _selected(panels, order.meets), right)
     # As F.embedding_bag of mode "sum", which takes 5 us more to check what cannot be wrong here.
     y = torch.embedding_bag(parts.flatten(1), order.slots, order.starts)[0]

@@ -1,4 +1,4 @@
-"""Products of which one operand, or the result, is block-sparse."""
+"""Products with one block-sparse operand or a block-sparse result."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class BlockSparseMatmul(Product):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         names = ("transpose_a", "transpose_b", "epilogue", "precision")

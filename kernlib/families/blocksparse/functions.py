@@ -133,7 +133,7 @@ def _descriptor(mode: str, of_a, of_b, epilogue, precision) -> BlockSparseMatmul
         return _new(mode, of_a, of_b, epilogue, precision)
     try:
         return _cached(mode, of_a, of_b, epilogue, precision)
-    except TypeError:  # of what cannot be hashed the cache says less
+    except TypeError:  # unhashable: the cache's message says less
         return _new(mode, of_a, of_b, epilogue, precision)
 
 

@@ -1,5 +1,5 @@
-"""What other libraries' block-sparse matrices store, as layouts take it: torch's BSR tensors, and
-FlexAttention's masks of blocks."""
+"""Other libraries' block-sparse matrices for layouts: torch's BSR tensors, and FlexAttention's
+masks of blocks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Bsr(NamedTuple):
 
 
 def read_bsr(bsr: object) -> Bsr:
-    """What a BSR tensor stores; gradients of its values are recorded. Raises TypeError for another
-    tensor, ValueError for a batch and sizes of blocks that no kernel takes."""
+    """The blocks of a BSR tensor; gradients of its values are recorded. Raises TypeError for
+    another tensor, ValueError for a batch and sizes of blocks that no kernel takes."""
     if not isinstance(bsr, torch.Tensor) or bsr.layout != torch.sparse_bsr:
         kind = bsr.layout if isinstance(bsr, torch.Tensor) else type(bsr).__name__
         raise TypeError(
@@ -62,9 +62,9 @@ def read_bsr(bsr: object) -> Bsr:
 
 
 def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Which blocks a FlexAttention mask computes, bools (RB, CB) or (heads, RB, CB), and the block.
-    Raises TypeError for what is no BlockMask, ValueError for batches that differ and for sizes of
-    blocks that no kernel takes."""
+    """The blocks that a FlexAttention mask computes, as bools (RB, CB) or (heads, RB, CB), and the
+    block. Raises TypeError for what is no BlockMask, ValueError for batches that differ and for
+    sizes of blocks that no kernel takes."""
     if not all(hasattr(block_mask, name) for name in FIELDS):
         raise TypeError(
             "block_mask must be a torch.nn.attention.flex_attention.BlockMask, got "
@@ -96,9 +96,9 @@ def read_block_mask(block_mask: object) -> tuple[torch.Tensor, tuple[int, int]]:
 
 
 def condition_of(block_mask) -> str:
-    """What an attention over the blocks of a FlexAttention mask is to be told, "" where all of them
-    are whole. Blocks are partial that it lists apart from its full ones, whatever ``mask_mod`` it
-    has: a slice may have none. Waits for the device."""
+    """The arguments that attention over the blocks of a FlexAttention mask needs, "" where all
+    blocks are full. Partial blocks are those that it lists apart from its full ones, whatever
+    ``mask_mod`` it has: a slice may have none. Waits for the device."""
     has_rule = _rule(block_mask) is not None
     if not has_rule and block_mask.full_kv_num_blocks is None:
         return ""  # one list, of whole blocks
@@ -108,15 +108,15 @@ def condition_of(block_mask) -> str:
 
 
 def _rule(block_mask):
-    """Its ``mask_mod``, None for that which leaves nothing out."""
+    """The mask's ``mask_mod``, None for one that leaves nothing out."""
     rule = getattr(block_mask, "mask_mod", None)
     return None if getattr(rule, "__name__", "noop_mask") == "noop_mask" else rule
 
 
 def _is_beyond_causal(block_mask) -> bool:
-    """Whether a mask leaves columns up to the diagonal out of blocks that it lists, as one for
-    padding does; False where its ``mask_mod`` would have to say so and there is none, or it takes
-    no tensors of indices."""
+    """Whether a mask leaves out columns up to the diagonal in blocks that it lists, as one for
+    padding does. False where that would need a ``mask_mod`` and there is none, or it takes no
+    tensors of indices."""
     if block_mask.full_kv_num_blocks is None:
         return False  # whole blocks may be listed too
     (rows, cols), (queries, keys) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
@@ -143,7 +143,8 @@ def _is_beyond_causal(block_mask) -> bool:
             seen = rule(*indices, q.clamp(max=queries - 1), k.clamp(max=keys - 1))
             seen = torch.broadcast_to(seen, exists.shape)
             if bool((exists & (k <= q) & ~seen).any()):
-                # Of the mask's own blocks each has something that is seen: else it is another's.
+                # Each of the mask's own blocks has visible entries. A ``mask_mod`` without them is
+                # another mask's.
                 return bool((exists & seen).flatten(1).any(1).all())
         except Exception:  # of a function that is made for single indices, whatever that raises
             return False

@@ -1,4 +1,4 @@
-"""What operators of the family take in the place of a layout and of a scale."""
+"""The operators' fields for a layout and for a scale."""
 
 from __future__ import annotations
 

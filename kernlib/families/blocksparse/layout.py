@@ -166,7 +166,7 @@ class Layout:
         the layout's order, of which the gradient is recorded. Columns may stand in any order in a
         row. Waits for the device. Raises TypeError for other tensors, ValueError for batches, for
         sizes of blocks that no kernel takes and for a block that stands there twice."""
-        from kernlib.families.blocksparse import imports  # which only this needs
+        from kernlib.families.blocksparse import imports  # only this needs it
 
         refuse_traced("Layout.from_bsr")
         blocks = imports.read_bsr(bsr)
@@ -192,10 +192,8 @@ class Layout:
 
         refuse_traced("Layout.from_block_mask")
         mask, block = imports.read_block_mask(block_mask)
-        layout = cls(mask, block, capacity)
-        return (
-            layout.set_condition(imports.condition_of(block_mask)) if capacity is None else layout
-        )
+        new = cls(mask, block, capacity)
+        return new.set_condition(imports.condition_of(block_mask)) if capacity is None else new
 
     @classmethod
     def from_state(
@@ -300,7 +298,7 @@ class Layout:
 
     @property
     def addresses(self) -> list[int]:
-        """Of the tensors, looked up once."""
+        """The tensors' addresses, looked up once."""
         if self._addresses is None:
             contents = (self._flat or self._tensors)[: len(NAMES)]
             object.__setattr__(self, "_addresses", [t.data_ptr() for t in contents])
@@ -344,7 +342,7 @@ class Layout:
         return self.write_(mask)
 
     def write_(self, mask: Mask) -> Layout:
-        """:meth:`update_` of a layout that somebody keeps, by who moves the values along."""
+        """:meth:`update_` for the owner of a layout, which moves the values along."""
         index = "0, 0" if self._heads is None else "0"
         mask = checked_mask(mask, f"block_mask.to_dense()[{index}] has its blocks")
         expected = self._grid if self._heads is None else (self._heads, *self._grid)
@@ -364,10 +362,8 @@ class Layout:
         layout has some. Raises what that and :meth:`from_indices` do."""
         self._begin_update()
         if (heads is None) != (self._heads is None):
-            heads_text = "no heads" if self._heads is None else f"{self._heads} heads"
-            raise ValueError(
-                f"heads must be given where the layout has some; this has {heads_text}"
-            )
+            count = "no heads" if self._heads is None else f"{self._heads} heads"
+            raise ValueError(f"heads must be given where the layout has some; this has {count}")
         lists = checked_indices(rows, cols, heads)
         check_source("rows", lists["rows"], self._device)
         with outside():
@@ -508,7 +504,7 @@ def _fill(made: Layout, text: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def _fill_flat(layout: Layout, form: str, flat: tuple[torch.Tensor, ...]) -> None:
-    """Those of a layout as an operator is given it; sizes may be symbols."""
+    """Fill a layout from an operator's arguments; sizes may be symbols."""
     block, has_heads = parse_form(form)
     heads, rows, cols, _ = flat[SIZES].shape
     sizes = block, (rows - 2, cols - 2), heads - 2 if has_heads else None, flat[3].shape[0]
@@ -601,4 +597,4 @@ def _unpickled(header: dict, tensors: dict) -> Layout:
     return Layout.from_state(header, tensors)
 
 
-torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
+torch.serialization.add_safe_globals([_unpickled])  # checks all arguments

@@ -69,8 +69,8 @@ def _key(descriptor: BlockSparseMatmul, operands: tuple, out, parameters: dict) 
 
 
 def _way(call: products.Call, descriptor, operands: tuple, out, parameters: dict) -> str:
-    """Kernels compute on CUDA, torch all else and what is inside a transform of torch.func. Raises
-    UnsupportedError for devices that have no backend."""
+    """Kernels compute on CUDA; torch computes all else, and calls inside a transform of torch.func.
+    Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device) or call.dtype not in KERNEL_TYPES:
         return REFERENCE
     tensors = (*operands[1:], out, *parameters.values())
@@ -78,7 +78,7 @@ def _way(call: products.Call, descriptor, operands: tuple, out, parameters: dict
 
 
 def _reference(descriptor: BlockSparseMatmul, operands: tuple, parameters: dict) -> torch.Tensor:
-    from kernlib.families.blocksparse import reference  # 2 ms that kernels do without
+    from kernlib.families.blocksparse import reference  # 2 ms; only torch's way needs it
 
     return reference.blocksparse_matmul(descriptor, *operands, parameters)
 
@@ -119,7 +119,7 @@ calls = products.bind(PRODUCT)
 
 @lru_cache(maxsize=1024)
 def parts(descriptor: BlockSparseMatmul) -> Parts:
-    """What a call with a gradient consists of."""
+    """The parts of a call with a gradient."""
     product = descriptor.replace(epilogue=(Bias(),) if is_biased(descriptor) else ())
     return autograd.parts(descriptor, product, descriptor.axis)
 
@@ -134,8 +134,9 @@ class Term(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def terms(descriptor: BlockSparseMatmul) -> tuple[Term, Term]:
-    """The gradients by a and by b. Of ``y = op(a) op(b)`` that of op(a) is ``grad op(b)^T``, that
-    of op(b) ``op(a)^T grad``; where op is the transpose, that of its operand is theirs."""
+    """The gradients by a and by b. With ``y = op(a) op(b)`` the gradient by op(a) is ``grad
+    op(b)^T`` and by op(b) ``op(a)^T grad``. Where op is the transpose, the operand's gradient is
+    the transpose of it."""
     y, a, b = descriptor.mode
     of_a, of_b = descriptor.transpose_a, descriptor.transpose_b
     by_a = Term(_plain(descriptor, a + y + b, False, not of_b), "grad", "b")
@@ -160,8 +161,8 @@ def gradients(
     needs: tuple[bool, bool],
     multiply: Callable,
 ) -> list[torch.Tensor | None]:
-    """Those by a and b that are needed, of ``tensors`` "grad", "a" and "b", by ``multiply(
-    descriptor, layout, a, b)``."""
+    """The gradients by a and b that are needed, from ``tensors`` "grad", "a" and "b", by
+    ``multiply( descriptor, layout, a, b)``."""
     grads: list[torch.Tensor | None] = [None, None]
     for index, (term, name) in enumerate(zip(terms(descriptor), "ab", strict=True)):
         if needs[index]:
@@ -172,8 +173,8 @@ def gradients(
 
 
 def _folded(term: Term, layout: Layout, tensors: dict, operand) -> tuple:
-    """The factors of a gradient. That of values without a batch is one sum over all of it: the
-    batch joins the dimension that is summed over, where that is in front of the last."""
+    """The factors of a gradient. The gradient of values without a batch is one sum over the batch
+    too: the batch joins the dimension that is summed over, where that is in front of the last."""
     left, right = tensors[term.left], tensors[term.right]
     product = term.descriptor
     inner = product.mode == "sdd" and product.transpose_a and not product.transpose_b
@@ -200,7 +201,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, descriptor, layout, plan, bias, a, b):
         ctx.descriptor, ctx.layout, ctx.plan = descriptor, layout, plan
-        # Of the layout too, for torch to see what was written since.
+        # The layout too, so that torch notices writes.
         ctx.save_for_backward(a, b, *layout.tensors)
         request = descriptor, (layout, a, b), None, {} if bias is None else {"bias": bias}
         return calls.execute(*request) if plan is None else calls.launch(plan, *request)
@@ -209,7 +210,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx, grad):
         descriptor, needs, plan = ctx.descriptor, ctx.needs_input_grad, ctx.plan
         a, b, *_ = ctx.saved_tensors
-        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
             grad = grad.contiguous()
         to_bias = bias_gradient(grad, descriptor.axis) if needs[3] else None
         request = descriptor, ctx.layout, {"grad": grad, "a": a, "b": b}, needs[4:]
@@ -224,7 +225,7 @@ class _Step(NamedTuple):
     plan: products.ProductPlan
     term: Term
     rows: bool  # whether both factors go in as rows
-    shape: torch.Size | None  # of what the product is summed to
+    shape: torch.Size | None  # to which the product is summed
 
 
 _backwards = PlanCache()
@@ -271,8 +272,8 @@ def _step(term: Term, layout: Layout, tensors: dict, operand: torch.Tensor) -> _
 
 
 def _multiply(descriptor: BlockSparseMatmul, layout: Layout, a, b) -> torch.Tensor:
-    """A product: by the operator where somebody must see it, by a function that records where a
-    gradient of it may be asked for, else by nothing but the kernels."""
+    """A product: by the library's operator where a mode watches, by a recording function where it
+    may be differentiated, else by the kernels alone."""
     if is_watched(a) or is_watched(b):
         return operators_of(PRODUCT).multiply(descriptor, layout, a, b)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
@@ -294,7 +295,7 @@ RUNS = {BlockSparseMatmul: run}
 
 
 def planned(descriptor: BlockSparseMatmul, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan."""
+    """The parts of a call that have a plan."""
     from kernlib.runtime.ahead import planned_product
 
     return [planned_product(PRODUCT, calls, parts, descriptor, tensors, arguments)]

@@ -100,7 +100,7 @@ def _backward(saved, grad) -> dict:
 
 
 def _compute_gradients(grad, a, b, layout, descriptor, needs, debug: bool) -> list[torch.Tensor]:
-    if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+    if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
         grad = grad.contiguous()
     tensors = {"grad": grad, "a": a, "b": b}
     grads = operation.gradients_by_plans(descriptor, layout, tensors, tuple(needs))

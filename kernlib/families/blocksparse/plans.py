@@ -41,7 +41,7 @@ def plan(call: Call, descriptor: BlockSparseMatmul, operands, out, parameters) -
     nothing to sum."""
     layout, a, b = operands
     device = a.get_device()
-    arch_of(device)  # one too old is refused for an empty result as well
+    arch_of(device)  # an old device is refused for an empty result too
     problem, read = problem_of(call, descriptor, operands, out, parameters)
     lowered = _lower(descriptor, problem, device) if _is_for_kernels(call, problem) else None
     request = descriptor, operands, out, parameters
@@ -70,7 +70,7 @@ def _lower(descriptor: BlockSparseMatmul, problem: Problem, device: int) -> Lowe
 
 
 def kernel_precision(permitted: str | None, dtype: torch.dtype) -> str:
-    """As lowering knows it: "bf16" permits "tf32" too, which is what the kernels make of it."""
+    """The precision for lowering: kernels take "bf16" as "tf32", which it permits."""
     if dtype is not torch.float32:
         return "fp32"
     return "fp32" if (permitted or float32_precision()) == "fp32" else "tf32"
@@ -104,7 +104,7 @@ def _by_torch(descriptor: BlockSparseMatmul, operands: tuple, values: dict, out)
     in 2 us where the reference takes 15."""
     if out is not None and not descriptor.epilogue:
         return out.zero_()
-    from kernlib.families.blocksparse import reference  # 2 ms that kernels do without
+    from kernlib.families.blocksparse import reference  # 2 ms; only torch's way needs it
 
     return reference.blocksparse_matmul(descriptor, *operands, values)
 
@@ -124,7 +124,7 @@ def _spmm(call: Call, descriptor, operands: tuple, out, parameters) -> tuple[Spm
     pairs += [(t, not is_dsd) for t in (*beside, *([] if out is None else [out]))]
     lines = _Lines(lead, (), ends == 3)
     if _is_one(stored) and ends == 2:
-        more = _Lines((), lead, False)  # what a batch is of are more columns
+        more = _Lines((), lead, False)  # the batch becomes more columns
         new = (call.out_shape, _contiguous(call.out_shape), not is_dsd)
         views = [(t.shape, t.stride(), turned) for t, turned in pairs]
         if None not in [more.strides(*view) for view in (*views, new)]:
@@ -221,7 +221,7 @@ class _Lines(NamedTuple):
         return self.strides(shape, _contiguous(shape), across)
 
     def strides(self, shape: tuple, strides, across: bool) -> Dense | None:
-        """Those of a tensor's dimensions; None where that takes a copy."""
+        """The strides of a tensor's dimensions, None where they need a copy."""
         head = strides[-3] if self.has_heads and shape[-3] > 1 else 0
         line, column = (strides[-1], strides[-2]) if across else (strides[-2], strides[-1])
         if not self.outer:

@@ -1,12 +1,11 @@
 """Products with block-sparse matrices in PyTorch, differentiable as often as is asked for.
 
-Calls on a CPU are :mod:`kernlib.families.blocksparse.cpu`'s, but for many small blocks, one matrix
-for all heads, and inside of transforms and forward-mode derivatives. Of all others what is sparse
-is laid out as a dense matrix, unless a dense operand holds NaN or infinities, or cannot be looked
-at: then the stored blocks are multiplied one by one, so that what they do not meet reaches no
-result and no gradient. So they are where they are few, as a dense matrix then takes longer to lay
-out than to multiply: 5 ms beside 0.3 of 2048 x 2048 and one column.
-"""
+On a CPU :mod:`kernlib.families.blocksparse.cpu` computes calls, except those with many small blocks
+or one matrix for all heads, and those inside of transforms and forward-mode derivatives. The others
+lay the sparse operand out as a dense matrix. Stored blocks are multiplied one by one instead where
+a dense operand holds NaN or infinities or cannot be read: then entries that meet no block reach no
+result and no gradient. Few blocks are multiplied one by one too, as laying out a dense matrix then
+takes longer than the product: 5 ms against 0.3 for 2048 x 2048 and one column."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.precision import float32_precision
 from kernlib.runtime.tensors import as_rows, is_wrapped, stand_ins
 
-# The part of a matrix that is stored up to which its blocks are multiplied one by one, and that up
-# to which they are with FEW_COLUMNS: a tenth of the time of a dense matrix to as much.
+# Up to this stored part of a matrix its blocks are multiplied one by one, and up to the second with
+# FEW_COLUMNS. That takes from a tenth of a dense matrix's time to all of it.
 FEW_BLOCKS, FEW_BLOCKS_OF_FEW, FEW_COLUMNS = 1 / 4, 1 / 2, 16
 # The part from which a CPU takes a dense matrix for more columns than a block has, of blocks with
 # 16 rows or columns: 1.4 times the time of a dense weight, as of 0.6 of its blocks.
@@ -37,7 +36,7 @@ def blocksparse_matmul(
     b: torch.Tensor,
     parameters: dict | None = None,
 ) -> torch.Tensor:
-    """What ``descriptor`` describes, in the operands' dtype; float16 and bfloat16 are computed in
+    """The result of ``descriptor``, in the operands' dtype; float16 and bfloat16 are computed in
     float32. ``parameters`` of the epilogue are numbers and tensors, vectors of shape (features,).
     """
     dtype, wide = a.dtype, _arithmetic(descriptor, a)
@@ -83,8 +82,8 @@ def _stored(layout: Layout) -> tuple[int, int]:
 
 
 def _by_cpu(layout: Layout, columns: int, *dense: torch.Tensor) -> bool:
-    """Whether a CPU multiplies stored blocks alone: not where one matrix is that of all heads, nor
-    where there is room for so many small blocks that a dense matrix takes less time."""
+    """Whether a CPU multiplies stored blocks alone: not where all heads share one matrix, nor where
+    small blocks are so many that a dense matrix takes less time."""
     if layout.heads is not None and any([t.shape[-3] != layout.heads for t in dense]):
         return False
     stored, total = _stored(layout)
@@ -141,8 +140,8 @@ class _Product(torch.autograd.Function):
 
 
 def _factors(grad, dense, layout: Layout, values, right: bool) -> tuple:
-    """What the gradient of ``op(S)`` is the product of. That of values without a batch, of a matrix
-    at the right, is one sum over all of the rows."""
+    """The factors of the gradient of ``op(S)``. For values without a batch and a matrix at the
+    right it is one sum over all rows."""
     if not right:
         return grad, dense.mT
     if values.dim() == 3 and layout.heads is None:
@@ -170,13 +169,13 @@ class _Sampled(torch.autograd.Function):
 
 
 def is_stored(layout: Layout) -> torch.Tensor:
-    """Of each slot whether it holds a block, as (capacity, 1, 1)."""
+    """Whether each slot holds a block, as (capacity, 1, 1)."""
     return (layout.tensors[3] >= 0)[:, None, None]
 
 
 def _is_finite(dense: torch.Tensor) -> bool:
-    """Whether a tensor is known to hold neither NaN nor infinities: of those on the CPU alone, as
-    to ask a GPU is to wait for it."""
+    """Whether a tensor is known to hold neither NaN nor infinities. Only for the CPU, as asking a
+    GPU would wait for it."""
     if dense.device.type != "cpu" or is_wrapped(dense) or stand_ins(dense):
         return False
     return bool(dense.detach().isfinite().all())
@@ -215,8 +214,8 @@ def _panels(layout: Layout, dense: torch.Tensor, depth: int, lines: torch.Tensor
     return torch.where(is_stored(layout), taken(panels, -3, lines.clamp(min=0)), 0.0)
 
 
-# Sums on a GPU in one order: torch's index_add, and so the gradient of index_select, adds up what
-# has one index in any order, index_put in that of the indices.
+# Sums in a fixed order on a GPU: torch's index_add, and so the gradient of index_select, adds
+# entries of one index in any order, index_put in the order of the indices.
 
 
 def with_added(y: torch.Tensor, dim: int, index: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:

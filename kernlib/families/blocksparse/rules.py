@@ -1,6 +1,7 @@
-"""What torch asks of the operators besides their results. For FlopCounterMode the operations, two
-for a product that is added up; slots of a layout count, whether they hold a block or not, as nobody
-waits for the device. For DTensors which tensors may be sharded, and what the result is then."""
+"""What torch asks of the operators besides their results. FlopCounterMode gets the number of
+operations: two for each product that is added up, in every slot of a layout, as no one waits for
+the device to learn which hold a block. DTensors get the tensors that may be sharded, and how the
+result is sharded then."""
 
 from __future__ import annotations
 

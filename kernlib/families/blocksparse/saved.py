@@ -1,10 +1,9 @@
 """States of layouts, as they are saved and loaded: whatever bytes they hold, nothing reads memory
 by them before they have been looked at.
 
-Every loader comes through :func:`loaded`: ``Layout.from_state`` and pickles. The tensors of the
-loaded layout are made anew of the stored bits, and those of the state compared with them, so that
-what it lets pass keeps every kernel within the tensors.
-"""
+Every loader comes through :func:`loaded`: ``Layout.from_state`` and pickles. It makes the tensors
+anew from the stored bits and compares the state's with them, so that no loaded layout leads a
+kernel out of the tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from kernlib.families.blocksparse.contents.sizes import (
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.runtime.tensors import check_dense, overlaps_itself, span
 
-VERSION = 1  # of what Layout.state() answers
+VERSION = 1  # of Layout.state()'s header
 FIELDS = ("version", "block", "grid", "heads", "capacity", "checksum")
 
 
@@ -159,7 +158,7 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def _made(tensors: Mapping[str, torch.Tensor], blocks: Blocks) -> tuple[torch.Tensor, ...]:
-    """The tensors of the stored bits. Raises ValueError where those of the state are others."""
+    """The tensors of the stored bits. Raises ValueError where the state's differ."""
     state = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     counts = state["counts"].tolist()
     mask = bits.unpack(state["row_bits"], blocks.grid_cols)

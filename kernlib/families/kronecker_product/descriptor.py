@@ -96,7 +96,7 @@ class KroneckerProduct(Product):
         put("form", f"KroneckerProduct(shapes={shapes}{self.text[head:]}")
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         names = ("side", "transposed", "epilogue", "precision")

@@ -170,7 +170,7 @@ def _number(name: str, value) -> float | None:
         return value
     number = host_value(name, value, 0)
     if number is not None:
-        if is_dynamo_compiling():  # it may be a symbol, of which nothing is asked
+        if is_dynamo_compiling():  # it may be a symbol, which is not compared
             return number
         check_host(name, number, frozenset())
     elif _is_seen(value):
@@ -250,13 +250,13 @@ def _is_plain(t: object) -> bool:
 def descriptor_of(
     factors, side: str, precision: str | None, epilogue: tuple[Epilogue, ...] = ()
 ) -> KroneckerProduct:
-    """What describes the product with factors that :func:`as_factors` passes. Raises ValueError
+    """The descriptor of the product with factors that :func:`as_factors` passes. Raises ValueError
     and TypeError."""
     check_sizes(factors)
     shapes = tuple([(int(factor.shape[-2]), int(factor.shape[-1])) for factor in factors])
     try:
         return _descriptor(shapes, side, precision, epilogue)
-    except TypeError:  # of what cannot be hashed the cache says less
+    except TypeError:  # unhashable: the cache's message says less
         return KroneckerProduct(shapes, side=side, precision=precision, epilogue=epilogue)
 
 

@@ -1,5 +1,5 @@
-"""Products with Kronecker products: what can be wrong with a call, who computes it, its gradients,
-and the call as it is made.
+"""Products with Kronecker products: checks of a call, the choice between kernels and torch,
+gradients, and the call itself.
 
 CPU tensors, factors too large for a kernel's shared memory, and calls inside transforms of
 torch.func are computed by the reference.
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
 _OPERATORS = "kernlib.families.kronecker_product.operators"
 
 
-# What can be wrong.
+# Checks.
 
 
 def names(operands: tuple) -> tuple[str, ...]:
-    """What errors call the operands."""
+    """The operands' names in errors."""
     return "x", *(f"factors[{index}]" for index in range(len(operands) - 1))
 
 
@@ -175,9 +175,8 @@ def _key(descriptor: KroneckerProduct, operands: tuple, out, parameters: dict) -
 
 
 def _way(call: Call, descriptor, operands: tuple, out, parameters: dict) -> str:
-    """Who computes a call. Kernels compute what they take on CUDA; torch computes all else, and
-    what is inside a transform of torch.func. Raises UnsupportedError for devices that have no
-    backend."""
+    """How a call is computed: by kernels where they take it on CUDA; by torch all else, and inside
+    a transform of torch.func. Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device):
         return REFERENCE
     if any(map(is_wrapped, (*operands, out, *parameters.values()))):
@@ -214,7 +213,7 @@ calls = products.bind(PRODUCT)
 
 @lru_cache(maxsize=1024)
 def adjoint(descriptor: KroneckerProduct) -> KroneckerProduct:
-    """The product that takes the gradient of a result to that of x, with the same factors."""
+    """The product that turns a result's gradient into that of x, with the same factors."""
     return descriptor.replace(
         shapes=tuple(shape[::-1] for shape in descriptor.shapes),
         transposed=tuple(not turned for turned in descriptor.transposed),
@@ -264,7 +263,7 @@ def _gradient_key(descriptor: KroneckerProduct, grad, operands: tuple, needs: tu
 
 
 def _gradient_way(call: Call, descriptor, grad, operands: tuple, needs: tuple) -> str:
-    """Who computes the gradients: kernels, for what they take on CUDA."""
+    """How the gradients are computed: by kernels where they take them on CUDA."""
     if is_wrapped(grad) or _way(call, descriptor, operands, None, {}) == REFERENCE:
         return REFERENCE
     arch = arch_of(operands[0].get_device())
@@ -273,8 +272,8 @@ def _gradient_way(call: Call, descriptor, grad, operands: tuple, needs: tuple) -
 
 
 def has_kernels(descriptor: KroneckerProduct, operands: tuple) -> bool:
-    """Whether kernels compute all gradients of a call, of which nothing is known but that torch
-    records it."""
+    """Whether kernels compute all gradients of a call that torch records; which are needed is not
+    known yet."""
     descriptor = _plain(descriptor)
     call = check_call(descriptor, operands, None, {})
     return _gradient_way(call, descriptor, operands[0], operands, ()) == KERNELS
@@ -335,7 +334,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _, _, of_bias, *needs = ctx.needs_input_grad
-        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
             grad = grad.contiguous()
         to_bias = bias_gradient(grad, ctx.descriptor.axis) if of_bias else None
         gradients = by_torch if is_watched(grad) or torch.is_grad_enabled() else by_kernels
@@ -393,7 +392,7 @@ RUNS = {KroneckerProduct: run}
 
 
 def planned(descriptor: KroneckerProduct, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan, and of its gradient by x where that is a product."""
+    """The parts of a call that have a plan, and of its gradient by x where that is a product."""
     from kernlib.runtime.ahead import planned_product
 
     rest = dict(arguments)

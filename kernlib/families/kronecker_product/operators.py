@@ -43,7 +43,7 @@ def _of_shapes(text: str, shapes: tuple[tuple[int, int], ...]) -> KroneckerProdu
 
 
 def _shapes(descriptor: KroneckerProduct, factors) -> tuple[tuple[int, int], ...]:
-    """Those of factors as they multiply. Raises ValueError."""
+    """The factors' shapes as they multiply. Raises ValueError."""
     shapes = []
     for index, (factor, turned) in enumerate(zip(factors, descriptor.transposed, strict=True)):
         if factor.dim() < 2:
@@ -109,7 +109,7 @@ def _backward(saved, grad) -> dict:
 
 
 def _compute_gradients(grad, x, factors, text: str, needs, debug: bool) -> list[torch.Tensor]:
-    if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+    if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
         grad = grad.contiguous()
     grads = operation.by_kernels(from_text(text), grad, (x, *factors), needs)
     return [t.contiguous() for t in grads if t is not None]

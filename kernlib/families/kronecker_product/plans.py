@@ -37,7 +37,7 @@ LEAST_WORKSPACE = 1 << 30  # bytes that a candidate may always take; else x and 
 def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) -> ProductPlan:
     """The plan of a checked call on CUDA tensors, its kernels loaded."""
     device = operands[0].get_device()
-    arch_of(device)  # one too old is refused for an empty result as well
+    arch_of(device)  # an old device is refused for an empty result too
     problem, copies, apart = problem_of(call, descriptor, operands, out, parameters)
     request, lowered = (descriptor, operands, out, parameters), None
     if call.batch:

@@ -25,9 +25,9 @@ def kronecker_product(
     factors: tuple[torch.Tensor, ...],
     parameters: dict | None = None,
 ) -> torch.Tensor:
-    """What ``descriptor`` describes, of ``x`` (..., M, in) or (..., in, M) and its factors, in
-    their dtype; float16 and bfloat16 are computed in float32. ``parameters`` of the epilogue are
-    numbers and tensors, vectors of shape (out,)."""
+    """The result of ``descriptor`` for ``x`` (..., M, in) or (..., in, M) and its factors, in their
+    dtype; float16 and bfloat16 are computed in float32. ``parameters`` of the epilogue are numbers
+    and tensors, vectors of shape (out,)."""
     wide = _arithmetic(descriptor, x)
     pairs = zip(factors, descriptor.transposed, strict=True)
     matrices = [(f.mT if turned else f).to(wide) for f, turned in pairs]
@@ -48,7 +48,7 @@ def multiply(
     batch = broadcast_shapes(x.shape[:-2], *(f.shape[:-2] for f in factors))
     rows, after = x.shape[-3 - axis], 1 if axis == -1 else x.shape[-1]
     before, lead = (rows if axis == -1 else 1), batch
-    if all(f.dim() == 2 for f in factors):  # a batch of x alone is more of what stands before
+    if all(f.dim() == 2 for f in factors):  # a batch of x alone joins the dimension before
         before, lead = before * math.prod(batch), ()
     elif x.shape[:-2] != batch:
         x = x.expand(*batch, *x.shape[-2:])
@@ -95,8 +95,8 @@ def _along(x: torch.Tensor, factor: torch.Tensor, symbols: bool) -> torch.Tensor
 
 
 def has_symbols(factors: list[torch.Tensor]) -> bool:
-    """Whether a size is a symbol: a program of torch.compile is to hold for all of them, and what
-    is decided by one would hold for some."""
+    """Whether a size is a symbol: a program of torch.compile holds for all sizes, and a decision by
+    one would hold for some."""
     return any(isinstance(size, torch.SymInt) for f in factors for size in f.shape[-2:])
 
 

@@ -1,6 +1,6 @@
-"""What torch asks of the operators besides their results. For FlopCounterMode the operations, two
-for a product that is added up. For DTensors which tensors may be sharded, and what the result is
-then."""
+"""What torch asks of the operators besides their results. FlopCounterMode gets the number of
+operations, two for each product that is added up. DTensors get the tensors that may be sharded, and
+how the result is sharded then."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _count_product(result: torch.Tensor, /, *, factors, descriptor: str, **_) ->
 
 
 def _count_gradients(result: list, /, *, grad, needs, **operands) -> int:
-    """That by x as many as the product; those by factors twice as many, for the products that they
-    are computed from and for their sums."""
+    """As many for x as for the product; twice as many for factors, which take products and their
+    sums."""
     return (needs[0] + 2 * any(needs[1:])) * _count_product(grad, **operands)
 
 

@@ -106,7 +106,7 @@ class KroneckerSparse(Product):
         object.__setattr__(self, "form", form)
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         keywords = {name: getattr(self, name) for name in ("batch_last", "epilogue", "precision")}
@@ -220,12 +220,12 @@ class KroneckerSparseChain(Descriptor):
 
     @property
     def in_features(self) -> int:
-        """Those of the factor that comes first."""
+        """The first factor's ``in_features``."""
         return self.factors[0].in_features
 
     @property
     def out_features(self) -> int:
-        """Those of the factor that comes last."""
+        """The last factor's ``out_features``."""
         return self.factors[-1].out_features
 
     @property
@@ -235,7 +235,7 @@ class KroneckerSparseChain(Descriptor):
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """Those that hold one value for each output feature of their factor, in order."""
+        """The parameters that hold one value for each output feature of their factor, in order."""
         return tuple(name for factor in self.factors for name in factor.vectors)
 
     @property

@@ -1,5 +1,5 @@
-"""Products with Kronecker-sparse factors, of support ``I_a ⊗ 1_{b×c} ⊗ I_d``: what can be wrong
-with a call, who computes it, its gradients, and the call as it is made.
+"""Products with Kronecker-sparse factors, of support ``I_a ⊗ 1_{b×c} ⊗ I_d``: checks of a call, the
+choice between kernels and torch, gradients, and the call itself.
 
 The product ``y = K(weight) x``, its gradient with respect to x, which is a product again, and that
 with respect to the weight are trilinear in (grad, x, weight): the gradient of each is the other
@@ -62,7 +62,7 @@ _is_deterministic = torch._C._get_deterministic_algorithms
 _OPERATORS = "kernlib.families.kronecker_sparse.operators"
 
 
-# What can be wrong.
+# Checks.
 
 
 def check_call(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) -> Call:
@@ -139,7 +139,7 @@ def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) ->
             else:
                 settings = float32_precision(), _is_deterministic()
         key = (
-            descriptor.text,  # which a str hashes once
+            descriptor.text,  # a str is hashed once
             settings,
             x.shape, x.stride(), dtype, x.get_device(),
             p & 15 if (p := x.data_ptr()) >= LOWEST_ADDRESS else ~p, x.is_neg(),
@@ -159,8 +159,8 @@ def _key(descriptor: KroneckerSparse, operands: tuple, out, parameters: dict) ->
 
 
 def way(call: Call, *request) -> str:
-    """Kernels compute their dtypes on CUDA, torch all else and what is inside a transform of
-    torch.func. Raises UnsupportedError for devices that have no backend."""
+    """Kernels compute their dtypes on CUDA; torch computes all else, and calls inside a transform
+    of torch.func. Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device) or call.dtype not in KERNEL_TYPES:
         return REFERENCE
     return REFERENCE if any(map(_is_transformed, request)) else KERNELS
@@ -285,8 +285,8 @@ def weight_gradient(
 def product_gradients(
     grad, x, weight, pattern, needs: tuple, options: tuple, product, weight_gradient
 ) -> tuple:
-    """Those with respect to x, weight and bias, None where there is no need. Without need of the
-    weight's x may be None, and the weight without need of that of x. ``options`` are batch_last,
+    """The gradients by x, weight and bias, None where not needed. x may be None where the weight's
+    gradient is not needed, and the weight where that of x is not. ``options`` are batch_last,
     precision and debug."""
     to_x = to_weight = to_bias = None
     if needs[0]:
@@ -301,8 +301,8 @@ def product_gradients(
 def weight_gradient_gradients(
     to_weight, grad, x, needs: tuple, options: tuple, product: Callable
 ) -> tuple:
-    """Those with respect to grad and x, for ``to_weight``, which stands where the weight would: a
-    product with it, and with its transpose."""
+    """The gradients by grad and x, for ``to_weight`` in the place of the weight: a product with it,
+    and one with its transpose."""
     to_grad = to_x = None
     if needs[0]:
         to_grad = product(x, to_weight, None, *options)
@@ -330,7 +330,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
             grad = grad.contiguous()
         needs, options = ctx.needs_input_grad[:3], (*ctx.options, False)
         compute = partial(product_gradients, grad, x, weight, ctx.pattern, needs, options)
@@ -408,9 +408,9 @@ def recorded_product(x, weight, bias, batch_last, precision, debug):
 
 
 def ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
-    """What a backward pass computes products and gradients of weights by: the operators where
-    somebody must see them, functions that record where a gradient of them may be asked for, else
-    nothing but the kernels."""
+    """What a backward pass computes products and gradients of weights by: the library's operators
+    where a mode watches, recording functions where they may be differentiated again, else the
+    kernels alone."""
     if is_watched(grad):
         operators = operators_of(PRODUCT)
         return operators.product, operators.weight_gradient
@@ -421,7 +421,7 @@ def ways(grad: torch.Tensor) -> tuple[Callable, Callable]:
 
 @lru_cache(maxsize=1024)
 def parts(descriptor: KroneckerSparse) -> Parts:
-    """What a call with a gradient consists of."""
+    """The parts of a call with a gradient."""
     last = descriptor.batch_last
     linear = _linear(descriptor.pattern, last, descriptor.precision, is_biased(descriptor))
     return autograd.parts(descriptor, linear, 0 if last else -1)
@@ -441,8 +441,8 @@ RUNS = {KroneckerSparse: run_factor}
 def planned(
     descriptor: KroneckerSparse | KroneckerSparseChain, tensors: tuple, arguments: dict
 ) -> list[Planned]:
-    """What of a call has a plan: the product of each factor. Raises TypeError for tensors that are
-    too few or too many."""
+    """The parts of a call that have a plan: the product of each factor. Raises TypeError for
+    tensors that are too few or too many."""
     from kernlib.runtime.ahead import planned_product
 
     parameters = dict(arguments)

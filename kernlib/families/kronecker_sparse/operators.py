@@ -216,7 +216,7 @@ def _chain_backward(saved, grads: list) -> dict:
 
 
 def _compute_chain_gradients(grad, hidden, weights, needs, *options) -> list[torch.Tensor]:
-    if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+    if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
         grad = grad.contiguous()
     grads = gradient.by_plans(grad, hidden, weights, tuple(needs), options)
     return [t.contiguous() for t in grads if t is not None]
@@ -331,14 +331,14 @@ def _traced(text: str, names: str, debug: bool, *tensors) -> torch.Tensor:
 def run_fitted(
     descriptor: KroneckerSparse | KroneckerSparseChain, *operands: torch.Tensor, **parameters
 ) -> torch.Tensor:
-    """:func:`run` of a descriptor for weights whose shapes are its patterns: a program of one layer
-    is that of layers of others."""
+    """:func:`run` of a descriptor for weights whose shapes are its patterns: one program holds for
+    layers of other patterns."""
     names = " ".join(parameters)
     return _traced(descriptor.form, names, False, *operands, *parameters.values())
 
 
 def _is_compiled() -> bool:
-    """Whether the call is traced for a program that nobody saves, checks or differentiates again:
+    """Whether the call is traced for a program that is not saved, checked or differentiated again:
     in a graph of make_fx torch detaches the results that a backward pass reads."""
     return TracingContext.try_get() is not None and not is_exporting() and not _is_tracing()
 
@@ -378,7 +378,7 @@ def _factor(descriptor: KroneckerSparse, x, weight, parameters: dict, debug: boo
     (x, weight), parameters = autocast((x, weight), parameters)
     operation.check_operands(descriptor.pattern, descriptor.batch_last, x, weight)
     check_parameters(descriptor, descriptor.out_features, parameters, x, False, FLOAT_TYPES)
-    if _are_functorch_transforms_active():  # which the operators do not follow
+    if _are_functorch_transforms_active():  # the operators do not follow these
         return products.by_reference(PRODUCT, descriptor, (x, weight), None, parameters)
     return whole(x, weight, text, all_placed(parameters, x.device), debug)
 

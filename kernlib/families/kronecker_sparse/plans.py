@@ -65,7 +65,7 @@ def _copy_shape(view: View | None, t, features: int, batch_last: bool) -> tuple[
 
 
 def _used(stride: int, size: int) -> int:
-    """A stride, that of a single entry out of the way of alignment."""
+    """A stride, 0 for a dimension of one entry, so that it does not limit the alignment."""
     return stride if size > 1 else 0
 
 
@@ -99,7 +99,7 @@ def problem_of(
 
 
 def signature(problem: choose.Problem) -> bytes:
-    """What calls share that the same kernel is fastest for."""
+    """What calls must share for one kernel to be fastest."""
     return encode((FAMILY, problem))
 
 
@@ -110,7 +110,7 @@ def lower(
     may compute the call."""
     arch, choice = arch_of(device), None
     candidates = choose.candidates(problem, arch)
-    # Torch is another way beside one.
+    # With one kernel, torch is a second candidate.
     if torch_may or len(candidates) > 1 or tuned.is_trial():
         choice = tuned.choice(FAMILY, model(device), signature(problem), lambda: candidates)
     return lower_on(
@@ -119,10 +119,10 @@ def lower(
 
 
 def torch_may(descriptor: KroneckerSparse, call: Call, x: torch.Tensor) -> bool:
-    """Whether torch's product of a call would be what is asked for, where it reads and writes the
-    tensors themselves: of float32, nothing behind it. Not where torch's settings permit TF32,
-    whatever the descriptor does, nor where they want algorithms that cuBLAS has not; and not for
-    what a stream captures that nobody prepared, as cuBLAS may have to be loaded."""
+    """Whether torch's product may compute a call whose tensors it reads and writes in place:
+    float32, with nothing behind the product. Not where torch's settings permit TF32, whatever the
+    descriptor says, nor where they ask for algorithms that cuBLAS lacks; and not in a stream's
+    capture that nothing prepared, as cuBLAS may have to be loaded."""
     if descriptor.epilogue or call.dtype is not torch.float32 or float32_precision() != "fp32":
         return False
     if torch.are_deterministic_algorithms_enabled():
@@ -134,7 +134,7 @@ def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, paramete
     """The plan of a checked call on CUDA tensors, its kernels loaded."""
     x, weight = operands
     device = x.get_device()
-    arch_of(device)  # one too old is refused for an empty result as well
+    arch_of(device)  # an old device is refused for an empty result too
     problem, copy, apart = problem_of(descriptor, call, x, weight, out)
     request, lowered = (descriptor, operands, out, parameters), None
     if call.batch:

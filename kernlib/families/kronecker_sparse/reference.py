@@ -18,10 +18,9 @@ def kronecker_sparse(
     weight: torch.Tensor,
     parameters: dict | None = None,
 ) -> torch.Tensor:
-    """What ``descriptor`` describes, of ``x`` (..., in) or, batch last, (in, ...) and ``weight``
-    (a, b, c, d): (..., out) or (out, ...) in their dtype; float16 and bfloat16 are computed in
-    float32. ``parameters`` of the epilogue are numbers and tensors, vectors of shape (out,).
-    """
+    """The result of ``descriptor`` for ``x`` (..., in) or, batch last, (in, ...) and ``weight`` (a,
+    b, c, d): (..., out) or (out, ...) in their dtype; float16 and bfloat16 are computed in float32.
+    ``parameters`` of the epilogue are numbers and tensors, vectors of shape (out,)."""
     wide = _arithmetic(descriptor.precision, x)
     y = multiply(descriptor.pattern, x.to(wide), weight.to(wide), descriptor.batch_last)
     y = finish(descriptor.epilogue, y, parameters or {}, descriptor.batch_last)

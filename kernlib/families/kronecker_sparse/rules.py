@@ -1,6 +1,6 @@
-"""What torch asks of the operators besides their results. For FlopCounterMode the operations, two
-for a product that is added up. For DTensors which tensors may be sharded, and what the result is
-then."""
+"""What torch asks of the operators besides their results. FlopCounterMode gets the number of
+operations, two for each product that is added up. DTensors get the tensors that may be sharded, and
+how the result is sharded then."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _count_chain(result: list, /, *, x, weights, **_) -> int:
 
 
 def _count_chain_gradients(result: list, /, *, hidden, weights, needs, **_) -> int:
-    """Of each weight that needs one, and of each h that leads on to one, or is computed again."""
+    """Operations for each weight that needs a gradient, and for each h that leads to one or is
+    computed again."""
     a, _b, c, d = weights[0].shape
     leads_on = accumulate(needs, max)
     counts = zip(weights, leads_on, needs[1:], strict=False)

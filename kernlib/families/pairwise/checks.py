@@ -223,7 +223,7 @@ def _takes(descriptor: Pairwise) -> set[str]:
 
 
 def check_recorded_offsets(row_offset, col_offset) -> None:
-    """Raises TypeError for what is neither an int nor a symbol of one, which an operator refuses in
+    """Raises TypeError unless an offset is an int or a symbol: an operator would refuse it in
     torch's words."""
     for name, offset in (("row_offset", row_offset), ("col_offset", col_offset)):
         if not isinstance(offset, torch.SymInt):
@@ -245,14 +245,14 @@ def refuse_unknown(descriptor: Pairwise, name: str) -> NoReturn:
 
 
 def _check_finite_power(descriptor: Pairwise, name: str, value: float) -> None:
-    """Of the inner stages, Power alone means something by an exponent of inf."""
+    """An exponent of inf has a meaning for the inner stage Power alone."""
     power = isinstance(descriptor.inner, norms.Power)
     if name in ("p", "inner_p") and math.isinf(value) and not power:
         raise ValueError(f"{name} must be finite for inner={descriptor.inner}, got {value}")
 
 
 def check_host(name: str, value: float, positive: frozenset[str]) -> None:
-    """What can be said of a host value by its name alone. Raises ValueError."""
+    """Checks of a host value by its name alone. Raises ValueError."""
     if name not in _NOT_NEGATIVE:
         numbers.check_host(name, value, positive)
     elif not value >= 0:
@@ -392,8 +392,8 @@ def are_matrices(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 
 def check_distance(x1: torch.Tensor, x2: torch.Tensor, out) -> None:
-    """What can be wrong with the tensors of a cdist, once are_matrices has passed, by the names
-    that they have there. Raises TypeError, ValueError and RuntimeError."""
+    """Checks of the tensors of a cdist, once are_matrices has passed, by cdist's names. Raises
+    TypeError, ValueError and RuntimeError."""
     if is_dynamo_compiling():
         return  # it follows neither transforms nor addresses; the operator has its own words
     check_dense(("x1", "x2"), x1=x1, x2=x2, out=out)

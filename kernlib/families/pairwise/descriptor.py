@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 OPERATORS = ("difference", "dot")
 MOST_CATEGORIES = 128  # whose sizes are parameters of a kernel
-CODES = ("a_codes", "b_codes", "tables")  # what a call with categories is given beside its points
+CODES = ("a_codes", "b_codes", "tables")  # arguments of a call with categories besides its points
 
 
 @explained
@@ -149,7 +149,7 @@ class Pairwise(Descriptor):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     @property
     def takes_products(self) -> bool:
@@ -297,7 +297,7 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
         def make(*values, **fields):
             try:
                 return cached(*values, **fields)
-            except TypeError:  # of what cannot be hashed the cache says less
+            except TypeError:  # unhashable: the cache's message says less
                 pass
             return new(*values, **fields)
 
@@ -314,7 +314,7 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
 
 @functools.cache  # each takes 30 us of a first call
 def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect.Signature:
-    """Of some fields by keyword, behind parameters of a function itself."""
+    """A signature with some fields by keyword, behind a function's own parameters."""
     kinds = inspect.Parameter
     by_name = {field.name: field for field in fields(Pairwise)}
     parameters = [
@@ -330,10 +330,7 @@ def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect
 
 def _refuse(function: Callable, values: tuple, given: dict, listed, taken) -> None:
     """Raises TypeError for values without a place, or for the first keyword that is not taken."""
-    from kernlib.hints.descriptors import (  # which right calls do without
-        refuse_fields,
-        refuse_positional,
-    )
+    from kernlib.hints.descriptors import refuse_fields, refuse_positional  # only errors need it
 
     if values:
         refuse_positional(function.__name__, shown(values[0]), function)

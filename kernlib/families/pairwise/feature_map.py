@@ -42,9 +42,8 @@ def apply(
     the arithmetic (float32 for float16 and bfloat16). Autocast changes nothing. Differentiable by
     all three.
 
-    Raises TypeError and ValueError that name the argument, also for an ``out`` of the call that
-    follows which shares memory with one of them: that call sees the mapped points alone.
-    """
+    Raises TypeError and ValueError that name the argument, also for an ``out`` that shares memory
+    with one: the call that follows sees the mapped points alone."""
     _check(feature_map, a, b)
     refuse_any_overlap(out, a=a, b=b, feature_map=feature_map)
     weights = _as_weights(feature_map, a)

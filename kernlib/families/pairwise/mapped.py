@@ -1,5 +1,4 @@
-"""What torch.vmap makes of the operators of kernel matrices: the mapped axis is part of their
-batch."""
+"""torch.vmap of the operators of kernel matrices: the mapped axis becomes part of their batch."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ class Entry(NamedTuple):
     own: int
 
     def leading(self) -> torch.Tensor:
-        """With the mapped axis and the call's own batch in front, each of size 1 if there is
-        none."""
+        """The tensor with the mapped axis and the call's own batch in front, each of size 1 if
+        there is none."""
         t = self.tensor[None] if self.axis is None else self.tensor.movedim(self.axis, 0)
         return t if t.dim() == 2 + self.own else t.unsqueeze(1)
 
@@ -44,7 +43,7 @@ class Batch(NamedTuple):
         return cls(mapped, max(sizes) if sizes else None)
 
     def placed(self, one: Entry) -> torch.Tensor:
-        """A tensor as the one call takes it; what is neither mapped nor batched broadcasts."""
+        """A tensor for the one call. One that is neither mapped nor batched broadcasts."""
         if one.axis is None and not one.is_batched:
             return one.tensor
         t = one.leading()

@@ -54,7 +54,7 @@ def key_of(descriptor, a, b, out, accumulate, row_offset, col_offset, values: di
     """All that a plan depends on: shapes, strides, dtypes, device, alignment, kinds of numbers."""
     try:  # signature(a), signature(b), in 0.2 us less
         key = (
-            descriptor.text,  # which a str hashes once
+            descriptor.text,  # a str is hashed once
             a.shape, a.stride(), a.dtype, a.get_device(),
             p & 15 if (p := a.data_ptr()) >= LOWEST_ADDRESS else ~p, a.is_neg(),
             None if b is None else (
@@ -86,13 +86,13 @@ _EXPONENTS = frozenset(("p", "inner_p", "outer_p"))
 
 
 def kind_of_number(name: str, value: object):
-    """Of a number only its kind; of an exponent the value, where it has code of its own."""
+    """The kind of a number; the value of an exponent that has code of its own."""
     if isinstance(value, torch.Tensor):
         if torch._C._functorch.is_functorch_wrapped_tensor(value):
             raise RuntimeError(f"{name} is inside a transform, and has no memory")
         try:
             return value.shape, value.stride(), value.dtype, value.get_device()
-        except (RuntimeError, NotImplementedError):  # of what is not dense
+        except (RuntimeError, NotImplementedError):  # raised by tensors that are not dense
             check_kind(name, value)
             raise
     if name not in _EXPONENTS:
@@ -119,7 +119,7 @@ def _way(call: checks.Call | None, descriptor, a, *rest) -> str:
 
 
 def _reference(call: checks.Call, *request) -> torch.Tensor:
-    from kernlib.families.pairwise.cpu import plans as cpu  # which calls on GPUs do without
+    from kernlib.families.pairwise.cpu import plans as cpu  # only CPU tensors need it
 
     return cpu.plan(call, *request).compute(*request)
 
@@ -148,19 +148,19 @@ class PairwisePlan(NamedTuple):
     scalars: Scalars
     spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
     swapped: bool  # its launch takes b ahead of a
-    quotients: bool  # of points by a bandwidth
+    quotients: bool  # points are divided by a bandwidth
     launch: Plan | Steps | None  # None for an output without elements
 
 
 def _plan(call: checks.Call, descriptor, a, *rest):
     """The plan of a checked call. Raises UnsupportedError for devices that have no backend."""
     if a.device.type == "cpu":
-        from kernlib.families.pairwise.cpu import plans as cpu  # which calls on GPUs do without
+        from kernlib.families.pairwise.cpu import plans as cpu  # only CPU tensors need it
 
         return cpu.plan(call, descriptor, a, *rest)
     request = Request(descriptor, a, *rest)
     device = request.device()
-    arch_of(device)  # one too old is refused for an empty out as well
+    arch_of(device)  # an old device is refused for an empty out too
     lowered = None if is_empty(call) else lower(request, call, device)
     return loaded_plan(request, call, lowered)
 
@@ -198,8 +198,8 @@ def lower(request: Request, call: checks.Call, device: int) -> Lowered:
 
 
 def precision(descriptor: Pairwise) -> str | None:
-    """What the products of float32 tensors may be, where a kernel takes products: "fp32" or "tf32";
-    "bf16" permits "tf32" too, which is what the kernels make of it."""
+    """The precision of a kernel's products of float32 tensors: "fp32" or "tf32". Kernels take
+    "bf16" as "tf32", which it permits."""
     if not descriptor.takes_products:
         return None
     permitted = descriptor.precision or float32_precision()
@@ -256,7 +256,7 @@ def _launch(
             refuse_overlap(out, a=a, b=second)
         if converted:
             refuse_overlap(out, **{k: v for k, v in values.items() if isinstance(v, torch.Tensor)})
-        if not out.is_inference():  # those have no version to count
+        if not out.is_inference():  # inference tensors have no version
             torch.autograd.graph.increment_version(out)
     if plan.launch is None:
         return out
@@ -271,9 +271,7 @@ def _launch(
     if plan.swapped:
         pointers = pointers[1], pointers[0], pointers[2]
     plan.launch.launch(pointers, numbers)
-    del (
-        converted
-    )  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del converted  # the stream orders the reuse of their memory behind the launch
     return out
 
 

@@ -44,12 +44,12 @@ def _execute(*request) -> torch.Tensor:
 
 def _recorded(*request) -> torch.Tensor:
     """The result of a request whose gradient is recorded."""
-    from kernlib.families.pairwise.gradients import autograd  # which most calls do without
+    from kernlib.families.pairwise.gradients import autograd  # most calls need none
 
     _, _, _, out, *_, values = request
     several = [isinstance(value, torch.Tensor) and value.dim() > 0 for value in values.values()]
     if out is None and True in several:
-        from kernlib.families.pairwise import per_point  # which most calls do without
+        from kernlib.families.pairwise import per_point  # most calls need none
 
         respelled = per_point.computed(run, *request)
         if respelled is not None:
@@ -59,7 +59,7 @@ def _recorded(*request) -> torch.Tensor:
 
 def _respelled(key, *request) -> torch.Tensor:
     """The result of a request for whose key there is no plan."""
-    from kernlib.families.pairwise import per_point  # which calls with a plan do without
+    from kernlib.families.pairwise import per_point  # calls with a plan need none
 
     result = per_point.computed(run, *request)
     return _first(key, *request) if result is None else result
@@ -124,7 +124,7 @@ def run(
         )
     elif feature_map is not None:
         from kernlib.families.pairwise import (
-            feature_map as pairwise_features,  # which most calls do without
+            feature_map as pairwise_features,  # most calls need none
         )
 
         a, b = pairwise_features.apply(feature_map, a, b, out)
@@ -132,7 +132,7 @@ def run(
     if descriptor.categories:
         from kernlib.families.pairwise import per_point
         from kernlib.families.pairwise.categories import (
-            operation as categories,  # which most calls do without
+            operation as categories,  # most calls need none
         )
 
         result = per_point.computed(run, *request)
@@ -146,7 +146,7 @@ def run(
 
 
 def _with_own_names(function: _Function) -> _Function:
-    """cdist, which says what its points are called to who gives them the names of run_kernel."""
+    """cdist with an error for run_kernel's names of points, which says cdist's."""
 
     @functools.wraps(function)
     def cdist(*values, **given):
@@ -298,8 +298,8 @@ def operands_of(descriptor: Pairwise, reduction: str) -> tuple[str, ...]:
 
 
 def planned(descriptor: Pairwise, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan. A reduction makes its own where it is called, of kernels that are
-    loaded."""
+    """The parts of a call that have a plan. A reduction makes its own where it is called, of
+    kernels that are loaded."""
     if "reduction" in arguments:
         return []
     from kernlib.families.pairwise.matrix import MATRIX, repeated
@@ -327,14 +327,14 @@ def _request_of(descriptor: Pairwise, a, b, arguments: dict, more: tuple) -> Req
         out, mapped = arguments.get("out"), arguments.get("feature_map")
         a, b, arguments = scaled(descriptor, arguments["lengthscale"], mapped, a, b, out, arguments)
     elif arguments.get("feature_map") is not None:
-        from kernlib.families.pairwise import feature_map  # which most calls do without
+        from kernlib.families.pairwise import feature_map  # most calls need none
 
         a, b = feature_map.apply(arguments["feature_map"], a, b, arguments.get("out"))
     options = [arguments.get(name, default) for name, default in _OPTIONS.items()]
     option_names = (*_OPTIONS, "feature_map", "lengthscale")
     values = {name: arguments[name] for name in arguments if name not in option_names}
     if any(isinstance(value, torch.Tensor) and value.dim() for value in values.values()):
-        from kernlib.families.pairwise import per_point  # which most calls do without
+        from kernlib.families.pairwise import per_point  # most calls need none
 
         respelled = per_point.respelled(a, b, values, options[0], tuple(options[2:]))
         if respelled is not None:  # the diagonal is added behind the kernel

@@ -105,7 +105,8 @@ def _recorded(a, b, descriptor, values: dict, rows, columns, debug) -> torch.Ten
 
 
 def _check_recorded(descriptor, a, b, rows, columns, values: dict) -> None:
-    """What the operator checks when it runs, but for values that may be of no tensor in memory."""
+    """The checks of the operator's run, without those of values, whose tensors may have no
+    memory."""
     offsets = (rows, columns) if type(rows) is type(columns) is int else (0, 0)
     numbers = {name: value if type(value) is float else 1.0 for name, value in values.items()}
     checks.check_call(descriptor, a, b, None, False, *offsets, numbers)

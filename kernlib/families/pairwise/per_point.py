@@ -31,9 +31,9 @@ class Respelled(NamedTuple):
 
 def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respelled | None:
     """A call whose hyperparameters have one dimension more or less than kernels take, as they take
-    it; None for all others. ``beside`` is an argument of which three dimensions say that there is a
-    batch, or None, and ``offsets`` are those of rows and columns. Raises ValueError for a value of
-    which nobody can tell whether it belongs to points or to a batch."""
+    it; None for all others. ``beside`` is an argument that has a batch if it has three dimensions,
+    or None, and ``offsets`` are those of rows and columns. Raises ValueError for a value that may
+    belong to points as well as to a batch."""
     entries, single, diagonal = [], [], None
     tensors = (beside, *(values.get(name) for name in ("a_codes", "b_codes")))
     for name, value in values.items():
@@ -121,7 +121,7 @@ def _matrix(call, made: Respelled, out, accumulate) -> torch.Tensor:
         widened = None if b is None else b.to(wide)
         return _added(call(a.to(wide), widened, None, accumulate, values), diagonal).to(a.dtype)
     target = out
-    if isinstance(out, torch.Tensor) and out.dtype != wide:  # which would be rounded twice
+    if isinstance(out, torch.Tensor) and out.dtype != wide:  # it would be rounded twice
         refuse_any_overlap(out, a=a, b=b)
         check_memory(out)
         target = torch.empty_like(out, dtype=wide)
@@ -133,7 +133,8 @@ def _matrix(call, made: Respelled, out, accumulate) -> torch.Tensor:
 
 
 def _added(k: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
-    """A matrix, or several, and what is added to their diagonals, in place where that may be."""
+    """One matrix or several with a value added to their diagonals, in place where that is
+    allowed."""
     if not is_dynamo_compiling() and is_wrapped(diagonal):
         return k + torch.diag_embed(diagonal)
     k.diagonal(dim1=-2, dim2=-1).add_(diagonal)

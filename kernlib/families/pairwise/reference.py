@@ -115,7 +115,7 @@ def distances(descriptor: Pairwise, a, b, roots: torch.Tensor) -> torch.Tensor:
     if smallest.item() >= least and largest.item() <= most:
         return roots
     if descriptor.operator == "difference" and _are_moderate(a, b, 2 * least / info.eps):
-        return roots  # its zeros are those of equal points
+        return roots  # its zeros belong to equal points
     return _mend(descriptor, a, b, roots, (roots < least) | (roots == math.inf), 2)
 
 

@@ -30,8 +30,8 @@ class Request(NamedTuple):
     hyperparameters: dict
 
     def readable(self) -> Request:
-        """With inputs that a kernel may read, no lazy negations or zero tensors among them. Raises
-        TypeError for what is no dense tensor."""
+        """The request with inputs that a kernel can read: lazy negations and zero tensors are
+        copied. Raises TypeError for what is no dense tensor."""
         checks.check_tensors(self.a, self.b, self.out)
         b = self.b if self.b is None else materialised(self.b)
         return self._replace(a=materialised(self.a), b=b)
@@ -82,12 +82,13 @@ def problem_of(request: Request, call: checks.Call) -> tuple[lowering.Problem, t
 
 
 def tuning_signature(descriptor: Pairwise, problem: lowering.Problem) -> bytes:
-    """What calls share that the same kernel is fastest for: all but the diagonal's place."""
+    """What calls must share for one kernel to be fastest: all but the diagonal's place."""
     return encode((descriptor.canonical(), problem._replace(diagonal=0)))
 
 
 def layout_of(t: torch.Tensor, batch: int) -> Layout:
-    """Strides with those of single entries out of the way of alignment."""
+    """Strides and address for lowering. The stride of a dimension of one entry is 0, so that it
+    does not limit the alignment."""
     rows, columns = (s if n > 1 else 0 for s, n in zip(t.stride()[-2:], t.shape[-2:], strict=True))
     if t.shape[-1] == 1:
         columns = 1 if rows != 1 else columns
@@ -108,7 +109,7 @@ def scalar_strides(descriptor, hyperparameters, like) -> tuple[int, ...]:
 
 
 def scalar_stride(value, like) -> int:
-    """That of a hyperparameter over the batch of a call, 0 for one of all entries."""
+    """A hyperparameter's stride over the batch of a call, 0 for one value of all entries."""
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.shape[0] == 1:
         return 0
     # One that must be copied to the device or converted arrives contiguous.

@@ -1,6 +1,7 @@
-"""What torch asks of the operators besides their results. For FlopCounterMode the operations, two
-for each feature of each pair of points, as of a product of matrices of these sizes, whatever the
-kernel is. For DTensors which tensors may be sharded, and what the result is then."""
+"""What torch asks of the operators besides their results. FlopCounterMode gets the number of
+operations: two for each feature of each pair of points, as for a product of matrices of these
+sizes, whatever the kernel is. DTensors get the tensors that may be sharded, and how the result is
+sharded then."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def power(x, y):
 
 
 def _by_exponents(x: torch.Tensor, y: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """:func:`power` with derivatives by y, whose logarithm never sees a 0. Where ``zero`` is true
-    there are none."""
+    """:func:`power` with derivatives by y, whose logarithm never gets a 0. They are 0 where
+    ``zero`` is true."""
     at_zero = (x == 0) & (y >= 0)
     smooth = torch.where(at_zero & ~zero, x, 1.0) ** y.detach()
     result = torch.where(at_zero, smooth, torch.where(at_zero, 1.0, x) ** y)
@@ -99,7 +99,7 @@ def sums(
     return _inner(inner, v, entries(p, 4), entries(inner_scale, 4)).sum(-1)
 
 
-@lru_cache(maxsize=64)  # which hot backward passes ask twice
+@lru_cache(maxsize=64)  # hot backward passes ask twice
 def linear(operator: str, inner: object) -> bool:
     """Whether the gradient of the sums is made of products of matrices: ``W z`` of dot products,
     ``2 (x sum_t W - W z)`` of squared differences."""

@@ -31,10 +31,10 @@ _LARGEST_EXPONENTS = {torch.float32: 120, torch.float64: 1000}  # whose negative
 
 
 def unit_of(descriptor: Pairwise, values: dict, dtype: torch.dtype) -> float | torch.Tensor | None:
-    """A power of two near a bandwidth whose square is far from 1, by which points of a dtype and
-    bandwidth may be divided: the kernel is one of their quotients. Of a bandwidth in host memory
-    that is a tensor of shape (L,), a tensor as long. None if there is no need, or it is another
-    kernel. Of one on a device, or in a call that is traced, nothing is known here."""
+    """A power of two near a bandwidth whose square is far from 1. Points and bandwidth may be
+    divided by it, where the kernel depends on their quotients alone. It is a tensor (L,) for a
+    bandwidth (L,) in host memory. None for all other bandwidths and kernels, for a bandwidth on a
+    device, and in a call that is traced."""
     bandwidth, most = values.get("bandwidth"), _LARGEST_EXPONENTS[dtype]
     if isinstance(bandwidth, torch.Tensor):
         if bandwidth.device.type != "cpu" or stand_ins(bandwidth) or is_in_torch_dispatch_mode():

@@ -69,7 +69,7 @@ class SparseMatmul(Product):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kernlib.families.sparse.formats.quantised import QuantisedFormat
     from kernlib.families.sparse.formats.slices import SlicesFormat
 
-# Of what SparseMatrix.state() returns, and of that for formats whose values have fewer bits.
+# Versions of SparseMatrix.state(), the second for formats whose values have fewer bits.
 VERSION, QUANTISED_VERSION = 2, 3
 DTYPES = {name: dtype for dtype, name in KERNEL_TYPES.items()}
 
@@ -77,8 +77,8 @@ TOGETHER = "joined"  # in a form: one tensor holds those of the matrix
 
 
 def form_text(layout: str, is_joined: bool) -> str:
-    """What of a layout is no number: format, dtype and the names of the facts; and whether one
-    tensor holds those of the matrix."""
+    """The parts of a layout that are no numbers: format, dtype, the names of the facts, and whether
+    one tensor holds those of the matrix."""
     format, _, dtype, *facts = layout.split(" ")
     names = (fact.split("=")[0] for fact in facts)
     return " ".join([format, dtype, *names, *[TOGETHER] * is_joined])

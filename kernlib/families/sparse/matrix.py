@@ -155,7 +155,7 @@ class SparseMatrix:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values: float16, bfloat16 or float32."""
+        """The values' dtype: float16, bfloat16 or float32."""
         return self._dtype
 
     @property
@@ -180,8 +180,8 @@ class SparseMatrix:
 
     @property
     def form(self) -> str:
-        """What operators of torch.library take as text: what of the layout is no number, or all of
-        it for a matrix that was made of others' tensors."""
+        """The text for operators of torch.library: the parts of the layout that are no numbers, or
+        all of it for a matrix made of foreign tensors."""
         return self._form
 
     @property
@@ -477,7 +477,7 @@ def _is_laid_out(w: SparseMatrix) -> bool:
 
 
 def dense_of(w: SparseMatrix) -> torch.Tensor:
-    """The matrix laid out densely, to be read: in the dense format it is what is there."""
+    """The matrix laid out densely, to be read only: in the dense format it is the stored tensor."""
     if w._format == "dense":
         return w._operands[0]
     if 0 in w._shape:
@@ -486,7 +486,7 @@ def dense_of(w: SparseMatrix) -> torch.Tensor:
 
 
 def _entries(w: SparseMatrix) -> Iterator[Triplets]:
-    """Those that are not 0, some at a time."""
+    """The nonzero entries, some at a time."""
     if w._device.type == "cuda":
         check_place(w, [t.data_ptr() for t in w._operands])
     format = format_of(w._format)
@@ -529,7 +529,7 @@ def _turned(w: SparseMatrix) -> SparseMatrix:
     dense = dense_of(w).t()
     fits = format_of(format).nbytes(dense) is not None
     matrix = compressed(dense, format if fits else "auto")
-    if not is_quantised(w):  # of which some may be 0 now
+    if not is_quantised(w):  # some of these may be 0 now
         _count(matrix, w.known_nnz())
     return matrix
 
@@ -543,7 +543,7 @@ def _unpickled(header: dict, tensors: dict | torch.Tensor | Memory) -> SparseMat
     return SparseMatrix.from_state(header, tensors)
 
 
-torch.serialization.add_safe_globals([_unpickled])  # which checks all that it is given
+torch.serialization.add_safe_globals([_unpickled])  # checks all arguments
 
 
 def is_unpruned(w: SparseMatrix) -> bool:
@@ -554,7 +554,7 @@ def is_unpruned(w: SparseMatrix) -> bool:
 def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> SparseMatrix:
     """:func:`kernlib.sparse.compress` without its warning."""
     if isinstance(dense, torch.Tensor) and dense.layout in SPARSE_LAYOUTS:
-        from kernlib.families.sparse.formats import torch_layouts  # which dense matrices do without
+        from kernlib.families.sparse.formats import torch_layouts  # only sparse layouts need it
 
         return of_entries(torch_layouts.of_tensor(dense), format, columns)
     dense = _matrix(dense)

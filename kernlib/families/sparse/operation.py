@@ -1,5 +1,5 @@
-"""Products of tensors with compressed matrices: what can be wrong with a call, who computes it, its
-gradients, and the call as it is made.
+"""Products of tensors with compressed matrices: checks of a call, the choice between kernels and
+torch, gradients, and the call itself.
 
 CPU tensors, and calls inside transforms of torch.func other than vmap, are computed by the
 reference, on the matrix laid out densely.
@@ -60,7 +60,7 @@ PLAIN, BIASED = SparseMatmul(), SparseMatmul((Bias(),))
 FEW = 16  # vectors that kernels take at once
 
 
-# What can be wrong.
+# Checks.
 
 
 def check_call(descriptor: SparseMatmul, operands: tuple, out, parameters: dict) -> Call:
@@ -346,7 +346,8 @@ _cached = lru_cache(maxsize=256)(SparseMatmul)  # which Dynamo cannot trace
 
 
 def planned(descriptor: SparseMatmul, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan, and of its gradient by x, for which the transpose is made."""
+    """The parts of a call that have a plan, and of its gradient by x, for which the transpose is
+    made."""
     from kernlib.runtime.ahead import planned_product
 
     check_kinds(descriptor, tensors)

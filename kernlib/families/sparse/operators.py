@@ -1,6 +1,6 @@
-"""The sparse op as operators of ``torch.library``, for what records calls and runs them later, and
-for calls inside transforms of torch.func. Other eager calls do not use them. Their gradients are
-those of eager calls.
+"""The sparse op as operators of ``torch.library``, for calls that are recorded to run later and for
+calls inside transforms of torch.func. Other eager calls do not use them. Their gradients are those
+of eager calls.
 
 An operator takes a matrix as tensors, of which the last ones say the numbers of its layout by their
 shapes, and the rest of the layout as one text; or as its tensors and all of the layout. It takes
@@ -39,8 +39,8 @@ from kernlib.runtime.tensors import check_dense, stand_ins, takes_derivatives
 
 
 class Matrix(NamedTuple):
-    """A matrix as an operator takes it: tensors, those of its transpose if that is known, and the
-    layouts of both."""
+    """A matrix for an operator: its tensors, the transpose's tensors if that is known, and both
+    layouts."""
 
     matrix: list[torch.Tensor]
     transposed: list[torch.Tensor]
@@ -69,7 +69,7 @@ class Matrix(NamedTuple):
         state = getattr(self.transposed[0], TURNED, None)
         if state is None and turned._turned is not None:  # autograd hands views on without it
             state = turned._turned[::-1]
-        # Of a program that was saved and loaded nobody knows it.
+        # In a program that was saved and loaded the state is unknown.
         return turned if state is None or state == (state_of(w), state_of(turned)) else None
 
 
@@ -280,7 +280,7 @@ def _traced(text: str, names: str, layout: str, turned_layout: str, debug: bool,
 
 
 def _taken(layout: str, tensors: tuple) -> tuple[list, tuple]:
-    """The first tensors, which are those of a layout, and the rest."""
+    """The first tensors, as many as a layout has, and the rest."""
     if not layout:
         return [], tensors
     count = count_of(layout)

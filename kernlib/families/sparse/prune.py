@@ -1,7 +1,6 @@
 """Pruning: some entries of a weight stay, and all others become zeros.
 
-Weights are looked at piece by piece, so that a large one needs little memory beside it.
-"""
+Weights are read piece by piece, so that a large one needs little further memory."""
 
 from __future__ import annotations
 
@@ -130,7 +129,7 @@ def largest_of(weight: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def prune_n_m(weight: torch.Tensor, n: int, m: int) -> None:
-    """Make zeros of what :func:`n_m` does not keep of a ``weight``, in place."""
+    """Set the entries of a ``weight`` that :func:`n_m` drops to zero, in place."""
     with torch.no_grad():
         _drop(weight, _groups(weight.detach(), n, m))
 
@@ -206,7 +205,7 @@ def _mask(weight: torch.Tensor, masks) -> torch.Tensor:
 
 
 def _drop(weight: torch.Tensor, masks: Iterable[Part]) -> None:
-    """Make zeros of what no mask of a piece keeps."""
+    """Set the entries that a piece's mask drops to zero."""
     bits = _bits(weight)
     for piece, mask in masks:
         bits[piece].mul_(mask)

@@ -1,6 +1,6 @@
-"""What torch asks of the operators besides their results. For FlopCounterMode the operations, two
-for a product that is added up. For DTensors which tensors may be sharded, and what the result is
-then."""
+"""What torch asks of the operators besides their results. FlopCounterMode gets the number of
+operations, two for each product that is added up. DTensors get the tensors that may be sharded, and
+how the result is sharded then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from kernlib.sharding import Choice
 
 
 def _count_product(result: torch.Tensor, /, *, x, matrix, layout: str, **_) -> int:
-    """Of the entries that are not zero; of fake tensors, where nobody knows these, of all."""
+    """Operations of the entries other than zero; of all entries for fake tensors, whose zeros are
+    unknown."""
     has_values = not (stand_ins(*matrix) or matrix[0].is_meta)
     entries = fitted(layout, matrix).nnz if has_values else math.prod(shape_of(layout, matrix)[0])
     return 2 * entries * x.shape[:-1].numel()

@@ -43,8 +43,8 @@ def rows_of(w: SparseMatrix, first: int, count: int) -> SparseMatrix | None:
 
 
 def _stacked(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors of matrices one below the other, of as many columns, of which all but the last
-    have whole slabs."""
+    """The tensors of matrices of equal columns, one below the other. All but the last have whole
+    slabs."""
     ends = [int(part["offsets"][-1]) for part in parts]
     starts = [sum(ends[:i]) for i in range(len(parts))]
     moved = [part["offsets"][1:] + start for part, start in zip(parts, starts, strict=True)]

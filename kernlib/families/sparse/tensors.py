@@ -167,8 +167,8 @@ def check_whole(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} has no memory: its storage has been freed or cut")
 
 
-# Where tensors lie. Those that have moved since a product last used them are checked again, which
-# waits for the device.
+# Addresses of tensors. Tensors that have moved since a product last used them are checked again,
+# which waits for the device.
 
 
 def mark(w: SparseMatrix) -> None:
@@ -299,7 +299,7 @@ def check_written(w: SparseMatrix) -> None:
 
 @contextmanager
 def said_of(layout: str) -> Iterator[None]:
-    """A context in which errors of a check also say which layout the tensors should have had."""
+    """A context that adds the expected layout to errors of a check."""
     try:
         yield
     except (ValueError, RuntimeError) as error:  # RuntimeError is torch's own, for odd tensors
@@ -378,7 +378,7 @@ def check_frozen(w: SparseMatrix) -> None:
 
 
 def _places(w: SparseMatrix) -> State:
-    """The addresses of a matrix's tensors: all that is known of those of inference mode."""
+    """The addresses of a matrix's tensors: the only state of tensors of inference mode."""
     return tuple([t.data_ptr() for t in w._operands])
 
 

@@ -96,7 +96,7 @@ def block_sparse_attention(
     if unsaid and layout.condition and not is_dynamo_compiling():
         warn_of_whole_blocks(layout.condition)
     if checked_dropout(dropout_p) != 0.0 or takes(q, k, v, key_transposed):
-        BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
+        BlockSparseMatmul("sdd", precision=precision)  # raises for a wrong precision
         tensors = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         masks = {name: mask for name, mask in tensors.items() if mask is not None}
         rest = {"dropout_p": dropout_p, "seed": seed} if dropout_p != 0.0 else {}
@@ -229,7 +229,7 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         for name, mode in modes.items():
             _check_mode(name, mode)
         dtype = checked_dtype(dtype)
-        BlockSparseMatmul("sdd", precision=precision)  # which says what is wrong with a precision
+        BlockSparseMatmul("sdd", precision=precision)  # raises for a wrong precision
         source = _as_layout(layout, block, num_heads)
         super().__init__(
             embed_dim, num_heads, dropout, bias=bias, kdim=kdim, vdim=vdim,
@@ -239,9 +239,8 @@ class BlockSparseMultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.precision = precision
-        self._layout, self._of_lengths = (
-            (source, None) if isinstance(source, Layout) else (None, source)
-        )
+        self._layout = source if isinstance(source, Layout) else None
+        self._of_lengths = None if self._layout is source else source
         self._made: dict[tuple[int, int], Layout] = {}  # of lengths
         self._settle()
 
@@ -367,8 +366,8 @@ def _checked_length(name: str, length) -> int:
 
 
 def _recordable(query, key, value) -> tuple[torch.Tensor, ...]:
-    """The inputs, copies of those of inference mode where a gradient may keep them; equal ones stay
-    one."""
+    """The inputs, with copies of inference-mode tensors where a gradient may keep them. A tensor
+    passed twice stays one."""
     # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
     if is_dynamo_compiling() or not torch.is_grad_enabled():
         return query, key, value

@@ -1,5 +1,5 @@
-"""Attention of layers by one kernel, which stores no scores: what of it that computes, and how its
-masks are said."""
+"""Attention of layers by one kernel that stores no scores: the calls that it takes, and its
+arguments for their masks."""
 
 from __future__ import annotations
 

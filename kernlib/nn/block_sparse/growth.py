@@ -1,5 +1,5 @@
-"""Which blocks of a weight stay, which are dropped and which are grown, and where values move then:
-torch's operators on any device, none of which waits for it.
+"""The blocks of a weight that stay, are dropped or are grown, and the slots to which values move.
+All by torch's operators on any device, none of which waits for it.
 
 A place is the number of a block among all of a grid, row by row; slots that hold no block have the
 place behind the last.
@@ -47,14 +47,14 @@ def chosen(
     return largest(scores, density, per)
 
 
-def without_smallest(layout: Layout, norms: torch.Tensor, kept: torch.Tensor | int) -> torch.Tensor:
-    """The mask of the ``kept`` stored blocks of largest ``norms`` (capacity,); of equal ones the
+def without_smallest(layout: Layout, norms: torch.Tensor, most: torch.Tensor | int) -> torch.Tensor:
+    """The mask of the ``most`` stored blocks of largest ``norms`` (capacity,); of equal ones the
     first stay, and NaN is the largest of all."""
     at = places(layout)
     live = at < total(layout)
     order = torch.where(live, norms, -1.0).argsort(descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(0, order, _count_up(order))
-    return _with(layout, torch.where(live & (rank < kept), at, total(layout)))
+    return _with(layout, torch.where(live & (rank < most), at, total(layout)))
 
 
 def with_largest(
@@ -74,7 +74,7 @@ def with_largest(
 
 
 def sources(before: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """For each slot that one which held its block when :func:`places` were ``before``, or -1: int64
+    """For each slot the slot that held its block when :func:`places` were ``before``, or -1: int64
     (capacity,)."""
     slots = before.new_full((total(layout) + 1,), -1).index_copy(0, before, _count_up(before))
     slots[total(layout) :].fill_(-1)  # an index would wait for the device
@@ -109,7 +109,7 @@ def _count_up(like: torch.Tensor) -> torch.Tensor:
 
 
 def _with(layout: Layout, at: torch.Tensor) -> torch.Tensor:
-    """The mask of blocks at these places, of which that behind the last is none."""
+    """The mask of the blocks at these places. The place behind the last is no block."""
     size = total(layout)
     mask = torch.zeros(size + 1, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
     return mask[:size].view(layout.grid)

@@ -35,11 +35,11 @@ INDICES = tuple(f"layout_{name}" for name in NAMES)
 
 
 class LayoutModule(IndexedModule):
-    """A layer of which a layout is a part, that moves with it and is saved with it."""
+    """A layer with a layout that moves with it and is saved with it."""
 
     def __init__(self, layout: Layout):
         super().__init__()
-        self._blank = False  # whether nobody has said yet which blocks are stored
+        self._blank = False  # whether the stored blocks are still unknown
         self._source: torch.Tensor | None = None  # of the last change, by slots
         self._growth: torch.Tensor | None = None  # the gradient of blocks that are watched
         self._hold(layout)
@@ -52,7 +52,7 @@ class LayoutModule(IndexedModule):
         self._set_mark(mark_of(layout))
 
     def _hold_nothing(self, place: torch.device) -> None:
-        """Take a layout without blocks, until somebody says which are stored."""
+        """Take a layout without blocks until the stored ones are known."""
         current = self._layout
         heads = () if current.heads is None else (current.heads,)
         mask = torch.zeros((*heads, *current.grid), dtype=torch.bool, device=place)
@@ -76,13 +76,13 @@ class LayoutModule(IndexedModule):
     # The layout that the layer has now.
 
     def _here(self) -> Layout:
-        """The layout of this call: that of the tensors that are there now, as functional_call puts
-        others there. Raises ValueError and TypeError where these are none of its kind, RuntimeError
-        where the values are not those of its blocks."""
+        """The layout of this call, of the tensors that the layer has now: functional_call may have
+        put others there. Raises ValueError and TypeError for tensors of another kind, RuntimeError
+        for values of other blocks."""
         current = self._layout
         compiling = is_dynamo_compiling()
-        # Dynamo guards the sizes of what it compares: of tensors of two dimensions, which come and
-        # go with the others, one may be 1 and so a constant.
+        # Dynamo guards the sizes of compared tensors. Tensors of two dimensions change with the
+        # others, and their sizes may be 1, and so constants.
         first = 3 if compiling else 0
         for name, tensor in zip(INDICES[first:], current.tensors[first:], strict=True):
             if getattr(self, name) is not tensor:
@@ -91,10 +91,10 @@ class LayoutModule(IndexedModule):
             return self._compiled(current)
         return current if self._is_unwritten() else self._of_mark()
 
-    def _compiled(self, held: Layout) -> Layout:
+    def _compiled(self, current: Layout) -> Layout:
         """The layout of a compiled call, which does not look into the mark. Raises RuntimeError for
-        the mark of somebody else."""
-        if held.device.type == "meta" and self._buffers[MARK].device.type != "meta":
+        another layer's mark."""
+        if current.device.type == "meta" and self._buffers[MARK].device.type != "meta":
             raise RuntimeError(
                 f"this {type(self).__name__} has been filled by name: call it once before it is "
                 "compiled"
@@ -105,11 +105,11 @@ class LayoutModule(IndexedModule):
                 "compiled calls do not read: load_state_dict makes it the layer's; without it "
                 "functional_call computes at the blocks of the layer"
             )
-        return held
+        return current
 
-    def _own(self) -> Layout:
-        """The layout, to be changed: that of whatever has been put in the place of the layer's
-        tensors is the layer's own from now on."""
+    def _editable(self) -> Layout:
+        """The layout, to be changed. Tensors that were put in the place of the layer's become its
+        own from now on."""
         try:
             layout = self._here()
         except UnknownIndices:  # which a change mends
@@ -183,18 +183,18 @@ class LayoutModule(IndexedModule):
             if is_close(mark, mark_of(there)):
                 return there
             layout = there
-        return self._taken(mark, layout, is_own)
+        return self._copied(mark, layout, is_own)
 
     def _hold_there(self, layout: Layout, mark: torch.Tensor) -> None:
-        """Take a copy of the layout where somebody has moved the mark to."""
+        """Take a copy of the layout on the device to which the mark has moved."""
         self._hold(layout)
         if self._blank:
             self._hold_nothing(layout.device)
         self._take_mark(mark)
 
-    def _taken(self, mark: torch.Tensor, layout: Layout, is_own: bool) -> Layout:
+    def _copied(self, mark: torch.Tensor, layout: Layout, is_own: bool) -> Layout:
         """The layout of a mark that was copied here from another layer, as broadcasts and loaders
-        do. Raises RuntimeError for one that is none."""
+        do. Raises RuntimeError for an invalid one."""
         mask = mask_of(mark, layout)
         if mask is None:
             if self._blank or not has_values(*layout.tensors):
@@ -253,7 +253,8 @@ class LayoutModule(IndexedModule):
             self._adopt()
 
     def _adopt(self) -> None:
-        """Take what a loader has put there; the next call says what is wrong with it."""
+        """Take the tensors that a loader has put there. The next call reports what is wrong with
+        them."""
         with suppress(UnknownIndices):
             layout, mark = self._here(), self._buffers[MARK]
             if layout is self._layout and self._noted_other((mark,)) is layout:
@@ -263,7 +264,7 @@ class LayoutModule(IndexedModule):
         if not has_values(*self._layout.tensors):
             self._adopt()
         layout = self._layout
-        # What fn answers for contents, such as to_empty's, may be none. Where it puts them counts.
+        # The contents that fn returns may be unset, as to_empty's are: only their device counts.
         probe = torch.empty(0, dtype=torch.int32, device=layout.device)
         self._apply_apart(fn, recurse)
         place = fn(probe).device
@@ -289,7 +290,7 @@ class LayoutModule(IndexedModule):
             layout = self._here()
         except UnknownIndices:
             if self._blank or not has_values(*self._layout.tensors):
-                return {}  # and so the buffer, which says that there are none
+                return {}  # and so the buffer, which stands for no blocks
             raise
         return {MARK: mark_of(layout)} if has_values(*layout.tensors) else {}
 
@@ -335,7 +336,7 @@ class LayoutModule(IndexedModule):
         self._blank = False
 
     def _check_weight(self, weight: object) -> None:
-        """Raises ValueError for a weight that does not go with a layout that is to be loaded."""
+        """Raises ValueError for a weight that does not fit the layout to be loaded."""
         mine = self._parameters.get("weight")
         if mine is None:  # parametrized or pruned, under other names
             return
@@ -386,7 +387,7 @@ class LayoutModule(IndexedModule):
         return {**state, "_seen": None, "_other": None}
 
     def __setstate__(self, state: dict) -> None:
-        """Raises ValueError for a layout that is none."""
+        """Raises ValueError for an invalid layout."""
         # Pickles of version 0.1 hold the tensors as buffers, and no mark.
         buffers = {name: t for name, t in state["_buffers"].items() if name not in INDICES}
         mark = buffers.pop(MARK, None)
@@ -417,7 +418,7 @@ def _marked(words: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def mask_of(mark: torch.Tensor, layout: Layout) -> torch.Tensor | None:
-    """The mask that a mark of some layout of these sizes says, on the CPU; None of what is no
+    """The mask that the mark of a layout of these sizes holds, on the CPU; None for what is no
     mark."""
     shape = layout.tensors[0].shape
     size = 8 * shape.numel()

@@ -222,7 +222,7 @@ class BlockSparseLinear(BlockSparseModule):
         check_input(input, weight, layout.shape[1])
         # Dynamo cannot ask a tensor for that, and hands no such tensor to a program that records.
         if not is_dynamo_compiling() and torch.is_grad_enabled() and input.is_inference():
-            input = input.clone()  # which may be kept for a gradient
+            input = input.clone()  # it may be kept for a gradient
         lead = input.shape[:-1]
         x = input
         if len(lead) != 1:
@@ -320,7 +320,7 @@ def block_sparsify(
     check_model(model, "use BlockSparseLinear.from_linear")
     match = checked_match(match)
     block = check_options(block, density, criterion, per)
-    BlockSparseMatmul("dds", precision=precision)  # which says what is wrong with a precision
+    BlockSparseMatmul("dds", precision=precision)  # raises for a wrong precision
 
     def check(linear: nn.Linear) -> None:
         check_multiple(tuple(check_linear(linear).weight.shape), block)

@@ -78,7 +78,7 @@ class BlockSparseModule(LayoutModule):
             ((16, 16), 0.5, True)
         """
         self._check_change(optimizer)
-        before = growth.places(self._own())
+        before = growth.places(self._editable())
         self._rewrite(mask)
         self._source = growth.sources(before, self._layout)
         tensors = [self.weight, self.weight.grad]
@@ -110,11 +110,11 @@ class BlockSparseModule(LayoutModule):
         if not any(p is weight for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer must be one that has the layer's weight, got another")
 
-    def _is_by_slots(self, held: object) -> bool:
+    def _is_by_slots(self, value: object) -> bool:
         """Whether it has a part for each slot: a moment of the weight's shape, or what Adafactor
         keeps of the rows and of the columns of each."""
         weight = self.weight
-        return isinstance(held, torch.Tensor) and held.dim() == 3 and len(held) == len(weight)
+        return isinstance(value, torch.Tensor) and value.dim() == 3 and len(value) == len(weight)
 
     def drop_(
         self,
@@ -136,9 +136,9 @@ class BlockSparseModule(LayoutModule):
             check_density(density)
             remaining = round(density * growth.total(self._layout))
         else:
-            remaining = self._own().tensors[5][0] - checked_count("count", count, 0)
+            remaining = self._editable().tensors[5][0] - checked_count("count", count, 0)
         norms = growth.squares(self.weight)
-        return self.update_(growth.without_smallest(self._own(), norms, remaining), optimizer)
+        return self.update_(growth.without_smallest(self._editable(), norms, remaining), optimizer)
 
     def watch_growth(self, watch: bool = True, candidates: Layout | None = None) -> Self:
         """From now on let each backward pass also compute the gradient by all blocks of
@@ -156,7 +156,7 @@ class BlockSparseModule(LayoutModule):
         if not watch:
             self._candidates = None
             return self
-        mine = self._own()
+        mine = self._editable()
         if candidates is None:
             mask = torch.ones(mine.grid, dtype=torch.bool, device=mine.device)
             candidates = Layout(mask, mine.block, growth.total(mine))
@@ -168,7 +168,7 @@ class BlockSparseModule(LayoutModule):
 
     @property
     def growth_candidates(self) -> Layout | None:
-        """The blocks that are watched, None if none are."""
+        """The watched blocks, None without them."""
         return self._candidates
 
     @property
@@ -201,7 +201,7 @@ class BlockSparseModule(LayoutModule):
             >>> layer.drop_(2).regrow_(2).layout.density
             0.5
         """
-        layout = self._own()
+        layout = self._editable()
         count = layout.capacity if count is None else checked_count("count", count, 0)
         if self._growth is None:
             raise RuntimeError(
@@ -387,8 +387,8 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def placed(layout: Layout, place: torch.device) -> Layout:
-    """The layout on a device; one without blocks for one that comes from meta, whose contents
-    nobody knows, so that kernels read nothing by what memory happens to hold."""
+    """The layout on a device. One that comes from meta, whose contents are unknown, becomes a
+    layout without blocks, so that kernels do not go by uninitialised memory."""
     if layout.device.type != "meta" or place.type == "meta":
         return layout.to(place)
     heads = () if layout.heads is None else (layout.heads,)

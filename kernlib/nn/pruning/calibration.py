@@ -1,5 +1,5 @@
-"""Statistics of the inputs of layers over batches, block by block: each block sees what the pruned
-blocks in front of it make of the batches."""
+"""Statistics of the inputs of layers over batches, block by block: each block gets the outputs of
+the pruned blocks in front of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kernlib.progress import shown
 
 
 class Statistic(Protocol):
-    """What is gathered of the inputs of a layer, and how many rows there were."""
+    """A statistic of a layer's inputs, and the number of their rows."""
 
     rows: int
 
@@ -37,7 +37,7 @@ class _NoChain(BaseException):
     of it returned."""
 
 
-Call = tuple[list[Any], Any, dict[int, int]]  # leaves, their tree, which are which former results
+Call = tuple[list[Any], Any, dict[int, int]]  # leaves, their tree, former results among them
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def as_list(batches: Iterable[Any]) -> list[Any]:
 
 
 def _call(model: nn.Module, index: int, batch: Any) -> None:
-    """The model's result, which nobody reads. Raises ValueError for a batch that it refuses."""
+    """Run the model. Raises ValueError for a batch that it refuses."""
     try:
         if isinstance(batch, Mapping):
             model(**batch)
@@ -176,9 +176,8 @@ def _recorded(
 
 def _calls_of(model: nn.Module, blocks: list[nn.Module], index: int, batch: Any) -> list[Call]:
     calls: list[Call] = []
-    inputs: list[
-        Any
-    ] = []  # what the block that runs is called with, and how often that was written
+    # What the block that runs is called with, and how often that was written.
+    inputs: list[Any] = []
     versions: list[int] = []
     results: list[Any] = []  # of the block in front
 
@@ -254,7 +253,7 @@ def _of_block(
             leaves, _, links = sample[place + 1]
             for at, source in links.items():
                 leaves[at] = results[source]
-            sample[place] = ([], None, {})  # nobody calls this block again
+            sample[place] = ([], None, {})  # this block is not called again
 
 
 # What is as in generation from dense weights, but without caches, while the model runs.
@@ -282,7 +281,7 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 
 def _set_caches(configs: list[Any], value: bool) -> None:
     for config in configs:
-        with suppress(AttributeError):  # of what cannot be written
+        with suppress(AttributeError):  # of values that cannot be written
             config.use_cache = value
 
 

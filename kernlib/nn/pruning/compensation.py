@@ -72,8 +72,9 @@ def _scores(part: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
 def _drop(
     part: torch.Tensor, factor: torch.Tensor, mask: torch.Tensor | None, pattern
 ) -> torch.Tensor:
-    """Drop what the mask does not keep of a block, in place, and return the errors of its columns.
-    Masks of a pattern are chosen at the first column of each group, by what it is then."""
+    """Set the entries of a block that the mask drops to zero, in place, and return the errors of
+    its columns. Masks of a pattern are chosen at the first column of each group, by what it is
+    then."""
     errors = torch.empty_like(part, memory_format=torch.contiguous_format)
     diagonal = factor.diagonal()
     group = None

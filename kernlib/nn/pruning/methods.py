@@ -1,4 +1,4 @@
-"""What prunes the linear layers of a model in place: by magnitude, by Wanda, by SparseGPT."""
+"""Pruning of a model's linear layers in place: by magnitude, by Wanda, by SparseGPT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is gathered of the inputs of a layer."""
+"""Statistics of a layer's inputs."""
 
 from __future__ import annotations
 

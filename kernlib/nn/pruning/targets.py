@@ -1,4 +1,4 @@
-"""Which layers of a model are pruned, and how many of their entries stay."""
+"""The layers of a model to prune, and the share of their entries that stays."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def _target(name: str, layer: nn.Module, dtypes) -> Target:
 
 
 def share_of(targets: list[Target], density: Density | None, pattern) -> Share:
-    """What stays of each weight. Raises TypeError and ValueError for a ``density`` or ``pattern``
-    that is none, for both, and for layers that they do not fit."""
+    """The share of each weight that stays. Raises TypeError and ValueError for an invalid
+    ``density`` or ``pattern``, for both together, and for layers that they do not fit."""
     if pattern is None:
         return Share(_densities(targets, DEFAULT if density is None else density), None)
     if density is not None:

@@ -49,7 +49,7 @@ MOST_SEED = 2**53  # which a float64 holds, as launches take numbers
 
 
 class Options(NamedTuple):
-    """What a call is given besides its operands and captured tensors."""
+    """The arguments of a call besides its operands and captured tensors."""
 
     scale: float | torch.Tensor
     window: tuple[int, int]
@@ -61,12 +61,12 @@ class Options(NamedTuple):
 
     @property
     def tensors(self) -> tuple:
-        """Those of ``TENSORS``."""
+        """The options that ``TENSORS`` names."""
         return self.scale, self.q_lengths, self.kv_lengths, self.seed
 
     @property
     def has_tensors(self) -> bool:
-        """Whether one of these is a tensor."""
+        """Whether one of the options is a tensor."""
         return (
             isinstance(self.scale, torch.Tensor)
             or self.q_lengths is not None
@@ -83,7 +83,7 @@ class Options(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a call: ``group`` query heads read each of ``kv_heads``."""
+    """The sizes of a call: ``group`` query heads read each of ``kv_heads``."""
 
     batch: int
     kv_heads: int
@@ -109,7 +109,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(operands: tuple) -> Sizes:
-    """Of operands that have been checked."""
+    """The sizes of checked operands."""
     _, q, k, v = operands
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     return Sizes(q.shape[0], k.shape[1], group, q.shape[2], k.shape[2], q.shape[3], v.shape[3])
@@ -126,8 +126,9 @@ def options_of(
     seed=None,
     return_lse=False,
 ) -> Options:
-    """The numbers of a call. Raises TypeError and ValueError for those that the descriptor has none
-    of, and for what is no number; operands are not checked, but for what a default needs."""
+    """The numbers of a call. Operands are checked only as far as a default depends on them. Raises
+    TypeError and ValueError for numbers that the descriptor does not take and for values that are
+    no numbers."""
     if scale is None:
         scale = _scale(descriptor, operands)
     if return_lse is not False:
@@ -161,7 +162,8 @@ def _scale(descriptor: BlockSparseAttention, operands: tuple) -> float:
 
 
 def _check_given(descriptor, name: str, is_given: bool, flag: str) -> None:
-    """Raises ValueError for what a descriptor needs and a call has not, or the other way round."""
+    """Raises ValueError for an argument that the descriptor needs and the call lacks, or the other
+    way round."""
     if not is_given:
         raise ValueError(f"{descriptor.describe()} needs {name}")
     if not getattr(descriptor, flag):
@@ -213,7 +215,7 @@ def checked_dropout(p) -> float:
     number = host_value("dropout_p", p, 0)
     if not 0.0 <= number < 1.0:
         raise ValueError(f"dropout_p must be a number from 0 to 1, without 1, got {number}")
-    if number >= ALL:  # of which nothing would be kept
+    if number >= ALL:  # nothing of it would be kept
         raise ValueError(
             f"dropout_p must be at most {LEVELS - 1} / {LEVELS}, as it is rounded to a whole "
             f"number of {LEVELS}ths, got {number}, which rounds to 1"
@@ -351,8 +353,8 @@ def _check_lengths(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_lengths(options: Options, sizes: Sizes) -> None:
-    """That they lie within the rows, of lengths in host memory, and of a call with ``debug=True``
-    on a GPU as well, which waits for it. Raises ValueError."""
+    """Check that lengths lie within the rows: those in host memory, and with ``debug=True`` those
+    on a GPU too, which waits for it. Raises ValueError."""
     bounds = ("q_lengths", sizes.queries, "queries"), ("kv_lengths", sizes.keys, "keys")
     for (name, most, what), value in zip(
         bounds, (options.q_lengths, options.kv_lengths), strict=True
@@ -397,7 +399,7 @@ def _check_captured(descriptor: BlockSparseAttention, captured: dict, q, sizes: 
 
 
 def _by_default(name: str, axes: tuple[str, ...], value: torch.Tensor) -> str:
-    """What is said of axes that may not have been chosen, or nothing."""
+    """The remark on axes that may not have been chosen, or nothing."""
     count = value.dim()
     if axes != BY_DIMENSIONS.get(count):
         return ""
@@ -417,7 +419,7 @@ def refuse_name(descriptor: BlockSparseAttention, name: str) -> None:
 
 
 def dtypes_of(descriptor: BlockSparseAttention, captured: dict) -> tuple[str, ...]:
-    """Those of the captured tensors by name, in order."""
+    """The dtypes of the captured tensors, in the order of their names."""
     return tuple(str(captured[n].dtype).removeprefix("torch.") for n in descriptor.names)
 
 
@@ -448,7 +450,7 @@ def refuse_overlap(operands: tuple, out, options: Options, captured: dict) -> No
 
 
 def autocast(operands: tuple) -> tuple:
-    """q, k and v in autocast's dtype, but for float64, as those of torch's attention."""
+    """q, k and v in autocast's dtype, except float64, as in torch's attention."""
     layout, *tensors = operands
     kind = autocast_device(tensors[0].device)
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):

@@ -118,7 +118,8 @@ def _one_batch(t: torch.Tensor) -> torch.Tensor:
 
 
 def _causal(bias, rows: int, cols: int, device: torch.device) -> dict:
-    """What attention is given for a CausalBias, whose memory holds nothing. Raises ValueError."""
+    """The arguments of attention for a CausalBias, whose memory holds nothing. Raises
+    ValueError."""
     if (bias.seq_len_q, bias.seq_len_kv) != (rows, cols):
         raise ValueError(
             f"attn_mask must be a CausalBias of {rows} queries and {cols} keys, got one of "
@@ -135,7 +136,7 @@ def _causal(bias, rows: int, cols: int, device: torch.device) -> dict:
 
 
 def _masked(mask, shape: tuple[int, ...], query: torch.Tensor) -> dict:
-    """What attention is given for a mask. Raises TypeError and ValueError."""
+    """The arguments of attention for a mask. Raises TypeError and ValueError."""
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {shown(mask)}")
     check_dense(("attn_mask",), attn_mask=mask)

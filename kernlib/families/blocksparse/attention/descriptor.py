@@ -122,14 +122,14 @@ class BlockSparseAttention(Descriptor):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         return partial(type(self), **{name: getattr(self, name) for name in FIELDS}), ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the captured tensors, in order."""
+        """The captured tensors' names, in order."""
         return tuple(name for name, _ in self.captured)
 
     @property

@@ -1,4 +1,4 @@
-"""Which probabilities a dropout keeps: a function of seed, batch, head, row and column alone, by
+"""The probabilities that a dropout keeps: a function of seed, batch, head, row and column alone, by
 Philox 4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
 
 dropout.cuh of kernel_sources/blocksparse/attention is the same for kernels, and says which number
@@ -27,7 +27,7 @@ def threshold(p: float) -> int:
 
 
 def share(p: float) -> float:
-    """What is multiplied with what is kept: of the part that is dropped indeed."""
+    """The factor of the elements that stay, by the share that is dropped after rounding."""
     levels = LEVELS - threshold(p)
     return LEVELS / levels if levels else 0.0
 

@@ -142,7 +142,7 @@ def attention(
     lengths = q_lengths is not None or kv_lengths is not None
     has_dropout = not (type(dropout_p) in (float, int) and dropout_p == 0)
     fields = score, mask, named, causal, window is not None, lengths, has_dropout
-    # Of keywords that are as by default none: a hot call binds each twice.
+    # Only keywords other than their defaults: a hot call binds each twice.
     rest = captured
     if lengths:
         rest = dict(q_lengths=q_lengths, kv_lengths=kv_lengths, **rest)
@@ -169,7 +169,7 @@ def attention(
         checked_seed(q, seed)
     try:
         descriptor = _cached(*fields) if type(causal) is bool else _new(*fields)
-    except TypeError:  # of what cannot be hashed, or is wrong
+    except TypeError:  # for unhashable or wrong arguments
         descriptor = _new(*fields)
     return run_kernel(descriptor, layout, q, k, v, **rest)
 
@@ -198,7 +198,7 @@ def _axes_of(name: str, axes: dict, value, texts: tuple) -> tuple[str, ...]:
         return axes[name] if not isinstance(axes[name], str) else (axes[name],)
     if not isinstance(value, torch.Tensor):
         if not _is_named(name, texts):
-            from kernlib.hints import scores  # which right calls do without
+            from kernlib.hints import scores  # only errors need it
 
             is_plain = value is None or isinstance(value, (int, float, str))
             text = shown(value) if is_plain else f"a {type(value).__name__}"
@@ -221,7 +221,7 @@ def _refuse_index(name: str, texts: tuple) -> None:
     for what, text in zip(("score", "mask"), texts, strict=True):
         place = re.search(rf"\b{re.escape(name)}\s*\[([^\[\]]*)\]", text) if text else None
         if place is not None:
-            from kernlib.hints import scores  # which right calls do without
+            from kernlib.hints import scores  # only errors need it
 
             why = scores.indexed(name, place[1])
             raise ValueError(f"{what} {shown(text)}: {shown(place[0])} {why}")
@@ -235,7 +235,7 @@ def _as_tensor(value) -> str:
 
 def _meant(name: str, texts: tuple) -> str:
     """The argument that may have been meant by a name, unless a score or mask has it."""
-    from kernlib.hints import scores  # which right calls do without
+    from kernlib.hints import scores  # only errors need it
 
     return "" if _is_named(name, texts) else scores.unread(name, MEANT)
 
@@ -250,4 +250,4 @@ def _new(*fields) -> BlockSparseAttention:
     return BlockSparseAttention(**dict(zip(FIELDS, fields, strict=True)))
 
 
-_cached = lru_cache(maxsize=64)(_new)  # which Dynamo does not look into
+_cached = lru_cache(maxsize=64)(_new)  # Dynamo does not look into it

@@ -4,14 +4,13 @@ Requests are ``(descriptor, (layout, q, k, v), out, options, captured)``, answer
 ``lse`` or None, and ``rest``, what floats leave of the log-sum-exps of a score's logits, or None;
 and for a gradient ``(descriptor, operands, (out, lse, rest), options, captured, (grad, grad_lse),
 needs)``, answered by those of q, k, v and the captured tensors, None where there is no need.
-Kernels compute on CUDA what they take; all else, and calls inside of transforms of torch.func, the
-reference does.
+Kernels compute the CUDA calls that they take. The reference computes all others, and calls inside
+of transforms of torch.func.
 
-Of a call whose gradient is recorded q, k, v, out and lse are kept, of a score also what floats
-leave of lse, and no logits: with ``D = sum(grad * out) - grad_lse`` of each row the gradient by a
-logit is ``p * (<grad, v> - D)``, for p computed again. Gradients of gradients are torch's own, of
-the reference computed again.
-"""
+A call whose gradient is recorded keeps q, k, v, out and lse, with a score also what floats leave of
+lse, and no logits: with ``D = sum(grad * out) - grad_lse`` of each row the gradient by a logit is
+``p * (<grad, v> - D)``, for p computed again. Gradients of gradients are torch's own, of the
+reference computed again."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def _key(descriptor, operands: tuple, out, options: Options, captured: dict) -> 
             descriptor.text, layout.key, signature(q), signature(k), signature(v), options.lse,
             None if out is None else signature(out),
         )  # fmt: skip
-        if options.has_tensors:  # 0.4 us that most calls do without
+        if options.has_tensors:  # 0.4 us, which most calls save
             key += tuple(map(parameter_key, options.tensors))
         for name, value in captured.items():
             key += (name, signature(value))
@@ -93,7 +92,7 @@ def _reference(call, descriptor, operands: tuple, out, options: Options, capture
 
 def by_reference(descriptor, operands: tuple, out, options: Options, captured: dict) -> tuple:
     """A checked call by torch's own operators, which are differentiable as they are."""
-    from kernlib.families.blocksparse.attention import reference  # which kernels do without
+    from kernlib.families.blocksparse.attention import reference  # only torch's way needs it
 
     with no_autocast(operands[1]):
         y, lse = reference.attention(descriptor, operands, options, captured)
@@ -213,9 +212,9 @@ gradient_calls = operation.bind(GRADIENT)
 def _gradients(
     descriptor, operands, saved, options, captured: dict, grads: tuple, needs: tuple
 ) -> list:
-    """Those of q, k, v and captured tensors: by torch's operators where a gradient of them may be
-    asked for or a transform is active, by the operator where somebody must see it, else by
-    kernels."""
+    """The gradients of q, k, v and captured tensors: by torch's operators where they may be
+    differentiated again or a transform is active, by the library's operator where a mode watches,
+    else by kernels."""
     request = descriptor, operands, saved, options, captured, grads, needs
     # Operands are not wrapped where no transform is active: the call went to the reference then.
     tensors = (*operands[1:], *grads) if _are_functorch_transforms_active() else grads
@@ -241,8 +240,8 @@ class _Attention(torch.autograd.Function):
             options = Options(*(None if at in places else n for at, n in enumerate(options)))
         ctx.options, ctx.places = options, places
         ctx.set_materialize_grads(False)
-        # Of the layout what backward reads too, for torch to see what was written since: each
-        # tensor costs a step 0.7 us, and who writes one writes all.
+        # The layout's tensors that backward reads, so that torch notices writes: each tensor costs
+        # a step 0.7 us, and a write of one writes all.
         ctx.save_for_backward(out, lse, rest, q, k, v, *captured, *tensors, *layout.tensors[:3:2])
         return out, lse
 
@@ -300,7 +299,7 @@ def _plan_of(descriptor, operands: tuple, options: Options, captured: dict):
     tensors = *operands[1:], *captured.values()
     if any([type(t) not in ORDINARY for t in tensors]) and stand_ins(*tensors):
         return None
-    if requires_gradient((), *options.tensors):  # which checks refuse
+    if requires_gradient((), *options.tensors):  # checks refuse it
         return None
     return calls.find(descriptor, operands, None, options, captured)
 
@@ -321,13 +320,13 @@ def run(
     return_lse: bool = False,
     **captured: torch.Tensor,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What ``descriptor`` describes of ``operands``, layout, q, k and v, as it says itself."""
+    """The result of ``descriptor`` for ``operands``, layout, q, k and v, as its class says."""
     options = arguments.options_of(
         descriptor, operands, scale, window, q_lengths, kv_lengths, dropout_p, seed, return_lse
     )
     if torch._C._is_any_autocast_enabled():
         check_kinds(descriptor, operands)
-        if isinstance(out, torch.Tensor):  # which casts would hide
+        if isinstance(out, torch.Tensor):  # before casts, which would hide it
             arguments.refuse_overlap(operands, out, options, captured)
         operands = arguments.autocast(operands)
     if forward_ad._current_level >= 0 or (
@@ -347,7 +346,7 @@ RUNS = {BlockSparseAttention: run}
 
 
 def planned(descriptor: BlockSparseAttention, tensors: tuple, keywords: dict) -> list[Planned]:
-    """What of a call has a plan. Raises TypeError for an argument that is not known."""
+    """The parts of a call that have a plan. Raises TypeError for an argument that is not known."""
     from kernlib.runtime.ahead import is_recorded, planned_operation
 
     captured = dict(keywords)

@@ -143,7 +143,7 @@ def gradients_of(descriptor, operands, saved, options, captured: dict, grads, ne
 
 
 def _request(descriptor, operands: tuple, options: Options, captured: dict) -> tuple:
-    """What an operator takes of a request."""
+    """The operator's arguments of a request."""
     layout, q, k, v = operands
     options = options._replace(scale=placed(options.scale, q.device))
     return q, k, v, layout, descriptor, options, [*captured.values()]

@@ -1,5 +1,5 @@
-"""A call in pieces, each small enough for the memory of its logits: some heads, some rows, and the
-columns that any of these stores.
+"""A call in pieces, each with few enough logits for memory: some heads, some rows, and the columns
+that any of these rows stores.
 
 Tensors are (batch, key heads, query heads of each, rows, columns, ...), of size 1 along what they
 do not depend on.
@@ -36,14 +36,14 @@ class Piece(NamedTuple):
     cols: torch.Tensor | None
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
-        """What of a tensor the piece has: a view, or a copy of columns."""
+        """The piece's part of a tensor: a view, or a copy of columns."""
         part = t[self._index(t)]
         if self.cols is None or t.shape[COLUMNS] == 1:
             return part
         return part.index_select(COLUMNS, self.cols)
 
     def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        """Add to what a tensor has of it."""
+        """Add to the piece's part of a tensor."""
         place = total[self._index(total)]
         if self.cols is None or total.shape[COLUMNS] == 1:
             place += part
@@ -78,14 +78,15 @@ def restored(t: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
 
 
 def summed(part: torch.Tensor, axes: tuple[str, ...], like: torch.Tensor) -> torch.Tensor:
-    """The gradient by a captured tensor of what kernels left of each batch and head."""
+    """The gradient by a captured tensor, summed from the kernels' result for each batch and
+    head."""
     sizes = [like.shape[axes.index(axis)] if axis in axes else 1 for axis in AXES]
     total = part.sum_to_size(sizes)
     return restored(total[:, :, None], axes).reshape(like.shape).to(like.dtype)
 
 
 def stored(layout: Layout, sizes: Sizes) -> torch.Tensor:
-    """Of each block whether it is stored, with the dimensions of pieces."""
+    """Whether each block is stored, with the dimensions of pieces."""
     mask = layout.mask()
     if layout.heads is None:
         return mask[None, None, None]
@@ -94,15 +95,15 @@ def stored(layout: Layout, sizes: Sizes) -> torch.Tensor:
 
 
 def may_look(layout: Layout) -> bool:
-    """Whether the contents are in host memory, and nobody records what is read of them."""
+    """Whether the contents are in host memory and reading them is not recorded."""
     if layout.device.type != "cpu" or stand_ins(*layout.tensors):
         return False
     return not (is_in_torch_dispatch_mode() or _is_tracing())
 
 
 def pieces(layout: Layout, sizes: Sizes, left: int, right: int) -> list[list[Piece]]:
-    """All pieces: of each head of the layout, or of all at once, those of its rows from the first
-    to the last. ``left`` and ``right`` are how far columns may be from their row."""
+    """All pieces: for each head of the layout, or for all at once, those of its rows in order.
+    ``left`` and ``right`` are how far columns may be from their row."""
     if not may_look(layout) or layout.density > DENSE:
         rows = _rows(sizes, sizes.batch * sizes.heads * sizes.keys)
         return [

@@ -52,7 +52,7 @@ GRADIENT_OPERANDS = (
 FAMILY = BlockSparseAttention.family
 HALF_TYPES = (torch.float16, torch.bfloat16)
 STEP, LEAST, MOST = 8, 16, 256  # features of a kernel, to which others are padded with zeros
-CHUNK = 8  # elements of 16 bytes, of which strides are multiples
+CHUNK = 8  # elements of 16 bytes; strides are multiples of these
 
 Allocator = Callable[[], torch.Tensor]
 
@@ -89,9 +89,9 @@ class AttentionPlan(NamedTuple):
 
 
 class GradientPlan(NamedTuple):
-    """The same of a gradient, whose ``reads`` are of out and grad too: ``made`` are those of q, k
-    and v, None for what is not needed, ``cut`` is whether these are wider than the operands, and
-    ``collected`` are those of captured tensors, by their places."""
+    """The plan of a gradient. ``reads`` has out and grad too. ``made`` makes the gradients of q, k
+    and v, None where not needed; ``cut`` is whether these are wider than the operands.
+    ``collected`` makes those of captured tensors, by their places."""
 
     index: int
     device: torch.device
@@ -119,7 +119,7 @@ def problem_of(
     descriptor, operands: tuple, out, options: Options, captured: dict
 ) -> tuple[Attention, tuple[Read, ...], bool] | None:
     """The problem of a checked call, how q, k and v are read, and whether a result is made by a
-    copy; None of what no kernel computes, whatever the GPU."""
+    copy; None for calls that no kernel computes, whatever the GPU."""
     layout, q, k, v = operands
     sizes = sizes_of(operands)
     dtypes = dtypes_of(descriptor, captured)
@@ -164,7 +164,7 @@ def problem_of(
 
 
 def window_of(descriptor: BlockSparseAttention, dtypes: tuple[str, ...]) -> Window:
-    """What of the mask is one."""
+    """The window in the mask."""
     mask = descriptor.expression.trees(dtypes).mask
     return Window() if mask is None else structure(mask)
 
@@ -175,8 +175,8 @@ def score_of(
     by: Iterable[str] = (),
     packed: Iterable[str] = (),
 ) -> Score:
-    """What becomes of logits, as lowering has it, by the dtypes of captured tensors, with the
-    derivatives ``by`` some. ``packed`` are those whose columns lie side by side."""
+    """The score for lowering, by the dtypes of captured tensors, with its derivatives ``by`` some
+    of them. ``packed`` are those whose columns lie side by side."""
     expression, window = descriptor.expression, window_of(descriptor, dtypes)
     trees = expression.trees(dtypes)._replace(mask=window.rest)
     score = Score()
@@ -197,7 +197,7 @@ def score_of(
 def gradient_of(
     descriptor, operands: tuple, out, options: Options, captured: dict, grads: tuple, needs: tuple
 ) -> tuple[AttentionGradient, tuple[Read, ...]]:
-    """The problem of a gradient of what kernels compute, and how q, k, v, out and grad are read."""
+    """The problem of a gradient that kernels compute, and how q, k, v, out and grad are read."""
     attention, reads, _ = problem_of(descriptor, operands, None, options, captured)
     sizes, (grad, grad_lse) = sizes_of(operands), grads
     result, read_out = _seen(out, attention.values)
@@ -226,8 +226,8 @@ def _collected(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> Collecte
 
 
 def _collected_shape(descriptor, name: str, t: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
-    """Of what kernels leave of the gradient by a captured tensor: of one with rows and columns its
-    own, else of each batch and head, and of each row unless it has columns alone."""
+    """The shape of a kernel's gradient by a captured tensor: that of a tensor with rows and
+    columns, else one for each batch and head, and for each row unless it has columns alone."""
     axes = dict(descriptor.captured)[name]
     batch, heads, rows, cols = (t.shape[axes.index(n)] if n in axes else 1 for n in AXES)
     if rows > 1 and cols > 1:
@@ -296,7 +296,8 @@ def gradient_plan(
 
 
 def _loaded(lowered: Lowered, operands: tuple[str, ...], q: torch.Tensor) -> Callable:
-    """What launches the kernels, given a list of the operands' addresses and the numbers."""
+    """A function that launches the kernels, given a list of the operands' addresses and the
+    numbers."""
     steps, inner = load_steps(lowered.steps, operands, q.get_device())
     return launcher(steps, inner, q.device, lowered.workspace)
 
@@ -353,7 +354,7 @@ def launch(plan: AttentionPlan, descriptor, operands: tuple, out, options: Optio
     layout, q, k, v = operands
     if out is not None:
         refuse_overlap(operands, out, options, captured)
-        if not out.is_inference():  # those have no version to count
+        if not out.is_inference():  # inference tensors have no version
             torch.autograd.graph.increment_version(out)
     target = plan.result() if out is None or plan.apart else out
     lse = plan.lse() if options.lse else None
@@ -425,7 +426,7 @@ def launch_gradient(
 def _numbers(plan, options: Options) -> tuple[list, torch.Tensor | None]:
     """Values and addresses of a launch's scalars, and a tensor to hold until then."""
     scale, address, tensor = options.scale, 0, None
-    if type(scale) is not float or scale != scale:  # as few calls have it
+    if type(scale) is not float or scale != scale:  # few calls have these
         scale, address, tensor = scale_of(scale, plan.device, torch.float32)
     left, right = options.window
     mask = plan.window

@@ -1,9 +1,8 @@
 """Attention over stored blocks in PyTorch, differentiable as often as is asked for, and its
 gradient, in the memory of a piece's logits.
 
-On the CPU rows meet the keys alone that their blocks store; there layouts are looked at. Elsewhere
-nobody looks: rows meet all keys, some rows at a time.
-"""
+On the CPU the layout is read, and rows meet only the keys of their blocks. Elsewhere it is not
+read: rows meet all keys, some rows at a time."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ class Case(NamedTuple):
 
 
 def attention(descriptor, operands: tuple, options: Options, captured: dict) -> tuple:
-    """``out`` and ``lse``, in q's dtype and that of sums."""
+    """``out`` in q's dtype and ``lse`` in that of sums."""
     case = Case.of(descriptor, operands, options, captured)
     q, lse = operands[1], case.lse_type()
     if case.is_empty:
@@ -105,7 +104,7 @@ def attention(descriptor, operands: tuple, options: Options, captured: dict) -> 
 
 
 def _joined(case: Case, parts: list[torch.Tensor]) -> torch.Tensor:
-    """(batch, heads, rows, features) of what each head of the layout has."""
+    """The parts of each head of the layout as (batch, heads, rows, features)."""
     parts = [t.reshape(t.shape[0], t.shape[1] * t.shape[2], *t.shape[3:]) for t in parts]
     joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
     return joined.reshape(case.sizes.batch, case.sizes.heads, *joined.shape[2:])
@@ -114,8 +113,9 @@ def _joined(case: Case, parts: list[torch.Tensor]) -> torch.Tensor:
 def gradient(
     descriptor, operands: tuple, options: Options, captured: dict, grads: tuple, needs: tuple
 ) -> list:
-    """Those of q, k, v and the captured tensors that are needed, None for others, by the gradients
-    of out and lse, either of which may be None. A piece at a time: no record of them is kept."""
+    """The gradients of q, k, v and the captured tensors that are needed, None for others, from
+    those of out and lse, either of which may be None. They are computed a piece at a time, so that
+    no graph of all pieces is kept."""
     case = Case.of(descriptor, operands, options, captured)
     names = [name for name, need in zip(case.tensors, needs, strict=True) if need]
     wide = case.lse_type()
@@ -194,7 +194,8 @@ def _returned(case: Case, name: str, total, operands: tuple, captured: dict):
 
 
 def _places(case: Case) -> dict[str, torch.Tensor]:
-    """Indices of batch, head, row and column, and what is stored, with the dimensions of pieces."""
+    """Indices of batch, head, row and column, and the stored blocks, with the dimensions of
+    pieces."""
     sizes, device = case.sizes, case.tensors["q"].device
     batch, heads, rows, cols = (
         torch.arange(n, dtype=torch.int64, device=device)
@@ -210,12 +211,12 @@ def _places(case: Case) -> dict[str, torch.Tensor]:
 
 
 def _part(case: Case, piece: Piece, places: dict, own: dict, wide: torch.dtype) -> tuple:
-    """Of a piece ``out`` (b, key heads, query heads, rows, features) and ``lse`` (..., rows, 1)."""
+    """A piece's ``out`` (b, key heads, query heads, rows, features) and ``lse`` (..., rows, 1)."""
     indices = {name: piece.of(places[name]) for name in ("batch", "head", "row", "col")}
     q, k, v = (own[name].to(wide) for name in ("q", "k", "v"))
     captured = {name: own[name] for name in case.descriptor.names}
     mask = _kept(case, piece, places, indices, captured)
-    # What nobody here takes part in is 0, as 0 times the NaN of a padded row is none.
+    # Rows and columns of no pair are 0 here: 0 times the NaN of a padded row would be NaN.
     q = torch.where(mask.any(4, keepdim=True)[..., None], q, 0.0)
     is_read = mask.any(3, keepdim=True).any(2, keepdim=True)[..., None]
     k, v = torch.where(is_read, k, 0.0), torch.where(is_read, v, 0.0)
@@ -243,7 +244,7 @@ def _times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(case: Case, piece: Piece, places: dict, indices: dict, captured: dict):
-    """What is not left out: bools that broadcast to the logits of a piece."""
+    """The logits that stay, as bools that broadcast to those of a piece."""
     descriptor, options = case.descriptor, case.options
     row, col = indices["row"], indices["col"]
     height, width = case.layout.block

@@ -1,4 +1,4 @@
-"""What callers hand over for a layout's contents: masks and lists of indices, checked."""
+"""Callers' contents of a layout, checked: masks and lists of indices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checked_mask(
 ) -> torch.Tensor:
     """A mask of bools with 2 or 3 dimensions, where it lies. Raises TypeError for what is neither a
     dense tensor nor nested lists of 0 and 1, ValueError for another number of dimensions.
-    ``of_blocks`` is what a ``BlockMask`` of FlexAttention is good for in place of it."""
+    ``of_blocks`` says what to pass in place of a ``BlockMask`` of FlexAttention."""
     if type(mask).__name__ == "BlockMask":
         raise TypeError(f"mask must be a tensor or nested lists, got BlockMask; {of_blocks}")
     mask = as_tensor("mask", mask, "(RB, CB) or (heads, RB, CB)")
@@ -64,7 +64,7 @@ def checked_indices(rows: Indices, cols: Indices, heads: Indices | None) -> dict
 
 
 def as_tensor(name: str, value: object, shape: str) -> torch.Tensor:
-    """A tensor of what callers give for one. Raises TypeError for what is none."""
+    """A tensor made of an argument. Raises TypeError for what cannot be one."""
     if not isinstance(value, torch.Tensor):
         try:
             value = torch.as_tensor(value, dtype=None, device="cpu")
@@ -136,13 +136,13 @@ def refuse_traced(name: str) -> None:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Outside of inference mode, whose tensors nothing could write later, and of transforms of
-    torch.func, which wrap each tensor that is made inside."""
+    """Leave inference mode, whose tensors could not be written later, and transforms of torch.func,
+    which would wrap each new tensor."""
     active = torch._C._are_functorch_transforms_active()
     with torch.inference_mode(False), torch._C._DisableFuncTorch() if active else nullcontext():
         yield
 
 
 def has_values(*tensors: torch.Tensor) -> bool:
-    """Whether all hold values here: none on meta, none a fake one."""
+    """Whether all tensors hold values: none is on meta, none is fake."""
     return not stand_ins(*tensors) and not any(t.is_meta for t in tensors)

@@ -31,7 +31,7 @@ def note(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def copy(layout: Layout, other: Layout) -> None:
-    """Know of a copy what the host knows of a layout."""
+    """Note for a copy what the host knows of a layout."""
     twin = on_host(layout)
     if twin is not None:
         note(other, twin.tensors)

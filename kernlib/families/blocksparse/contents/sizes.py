@@ -1,4 +1,4 @@
-"""What of a layout never changes: sizes of blocks, the grid, heads and capacity, and their text."""
+"""The fixed parts of a layout: sizes of blocks, the grid, heads and capacity, and their text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ DROPPED = ("for want of capacity", "as duplicates", "as out of range")
 
 
 def layout_text(block: tuple, grid: tuple, heads: int | None, capacity: int) -> str:
-    """What :attr:`Layout.text` says: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
-    head_text = "no heads" if heads is None else f"{heads} heads"
-    return (
-        f"{block[0]}x{block[1]} blocks, {grid[0]}x{grid[1]} grid, {head_text}, capacity {capacity}"
-    )
+    """The text of :attr:`Layout.text`: ``64x64 blocks, 8x16 grid, 4 heads, capacity 300``."""
+    count = "no heads" if heads is None else f"{heads} heads"
+    return f"{block[0]}x{block[1]} blocks, {grid[0]}x{grid[1]} grid, {count}, capacity {capacity}"
 
 
 def parse_layout(
@@ -41,11 +39,11 @@ def _parse(text: str) -> tuple[tuple[int, int], tuple[int, int], int | None, int
     return *sizes, head_count, int(capacity[1])
 
 
-_parsed = lru_cache(maxsize=4096)(_parse)  # which Dynamo warns of
+_parsed = lru_cache(maxsize=4096)(_parse)  # Dynamo warns of it
 
 
 def form_text(block: tuple, has_heads: bool) -> str:
-    """What :attr:`Layout.form` says: ``64x64 blocks``, or ``64x64 blocks of heads``."""
+    """The text of :attr:`Layout.form`: ``64x64 blocks``, or ``64x64 blocks of heads``."""
     return f"{block[0]}x{block[1]} blocks{' of heads' * has_heads}"
 
 
@@ -68,18 +66,18 @@ def parse_form(text: str) -> tuple[tuple[int, int], bool]:
 
 
 def sizes_shape(grid: tuple, heads: int | None) -> tuple[int, int, int, int]:
-    """Of the tensor whose shape says the sizes: two more each, as torch.compile makes constants of
-    0 and 1, and no symbol of heads where there are none."""
+    """The shape of the tensor that carries the sizes, each plus two, as torch.compile makes
+    constants of 0 and 1. A 0 stands for no heads: it shall be no symbol."""
     return 0 if heads is None else heads + 2, grid[0] + 2, grid[1] + 2, 0
 
 
 def blocks_of(block: tuple, grid: tuple, heads: int | None, capacity: int) -> Blocks:
-    """The sizes as lowering has them: one head where there are none."""
+    """The sizes for lowering: one head where the layout has none."""
     return Blocks(*block, *grid, 1 if heads is None else heads, capacity)
 
 
 def tensor_shapes(blocks: Blocks) -> tuple[tuple[int, ...], ...]:
-    """Of the six tensors, in the order of ``NAMES``."""
+    """The shapes of the six tensors, in the order of ``NAMES``."""
     rows, cols = blocks.heads * blocks.grid_rows, blocks.heads * blocks.grid_cols
     words = (rows, blocks.row_words)
     return words, words, (cols, blocks.col_words), *((blocks.capacity,),) * 2, (COUNTS,)

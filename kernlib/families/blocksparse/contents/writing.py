@@ -35,8 +35,8 @@ def of_mask(mask: torch.Tensor, blocks: Blocks, device: torch.device) -> Tensors
 
 
 def of_host(mask: torch.Tensor, blocks: Blocks, given: str = "mask has") -> Tensors:
-    """The tensors of a mask on the CPU, of which an error says ``given``. Raises ValueError for
-    more blocks than the capacity."""
+    """The tensors of a mask on the CPU. An error begins with ``given``. Raises ValueError for more
+    blocks than the capacity."""
     live = int(mask.count_nonzero())
     if live > blocks.capacity:
         raise ValueError(
@@ -86,14 +86,14 @@ def marked(given: dict[str, torch.Tensor], blocks: Blocks) -> torch.Tensor:
 
 
 def empty(blocks: Blocks, device: torch.device) -> Tensors:
-    """Tensors whose values nobody has written."""
+    """Tensors with unwritten values."""
     shapes = tensor_shapes(blocks)
     return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of one dimension in the same memory that is no view: of a view Dynamo guards the
-    sizes of what it is made of."""
+    """A tensor of one dimension in the same memory that is no view: for a view Dynamo would guard
+    the sizes of its base."""
     if not tensor._is_view() and tensor.dim() == 1:
         return tensor
     if not has_values(tensor):
@@ -103,7 +103,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_like(given: torch.Tensor, blocks: Blocks, device: torch.device) -> Tensors:
-    """Those without values: fake ones of a fake tensor."""
+    """The tensors without values: fake ones for a fake tensor."""
     shapes = tensor_shapes(blocks)
     return tuple(given.new_empty(shape, dtype=torch.int32, device=device) for shape in shapes)
 
@@ -146,8 +146,8 @@ def _copy(tensors: Tensors, new: Tensors) -> None:
 
 
 def counted(tensors: Tensors) -> list[int]:
-    """Blocks that are stored and that were dropped. Waits for the device. Raises ValueError for a
-    layout without contents."""
+    """The numbers of blocks that are stored and that were dropped. Waits for the device. Raises
+    ValueError for a layout without contents."""
     counts = tensors[5]
     if not has_values(counts):
         raise ValueError("the layout has no contents here to count (meta or fake tensors)")
@@ -158,7 +158,7 @@ def counted(tensors: Tensors) -> list[int]:
 
 def write_mask(tensors: Tensors, mask: torch.Tensor, blocks: Blocks) -> None:
     """The contents of a mask on the tensors' GPU, by kernels: what is too many is dropped."""
-    from kernlib.families.blocksparse.contents import device  # which layouts of CPUs do not load
+    from kernlib.families.blocksparse.contents import device  # layouts on CPUs do not load it
 
     device.write_mask(tensors, mask.contiguous(), blocks)
     torch.autograd.graph.increment_version(tensors)

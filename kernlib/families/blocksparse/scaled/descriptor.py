@@ -1,4 +1,4 @@
-"""Products of float8 of which one operand is block-sparse, with scales."""
+"""Products of float8 with scales and one block-sparse operand."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OUT_DTYPES = ("bfloat16", "float16")
 @explained
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockSparseScaledMatmul(Product):
-    """A product of float8 with a block-sparse matrix S, of which each stored block has a scale, and
-    a dense matrix, of which each vector that is multiplied has one, for inference.
+    """A float8 product of a block-sparse matrix S and a dense matrix, for inference. Each stored
+    block of S has a scale, and so has each vector of the dense matrix that is multiplied.
 
     With blocks ``S[b]`` that :class:`kernlib.blocksparse.Layout` places and sums in float32,
 
@@ -83,7 +83,7 @@ class BlockSparseScaledMatmul(Product):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         names = ("transpose_a", "transpose_b", "out_dtype")

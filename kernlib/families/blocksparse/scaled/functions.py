@@ -52,7 +52,8 @@ def quantize(
         largest = x.abs().amax(dims, keepdim=True) if dims else x.abs()
     # By a tensor: by a number torch multiplies with a reciprocal on GPUs.
     scale = largest / largest.new_full((), LARGEST)
-    # Below what is normal a scale has few bits: rounded down, or to 0, the largest would saturate.
+    # A subnormal scale has few bits: if it were rounded down, or to 0, the largest values would
+    # saturate.
     up = torch.nextafter(scale, scale.new_full((), torch.inf))
     scale = torch.where((scale < SMALLEST) & (scale * LARGEST < largest), up, scale)
     scale = torch.where(largest == 0, 1.0, scale)
@@ -164,7 +165,7 @@ def _descriptor(mode: str, of_a, of_b, out_dtype) -> BlockSparseScaledMatmul:
     make = _new if is_dynamo_compiling() else _cached
     try:
         return make(mode, of_a, of_b, _NAMES[out_dtype])
-    except TypeError:  # of what cannot be hashed the cache says less
+    except TypeError:  # unhashable: the cache's message says less
         return _new(mode, of_a, of_b, _NAMES[out_dtype])
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 SCALES = ("scale_a", "scale_b")
 
 
-# What can be wrong, said in the caller's words.
+# Checks, in the caller's words.
 
 
 def check_kinds(descriptor: BlockSparseScaledMatmul, operands: tuple) -> None:
@@ -116,7 +116,8 @@ def check_operands(descriptor: BlockSparseScaledMatmul, operands: tuple) -> tupl
 
 
 def _columns_shape(descriptor: BlockSparseScaledMatmul, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a result's shape that of the scales of its columns: what is no line of op(S)."""
+    """The shape of the column scales of a result: its shape without the dimension of op(S)'s
+    lines."""
     return (*shape[:-2], shape[-3 - descriptor.axis])
 
 
@@ -135,8 +136,8 @@ class Read(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A call's tensors by what they are, and whether the dense operand's last dimension is what is
-    summed over."""
+    """A call's tensors by their roles, and whether the sum runs over the dense operand's last
+    dimension."""
 
     values: torch.Tensor
     dense: torch.Tensor
@@ -155,8 +156,8 @@ def _parts(descriptor: BlockSparseScaledMatmul, operands: tuple) -> Parts:
 def problem_of(
     call: Call, descriptor: BlockSparseScaledMatmul, operands: tuple, out
 ) -> tuple[Spmm, Scales, Read] | None:
-    """The problem of a checked call in pairs, strides of its scales, and how tensors are read; None
-    for what is not summed along rows of stored blocks, or of other blocks."""
+    """The problem of a checked call in pairs, strides of its scales, and how tensors are read. None
+    for sums that do not run along rows of stored blocks, and for other blocks."""
     layout, parts = operands[0], _parts(descriptor, operands)
     if layout.block != (scaled.BLOCK,) * 2 or descriptor.transposed != (descriptor.mode == "dds"):
         return None
@@ -184,7 +185,7 @@ def problem_of(
 def _plan(call: Call, descriptor, operands: tuple, out, parameters: dict) -> ProductPlan:
     """The plan of a checked call on CUDA tensors, its kernel loaded."""
     device = operands[1].get_device()
-    arch = arch_of(device)  # one too old is refused for an empty result as well
+    arch = arch_of(device)  # an old device is refused for an empty result too
     tensors, request = _tensors(operands), (descriptor, operands, out, parameters)
     names = (*TENSORS, "values", "dense", *scaled.SCALES)
     problem = problem_of(call, descriptor, operands, out) if call.batch else None
@@ -244,7 +245,7 @@ def _is_pairs(t: torch.Tensor, dim: int) -> bool:
 
 
 def _copy_of(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """What a copy is like of which a dimension is contiguous."""
+    """The shape and strides of a copy with one dimension contiguous."""
     shape = list(t.shape) if dim == -1 else [*t.shape[:-2], t.shape[-1], t.shape[-2]]
     copy = torch.empty(shape, dtype=t.dtype, device="meta")
     return copy if dim == -1 else copy.mT
@@ -276,7 +277,7 @@ def _key(descriptor: BlockSparseScaledMatmul, operands: tuple, out, parameters: 
 
 
 def _way(call: Call, descriptor, operands: tuple, out, parameters: dict) -> str:
-    """Plans are for CUDA tensors, torch computes all else and what is inside a transform of
+    """Plans are for CUDA tensors; torch computes all else, and calls inside a transform of
     torch.func. Raises UnsupportedError for devices that have no backend."""
     if not products.is_on_gpu(call.device):
         return REFERENCE
@@ -293,7 +294,7 @@ def _names(operands: tuple) -> tuple[str, ...]:
 
 
 def _cast(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
-    """As they are: what is quantised is not cast."""
+    """The tensors as they are: quantised tensors are not cast."""
     return operands, parameters
 
 
@@ -330,7 +331,8 @@ RUNS = {BlockSparseScaledMatmul: run}
 
 
 def planned(descriptor: BlockSparseScaledMatmul, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan: nothing where a gradient is recorded, which torch computes."""
+    """The parts of a call that have a plan: nothing where a gradient is recorded, which torch
+    computes."""
     from kernlib.runtime.ahead import planned_product
 
     call = planned_product(PRODUCT, calls, None, descriptor, tensors, arguments)

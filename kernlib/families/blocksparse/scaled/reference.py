@@ -18,7 +18,7 @@ def scaled_matmul(
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
 ) -> torch.Tensor:
-    """What ``descriptor`` describes."""
+    """The result of ``descriptor``."""
     # Where torch may round float32 to TF32, which products of float8 and scales are not.
     strict = a.device.type == "cuda" and float32_precision() != "fp32"
     wide = torch.float64 if strict else torch.float32

@@ -129,6 +129,6 @@ def _cast(value, dtype: torch.dtype):
 
 
 def wrong_mask(shape: tuple[int, int], got: tuple[int, ...]) -> str:
-    """What is said of an attn_mask of another shape."""
+    """The message for an attn_mask of another shape."""
     advice = "; what differs by head or batch is an rpe of floats, which is added"
     return f"attn_mask must have shape {shape}, got {got}{advice * (len(got) > 2)}"

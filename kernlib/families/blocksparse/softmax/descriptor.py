@@ -14,7 +14,7 @@ MODES = ("add", "mul")  # of a mask
 @explained
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockSparseSoftmax(Descriptor):
-    """Softmax over what is stored of each row of a block-sparse matrix, whose blocks a
+    """Softmax over the stored entries of each row of a block-sparse matrix, whose blocks a
     :class:`kernlib.blocksparse.Layout` places in a matrix of R rows and C columns.
 
     With sums over the columns c of row r that lie in stored blocks,
@@ -90,7 +90,7 @@ class BlockSparseSoftmax(Descriptor):
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
-        return hash(self.text)  # which a str computes once
+        return hash(self.text)  # a str computes its hash once
 
     def __reduce__(self):
         names = ("causal", "key_padding_mask", "attn_mask", "rpe")

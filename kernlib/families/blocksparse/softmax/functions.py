@@ -71,4 +71,4 @@ def _new(causal: bool, key: str | None, attn: str | None, rpe: bool) -> BlockSpa
     return BlockSparseSoftmax(causal=causal, key_padding_mask=key, attn_mask=attn, rpe=rpe)
 
 
-_cached = lru_cache(maxsize=64)(_new)  # which Dynamo does not look into
+_cached = lru_cache(maxsize=64)(_new)  # Dynamo does not look into it

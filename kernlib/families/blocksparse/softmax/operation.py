@@ -4,11 +4,10 @@ Requests are ``(descriptor, (layout, x), out, scale, parameters)``, and for a gr
 grad, y, scale, needs)``, by x and by the logits. Kernels compute on CUDA but for float64 and calls
 inside transforms of torch.func other than vmap, which the reference does.
 
-The gradient by the logits is ``y * (grad - sum(y * grad))`` over the stored blocks of each row. x
-has it times the scale; rpe and masks that are added have it laid out as a matrix and summed over
-what they broadcast along; the scale has the sum of its product with x. Of a call only y is kept,
-and x for a scale that asks for its gradient.
-"""
+The gradient by the logits is ``y * (grad - sum(y * grad))`` over the stored blocks of each row. The
+gradient by x is that times the scale. Those by rpe and by added masks are that laid out as a matrix
+and summed over the dimensions that they broadcast along. The scale's is the sum of its product with
+x. A call keeps y, and x only for the gradient of a scale."""
 
 from __future__ import annotations
 
@@ -163,7 +162,7 @@ def _gradient_way(call: Call, layout: Layout, grad, y, scale, needs: tuple) -> s
 
 
 def gradient_by_torch(layout: Layout, grad, y, scale, needs: tuple) -> list:
-    """Those by x and by the logits, by torch's own operators; None where there is no need."""
+    """The gradients by x and by the logits, by torch's own operators; None where not needed."""
     with no_autocast(y):
         to_logits = reference.gradient(layout, grad, y)
         return [
@@ -200,7 +199,7 @@ gradient_calls = operation.bind(GRADIENT)
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """The gradients that are needed."""
 
     x: bool
     scale: bool
@@ -215,8 +214,8 @@ class Needs(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call leaves for its gradients: ``x`` only for that of the scale, and the shapes of rpe
-    and masks, None for those that are not given."""
+    """The tensors that a call keeps for its gradients: ``x`` only for that of the scale. ``shapes``
+    are those of rpe and masks, None for absent ones."""
 
     layout: Layout
     y: torch.Tensor
@@ -226,13 +225,13 @@ class Kept(NamedTuple):
 
 
 def differentiable(descriptor: BlockSparseSoftmax) -> tuple[bool, bool, bool]:
-    """Of rpe and the masks whether they are added."""
+    """Whether rpe and each mask are added."""
     return descriptor.rpe, descriptor.key_padding_mask == "add", descriptor.attn_mask == "add"
 
 
 def gradients(kept: Kept, grad: torch.Tensor, needs: Needs, pair: Callable) -> list:
-    """Those that are needed, in their order, by ``pair(layout, grad, y, scale, needs)``, which
-    answers those by x and by the logits."""
+    """The gradients that are needed, in their order, by ``pair(layout, grad, y, scale, needs)``,
+    which returns those by x and by the logits."""
     if not any(needs):
         return [None] * len(needs)
     to_x, to_logits = pair(kept.layout, grad, kept.y, kept.scale, needs.pair)
@@ -241,8 +240,9 @@ def gradients(kept: Kept, grad: torch.Tensor, needs: Needs, pair: Callable) -> l
 
 
 def _of_scale(kept: Kept, to_logits: torch.Tensor) -> torch.Tensor:
-    """The gradient by the scale. An element that takes no part has none, whatever x holds there:
-    told by y, as what takes part may have a gradient of 0 whose own derivatives are none."""
+    """The gradient by the scale. Elements that take no part add nothing, whatever x holds there. y
+    tells which they are: an element that takes part may have a gradient of 0 with derivatives other
+    than 0."""
     wide = accumulator(to_logits.dtype)
     products = to_logits.to(wide) * torch.where(kept.y == 0.0, 0.0, kept.x).to(wide)
     grad = products.sum().to(kept.scale.dtype)
@@ -267,8 +267,9 @@ def _of_dense(kept: Kept, to_logits, needs: tuple) -> list:
 
 
 def eager_pair(layout: Layout, grad, y, scale, needs: tuple) -> list:
-    """Those by x and by the logits: by torch's operators where a gradient of them may be asked for
-    or a transform is active, by the operator where somebody must see it, else by the kernel."""
+    """The gradients by x and by the logits: by torch's operators where they may be differentiated
+    again or a transform is active, by the library's operator where a mode watches, else by the
+    kernel."""
     tensors = grad, y, scale
     if torch.is_grad_enabled() or any(map(is_wrapped, tensors)):
         return gradient_by_torch(layout, grad, y, scale, needs)
@@ -292,7 +293,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # Of the layout too, for torch to see what was written since.
+        # The layout too, so that torch notices writes.
         y, x, scale, *_ = ctx.saved_tensors
         if 0 in grad.stride():  # of sum()
             grad = grad.contiguous()
@@ -335,11 +336,11 @@ def run(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``descriptor`` describes of ``operands``, layout and x, as it says itself."""
+    """The result of ``descriptor`` for ``operands``, layout and x, as its class says."""
     parameters = arguments.given(rpe, key_padding_mask, attn_mask)
     if torch._C._is_any_autocast_enabled():
         arguments.check_kinds(descriptor, operands)
-        if isinstance(out, torch.Tensor):  # which casts would hide
+        if isinstance(out, torch.Tensor):  # before casts, which would hide it
             arguments.refuse_overlap(operands, out, scale, parameters)
         parameters = arguments.autocast(operands, parameters)
     if forward_ad._current_level >= 0 or (
@@ -358,7 +359,7 @@ RUNS = {BlockSparseSoftmax: run}
 
 
 def planned(descriptor: BlockSparseSoftmax, tensors: tuple, keywords: dict) -> list[Planned]:
-    """What of a call has a plan. Raises TypeError for an argument that is not known."""
+    """The parts of a call that have a plan. Raises TypeError for an argument that is not known."""
     from kernlib.runtime.ahead import is_recorded, planned_operation
 
     rest = dict(keywords)

@@ -59,8 +59,8 @@ def _backward(saved, grad) -> dict:
     return dict(zip(("x", "scale", *arguments.NAMES), grads, strict=True))
 
 
-# vmap: what is mapped over is one more of the dimensions in front; over scales and masks of the
-# whole matrix, of which a call has one, it is as many calls.
+# vmap: the mapped axis is one more leading dimension. A call has one scale and one mask of the
+# whole matrix, so that mapping over these makes as many calls.
 
 
 def _mapped(info, dims, *request):

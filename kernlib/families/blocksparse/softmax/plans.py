@@ -40,8 +40,8 @@ class SoftmaxPlan(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor as a problem has it: its shape with the batch of x in front, strides of that, those
-    behind the batch as kernels have them, and the alignment of the first address."""
+    """A tensor for a problem: its shape with the batch of x in front, the strides of the batch,
+    those behind it in the kernels' order, and the alignment of the first address."""
 
     shape: tuple[int, ...]
     batch: tuple[int, ...]
@@ -50,7 +50,7 @@ class View(NamedTuple):
 
 
 def options_of(descriptor: BlockSparseSoftmax, parameters: dict) -> Options:
-    """What of a call is part of the code."""
+    """The parts of a call that decide code."""
     kinds = []
     for name in ("key_padding_mask", "attn_mask"):
         kind = getattr(descriptor, name)
@@ -94,7 +94,7 @@ def gradient_of(layout: Layout, grad, y) -> tuple[Gradient, Shapes]:
 def plan(call: Call, descriptor, operands: tuple, out, scale, parameters: dict) -> SoftmaxPlan:
     """The plan of a checked call on CUDA tensors, its kernel loaded."""
     layout, x = operands
-    arch_of(x.get_device())  # one too old is refused for an empty result as well
+    arch_of(x.get_device())  # an old device is refused for an empty result too
     problem, copies, apart = problem_of(descriptor, layout, x, out, parameters)
     launch = None
     if call.count:
@@ -132,7 +132,7 @@ def _new(shape: tuple[int, ...]) -> View:
 
 
 def _dense(layout: Layout, name: str, t: torch.Tensor, lead: tuple[int, ...]) -> View:
-    """rpe or a mask, expanded to the batch, its inner strides those of heads, lines, columns."""
+    """rpe or a mask, expanded to the batch, with inner strides of heads, lines and columns."""
     alignment = address_of(t) & 15 or 16
     if name == "attn_mask":
         return View(tuple(t.shape), (0,) * len(lead), (0, *t.stride()), alignment)
@@ -203,7 +203,7 @@ def launch(plan: SoftmaxPlan, descriptor, operands: tuple, out, scale, parameter
     layout, x = operands
     if out is not None:
         refuse_overlap(operands, out, scale, parameters)
-        if not out.is_inference():  # those have no version to count
+        if not out.is_inference():  # inference tensors have no version
             torch.autograd.graph.increment_version(out)
     target = plan.result() if out is None or plan.apart else out
     if plan.launch is not None:

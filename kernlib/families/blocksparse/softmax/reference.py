@@ -1,9 +1,8 @@
 """Softmax over stored blocks in PyTorch, differentiable as often as is asked for, and its gradient.
 
-What rows have in common is found by laying a number of each row of each block out by line and
-column, where each block has a place of its own: sums are the same each time on every device, and
-nobody waits for one.
-"""
+Sums and maxima of rows lay out a number for each row of each block by line and column, where each
+block has a place of its own. So sums are the same each time on every device, and no device is
+waited for."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ LOWEST = -torch.inf
 def softmax(
     descriptor: BlockSparseSoftmax, layout: Layout, x: torch.Tensor, scale, parameters: dict
 ) -> torch.Tensor:
-    """What ``descriptor`` describes of values (..., capacity, rows, columns), in their dtype; half
+    """The result of ``descriptor`` for values (..., capacity, rows, columns), in their dtype; half
     types are computed in float32."""
     wide = accumulator(x.dtype)
     live = _live(layout)[:, None, None]
@@ -29,7 +28,7 @@ def softmax(
         return torch.where(live, x, 0.0)
     masks = {name: _blocks_of(layout, name, value) for name, value in parameters.items()}
     mask = live & _kept(descriptor, layout, masks)
-    # 0 for what is taken out: a gradient by the scale would meet what x holds there.
+    # 0 where masks leave out: the scale's gradient would read x there.
     logits = scaled(torch.where(mask, x, 0.0).to(wide), scale)
     for blocks in _added(descriptor, masks):
         logits = logits + blocks.to(wide)
@@ -60,8 +59,8 @@ def gradient(layout: Layout, grad: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 
 def row_sums(layout: Layout, parts: torch.Tensor) -> torch.Tensor:
-    """Of a number of each row of each block (..., capacity, rows) the sum over the whole row, in
-    the same places."""
+    """The sums over whole rows of a number for each row of each block (..., capacity, rows), in the
+    same places."""
     return _over_rows(layout, parts, 0.0)
 
 
@@ -88,7 +87,7 @@ def _added(descriptor: BlockSparseSoftmax, masks: dict) -> list[torch.Tensor]:
 
 
 def _kept(descriptor: BlockSparseSoftmax, layout: Layout, masks: dict) -> torch.Tensor | bool:
-    """Which elements masks and the diagonal leave."""
+    """The elements that masks and the diagonal leave."""
     mask = _is_at_most_diagonal(layout) if descriptor.causal else True
     for name, blocks in masks.items():
         if not _is_added(descriptor, name, blocks):
@@ -118,11 +117,11 @@ def _blocks_of(layout: Layout, name: str, given: torch.Tensor) -> torch.Tensor:
         head = torch.div(line, grid_rows, rounding_mode="floor")
         head = head if given.shape[-3] > 1 else torch.zeros_like(head)
         picked = expanded[..., head, down, :, across, :]
-    return picked.movedim(0, -3)  # where indices stand apart theirs is the first dimension
+    return picked.movedim(0, -3)  # separated indices make theirs the first dimension
 
 
 def _is_at_most_diagonal(layout: Layout) -> torch.Tensor:
-    """Of each stored element (capacity, rows, columns) whether its column is not behind its row."""
+    """Whether the column of each stored element (capacity, rows, columns) is not behind its row."""
     line, across = _lines(layout)
     rows, cols = layout.block
     down, behind = (

@@ -59,10 +59,9 @@ def may_take(chain: KroneckerSparseChain, operands: tuple, masters: bool = False
 def takes(
     chain: KroneckerSparseChain, operands: tuple, parameters: dict, masters: bool = False
 ) -> bool:
-    """Whether the kernel computes a call on these tensors; in a rehearsal, whether it does on each
-    of the GPUs, and those on which it does are told of its kernels. False for what is wrong with
-    the tensors too, which the factors' calls say. Raises UnsupportedError for devices without a
-    backend."""
+    """Whether the kernel computes a call on these tensors; in a rehearsal, whether it does on all
+    of the GPUs; those on which it does note its kernels. False for wrong tensors too, about which
+    the factors' calls raise. Raises UnsupportedError for devices without a backend."""
     call = _sound(chain, operands, parameters, masters)
     return call is not None and None not in _lowered(chain, call, operands)
 

@@ -1,4 +1,4 @@
-"""Gradients of chains of Kronecker-sparse factors: that of W_i is the one of a factor, of
+"""Gradients of chains of Kronecker-sparse factors: the gradient of W_i is a single factor's, from
 ``h_{i-1}`` and the gradient of ``h_i``.
 
 Of two factors in half precision, batch first, no h is kept: the backward pass computes it again,
@@ -51,9 +51,9 @@ def keeps_h(x: torch.Tensor, count: int, batch_last: bool) -> bool:
 def gradients(
     grad, hidden, weights, needs: tuple, options: tuple, product, weight_gradient, inner=None
 ) -> list:
-    """Those by x, the weights and a bias, None where there is no need, from that of h_n and, in
-    ``inner``, those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` are x and these h, None
-    where there is no need of the weight's gradient; or x alone, where h is computed again. Those of
+    """The gradients by x, the weights and a bias, None where not needed, from that of h_n and, in
+    ``inner``, those of h_1 to ``h_(n-1)`` if there are any. ``hidden`` holds x and these h, None
+    where the weight's gradient is not needed; or x alone, where h is computed again. Gradients of
     master weights are rounded and then widened, as autocast does."""
     dtype = grad.dtype if weights[0] is None else weights[0].dtype
     if dtype is not grad.dtype:
@@ -104,7 +104,7 @@ class _Plan(NamedTuple):
     place: Callable  # of grad and x: their addresses, and what to keep until the launch
     results: tuple[Callable | None, ...]  # make new ones, in the order of RESULTS
     launch: Callable[..., None]  # of the steps, given addresses: NAMES, RESULTS
-    biased: bool  # whether the bias's gradient is one of them
+    biased: bool  # whether one is the bias's gradient
 
 
 def _key(grad, x, weights: tuple, needs: tuple, options: tuple) -> tuple | None:
@@ -165,7 +165,7 @@ def _plan(call: Call, grad, x, weights: tuple, needs: tuple, options: tuple) -> 
 def _with_masters(
     lowered: Lowered, dtype: torch.dtype, weights: tuple, shapes: tuple, needs: tuple
 ) -> Lowered:
-    """The launches of gradients of master weights, of those with a need."""
+    """The launches of the gradients of master weights that are needed."""
     masters = dict(zip(NAMES[2:], weights, strict=True))
     results = zip(RESULTS[1:], shapes[1:], needs[1:], strict=True)
     return master_weights.lower(

@@ -57,8 +57,8 @@ def rounded(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
 
 
 def stand_ins(operands: tuple, parameters: dict) -> tuple[tuple, dict]:
-    """New tensors in the place of master weights, of x's dtype, for what looks at no values. Those
-    of one device are on it."""
+    """New tensors of x's dtype in the place of master weights, each on its device, for code that
+    reads no values."""
     if not are_there(operands):
         return operands, parameters
     x, *weights = operands
@@ -116,6 +116,6 @@ def _are_taken(chain: KroneckerSparseChain, operands: tuple, parameters: dict) -
             return False
         if t.get_device() != place or not t.dim() or not t.is_contiguous():
             return False
-        if is_grad_enabled and t.is_inference():  # which no backward pass may save
+        if is_grad_enabled and t.is_inference():  # no backward pass may save these
             return False
     return x.dtype in _READ

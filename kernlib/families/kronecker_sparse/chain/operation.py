@@ -42,7 +42,7 @@ class Route(NamedTuple):
     """What a chain of one signature launches."""
 
     factors: tuple[KroneckerSparse, ...]  # if a gradient is recorded, without the last epilogues
-    plans: tuple[ProductPlan, ...]  # of the factors; or one of all of them; none at a first call
+    plans: tuple[ProductPlan, ...]  # one for each factor, or one for all; none at a first call
     parts: Parts | None  # of the last factor if a gradient is recorded
     options: tuple | None  # of all products then, as :func:`options_of` returns them
     keeps_h: bool = True  # for the gradient
@@ -62,7 +62,7 @@ def run(chain: KroneckerSparseChain, *operands, out=None, **parameters) -> torch
         has_key = not (is_recorded and _are_functorch_transforms_active())
     if torch._C._is_any_autocast_enabled():
         check_kinds(chain, operands)
-        if out is not None:  # which casts would hide
+        if out is not None:  # before casts, which would hide it
             _refuse_overlap(out, operands, parameters)
         if has_key:
             operands, parameters, masters = master_weights.autocast(chain, operands, parameters)
@@ -115,8 +115,8 @@ fused_calls = products.bind(fused.PRODUCT, _on_meta)
 
 
 def _takes(chain, operands: tuple, parameters: dict, masters: bool) -> bool:
-    """Whether one kernel computes a call. Who records calls is told of it in either case: other
-    GPUs have as many kernels as the chain is for them."""
+    """Whether one kernel computes a call. Open recordings note the call in either case: it may take
+    another number of kernels on other GPUs."""
     if rehearsal.recorders and operands[0].device.type == "cuda":
         request = chain, operands, None, parameters
         rehearsal.note_call(_on_meta, request, operands[0].get_device())
@@ -146,7 +146,7 @@ def _fused(key: tuple, chain, operands: tuple, parameters: dict) -> torch.Tensor
 
 @lru_cache(maxsize=1024)
 def parts(chain: KroneckerSparseChain) -> Parts:
-    """What a call with a gradient consists of: the product is a chain."""
+    """The parts of a call with a gradient: the product is a chain."""
     *before, last = chain.factors
     of_last = operation.parts(last)
     return of_last._replace(product=KroneckerSparseChain((*before, of_last.product)))
@@ -170,7 +170,7 @@ def _first_recorded(key: tuple, chain, operands: tuple, parameters: dict) -> tor
 
 
 def _plans(route: Route, operands: tuple, values: dict) -> tuple[ProductPlan | None, ...]:
-    """Those of a recorded call that was made."""
+    """The plans of a recorded call after it ran."""
     if route.chain is not None:
         return (fused_calls.find(route.chain, operands, None, values),)
     operands, values = master_weights.stand_ins(operands, values)
@@ -260,8 +260,8 @@ def _by_route(route: Route, operands: tuple, parameters: dict) -> torch.Tensor:
 
 
 def planned(chain: KroneckerSparseChain, tensors: tuple, arguments: dict) -> list[Planned]:
-    """What of a call has a plan: the whole chain, or the product of each factor. Raises TypeError
-    for tensors that are too few or too many."""
+    """The parts of a call that have a plan: the whole chain, or the product of each factor. Raises
+    TypeError for tensors that are too few or too many."""
     from kernlib.runtime.ahead import planned_product
 
     if arguments.get("out") is None:
@@ -313,7 +313,7 @@ class _Chain(torch.autograd.Function):
     def backward(ctx, grad):
         route, saved = ctx.route, ctx.saved_tensors
         _, by_x, by_bias, *by_weights = ctx.needs_input_grad
-        if 0 in grad.stride():  # of sum(): no kernel that copies tiles reads it as it lies
+        if 0 in grad.stride():  # sum()'s: kernels that copy tiles cannot read its strides
             grad = grad.contiguous()
         count, needs = len(saved) - len(by_weights), (by_x, *by_weights, by_bias)
         request = grad, saved[:count], saved[count:], needs, route.options

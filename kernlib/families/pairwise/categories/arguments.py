@@ -30,7 +30,7 @@ class Tables(NamedTuple):
     sizes: tuple[int, ...]  # categories of each feature
 
     def of_rows(self, rows: slice) -> Tables:
-        """The same for some points of a."""
+        """The tables for some points of a."""
         return self._replace(a_codes=self.a_codes[..., rows, :])
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -48,11 +48,11 @@ class Tables(NamedTuple):
 
 
 def separate(descriptor: Pairwise, values: dict) -> tuple[tuple, dict]:
-    """Codes and tables of a call, and its hyperparameters. Raises TypeError where one lacks,
-    or for a keyword in its place that is none."""
+    """Codes and tables of a call, and its hyperparameters. Raises TypeError where one is missing,
+    or for an unknown keyword in its place."""
     missing = [name for name in CODES if values.get(name) is None]
     if missing:
-        checks.check_names(descriptor, values)  # of which one may be what lacks, misspelt
+        checks.check_names(descriptor, values)  # one of these may be the missing one, misspelt
         raise TypeError(
             f"{descriptor.describe()} needs {', '.join(missing)}: the call is {descriptor.call}"
         )
@@ -87,7 +87,7 @@ def placed(
 
 
 def check_exponents(descriptor: Pairwise, values: dict) -> None:
-    """Raises ValueError for a number inf in the place of p, whose maximum is no sum."""
+    """Raises ValueError for p = inf as a number: a maximum is no sum."""
     if not isinstance(descriptor.inner, stages.Power):
         return
     for name in ("p", "inner_p"):

@@ -1,10 +1,9 @@
 """Calls of pairwise descriptors with categories, and their gradients.
 
 A call is ``finish(S + T)``, with the sums S of the numerical features and what the tables add, T.
-Forward is one kernel, on a CPU blocks by torch, of which the inputs are kept. Backward makes blocks
-of rows of the matrix again out of operators that are differentiable themselves, so that it takes
-memory for a block.
-"""
+The forward pass is one kernel; on a CPU torch computes it by blocks. It keeps the inputs. The
+backward pass computes blocks of rows of the matrix again by differentiable operators, so that it
+takes memory for one block."""
 
 from __future__ import annotations
 
@@ -67,8 +66,8 @@ def run(
     A code that is below 0, or not below the size of its table, makes NaN of every pair that it is
     part of: nothing outside a table is read, and nothing waits for a device to look at codes.
     Tables need not be symmetric, their entries not positive; the sum may be negative then, of which
-    roots are NaN. Sums are summed as those of ``power_sum`` are: no norm is computed anew that
-    leaves the range of float32 on the way.
+    roots are NaN. Sums are those of ``power_sum``: a norm whose sum leaves the range of float32 is
+    not computed anew.
 
     Gradients of points, tables and hyperparameters are recorded, those of gradients too.
 
@@ -91,7 +90,7 @@ def run(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *_some(out))):
         checks.refuse_out(out, a=a, b=b, out=out, tables=tables.flat, **values)
         check(request)
-        if _are_functorch_transforms_active():  # of which a Function knows none
+        if _are_functorch_transforms_active():  # a Function knows no transforms
             return matrix(request, tables).to(a.dtype)
         names = tuple(name for name, v in values.items() if isinstance(v, torch.Tensor))
         call = Call(request._replace(a=None, b=None), tables._replace(flat=None), names)
@@ -100,7 +99,7 @@ def run(
 
 
 def _by_operator(request: Request, codes: tuple) -> torch.Tensor:
-    """Of tensors without memory, of which the operator knows as much."""
+    """A call of tensors without memory: the operator knows their results."""
     if rehearsal.current() is not None:
         checks.refuse_categories(request.descriptor)
     from kernlib import run
@@ -163,7 +162,7 @@ def _refuse_overlap(request: Request, tables: Tables) -> None:
 
 def _plan(request: Request, call: checks.Call, tables: Tables) -> PairwisePlan:
     device = request.device()
-    arch_of(device)  # one too old is refused for an empty out as well
+    arch_of(device)  # an old device is refused for an empty out too
     lowered = None
     if not is_empty(call):
         rehearsal.note_lowering(lambda: lower(request, call, tables, device), device)
@@ -198,14 +197,12 @@ def _launch(plan: PairwisePlan, request: Request, tables: Tables) -> torch.Tenso
     out = request.out
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=plan.out_device)
-    elif not out.is_inference():  # those have no version to count
+    elif not out.is_inference():  # inference tensors have no version
         torch.autograd.graph.increment_version(out)
     if plan.launch is not None:
         operands = (*tables[:3], request.a, request.b, out)
         plan.launch.launch(tuple(t.data_ptr() for t in operands), numbers)
-    del (
-        converted
-    )  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del converted  # the stream orders the reuse of their memory behind the launch
     return out
 
 
@@ -296,7 +293,8 @@ def _entries(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> 
 
 
 class Call(NamedTuple):
-    """What of a call is not given to autograd: ``names`` are those of hyperparameters that are."""
+    """The parts of a call that autograd does not get. ``names`` are the hyperparameters that it
+    does get."""
 
     request: Request
     tables: Tables
@@ -333,8 +331,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def gradients(call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
-    """Those of ``saved``, None for what needs none: of a call, or of something else that has its
-    ``of_rows`` and ``computed``, whose result has as many rows as a."""
+    """The gradients by the tensors ``saved``, None where ``needs`` says so. ``call`` is a Call, or
+    an object with the same ``of_rows`` and ``computed`` whose result has as many rows as a."""
     compute = _made_again if torch.is_grad_enabled() else _by_blocks
     return compute(call, needs, saved, grad)
 
@@ -376,7 +374,7 @@ def _wide(t: torch.Tensor) -> torch.dtype:
 
 
 def _gradients(call, needs, sides, grad, create_graph: bool = False) -> list:
-    """Those of ``sides`` which are needed; None for others."""
+    """The gradients by the ``sides`` that need one, None for others."""
     out = call.computed(*sides)
     leaves = [side for side, need in zip(sides, needs, strict=True) if need]
     options = {"create_graph": create_graph, "allow_unused": True}

@@ -35,7 +35,7 @@ class CpuPlan(NamedTuple):
     wide: torch.dtype  # of the arithmetic
     root: bool  # the outer exponent follows from the inner one
     straight: bool  # whether blocks are computed where the result is wanted
-    quotients: bool  # of points by a bandwidth
+    quotients: bool  # points are divided by a bandwidth
 
     def run(
         self, descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters: dict
@@ -53,7 +53,7 @@ class CpuPlan(NamedTuple):
     def compute(
         self, descriptor, a, b, out, accumulate, row_offset, col_offset, hyperparameters: dict
     ) -> torch.Tensor:
-        """:meth:`run`, of which nobody is told."""
+        """:meth:`run` without an event."""
         values = _plain(self, hyperparameters) if hyperparameters else {}
         second = a if b is None else b
         if out is not None:
@@ -228,7 +228,7 @@ class _Entry:
                 _mirror(target, rows)
 
     def _entries(self) -> int:
-        """Of a block: fewer where its values are not finished in its own memory."""
+        """The entries of a block: fewer where its values are not finished in its own memory."""
         first = self.descriptor.epilogue[:1]
         beside = self.plan.root or (first and _factor(first[0], self.numbers) is None)
         return min(self.sums.entries, sums.ENTRIES) if beside else self.sums.entries
@@ -264,8 +264,8 @@ class _Entry:
 
 
 def _mirror(target: torch.Tensor, rows: slice) -> None:
-    """Copy what is right of the diagonal below it: for BLAS does not sum (m, n) and (n, m) in one
-    order. All columns from that of the first row on are there."""
+    """Copy what is right of the diagonal to below it: BLAS sums (m, n) and (n, m) in different
+    orders. The block has all columns from that of its first row on."""
     square = target[rows, rows]
     square.copy_(square.triu() + square.triu(1).T)
     target[rows.stop :, rows] = target[rows, rows.stop :].T
@@ -284,13 +284,13 @@ def _finished(descriptor, v: torch.Tensor, numbers: dict) -> torch.Tensor:
 def _evaluated(epilogues: tuple, v: torch.Tensor, numbers: dict) -> torch.Tensor:
     names = [name for epilogue in epilogues for name in epilogue.parameters]
     result = expressions.apply(epilogues, v, {name: numbers[name] for name in names})
-    return (
-        result if result.is_contiguous() else result.clone()
-    )  # of one number alone it is expanded
+    # A result of one number alone is expanded.
+    return result if result.is_contiguous() else result.clone()
 
 
 def _factor(epilogue: object, numbers: dict) -> float | None:
-    """Of ``exp(factor * v)``, which an epilogue is; None for others, and at the ends of range."""
+    """The factor of an epilogue ``exp(factor * v)``; None for others, and at the ends of the
+    range."""
     if type(epilogue) is Gaussian:
         factor = 0.5 / numbers["bandwidth"] / numbers["bandwidth"]
     elif type(epilogue) is Laplace:

@@ -15,9 +15,9 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime import precision
 
 _DIRECT = "donot_use_mm_for_euclid_dist"
-# Of features that torch.cdist adds up at once: 8e-7 off in float32, 1000 of them 1.6e-6.
+# Features that torch.cdist adds up at once: their sum is 8e-7 off in float32, that of 1000 1.6e-6.
 LONGEST_SUM = 256
-# Differences up to which torch.cdist takes less time than what a product needs beside itself.
+# Up to so many differences torch.cdist takes less time than the preparation of a product.
 FEWEST_DIFFERENCES = 1 << 17
 ENTRIES = 1 << 20  # of a block of rows, which stays in cache until it is finished
 # A pair is close where its squared distance is below this part of |a|^2 + |b|^2. There a product
@@ -33,8 +33,8 @@ PAIRS = 1 << 21  # numbers of coordinates that are gathered at once
 FEW_FEATURES = 16  # up to which a product costs less than to write it, in float64 too
 # Entries up to which two more passes over them cost less than to put the sides together.
 FEW_ENTRIES = 1 << 16
-# Of a block of rows of squares, which stays in cache until it is finished: 16 MB, of which all is
-# done in its place, and 1 MB beside one.
+# Entries of a block of squares, which stays in cache until it is finished: 16 MB if all is done in
+# its memory, 1 MB if a second block is needed.
 ENTRIES_OF_SQUARES, ENTRIES_BESIDE = 1 << 22, 1 << 17
 
 
@@ -104,8 +104,8 @@ class Squares:
         self.of_a = (x * x).sum(1)
         self.of_b = self.of_a if same else (y * y).sum(1)
         self.most = float(self.of_a.max()), float(self.of_b.max())
-        # NaN and infinities of one point would be those of every point, by way of the mean.
-        # Overflows are those of the result's type.
+        # The mean would carry a NaN or infinity of one point to every point. Overflows are those of
+        # the result's type.
         self.usable = sum(self.most) < torch.finfo(a.dtype).max / 4
         self.part, self.smallest = CLOSE_TWICE if few else CLOSE[a.dtype], SMALLEST[a.dtype]
         self.sides, self.points = None, (x, y.T)
@@ -119,9 +119,8 @@ class Squares:
         diagonal = None
         if self.same and rows.start < columns.stop and columns.start < rows.stop:
             diagonal = rows.start - columns.start
-            squares.diagonal(diagonal).fill_(
-                math.inf
-            )  # not close, so that no row is mended for it alone
+            # Not close, so that no row is mended for it alone.
+            squares.diagonal(diagonal).fill_(math.inf)
         low = self._low(squares, rows)
         if squares is not out:
             out.copy_(squares)
@@ -151,8 +150,8 @@ class Squares:
         return out.add_(self.of_a[rows, None])
 
     def _low(self, made: torch.Tensor, rows: slice) -> torch.Tensor | None:
-        """The rows of a block that have close pairs, None where none has. One number is enough to
-        say so of points about as far from their center as each other."""
+        """The rows of a block that have close pairs, None without such rows. For points about
+        equally far from their centre one number shows that there are none."""
         least = made.amin(1)
         of_a, of_b = self.most
         if float(least.amin()) >= (of_a + of_b) * self.part + self.smallest:
@@ -161,7 +160,7 @@ class Squares:
         return low.nonzero()[:, 0] if low.any() else None
 
     def _mend(self, out: torch.Tensor, rows: slice, columns: slice, low: torch.Tensor) -> None:
-        """What is close in the rows ``low`` of a block."""
+        """Compute the close pairs in the rows ``low`` of a block anew."""
         some = low.shape[0] < out.shape[0]
         squares = out[low] if some else out
         places = low + rows.start
@@ -182,7 +181,7 @@ class Squares:
         return sizes.mul_(part).add_(self.smallest).to(self.a.dtype)
 
     def _by_float64(self, found, places: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Rows of the product in float64, and what of them is close still."""
+        """The rows of the product in float64, and which of their pairs are close still."""
         if self.twice is None:
             x, y = self._moved(torch.float64)
             self.twice = _sides(x, y, (x * x).sum(1), (y * y).sum(1))
@@ -224,7 +223,7 @@ class _Formula:
 def of(
     descriptor: Pairwise, a, b, p: float | None, scale: float | None, same: bool
 ) -> _Distances | _Dots | _Formula | Squares:
-    """What fills blocks of a descriptor's sums, ``b`` being ``a`` where ``same`` says so. Both have
+    """The object that fills blocks of a descriptor's sums. ``b`` is ``a`` if ``same``. Both have
     points and features."""
     if descriptor.operator == "dot":
         if isinstance(descriptor.inner, stages.Identity):

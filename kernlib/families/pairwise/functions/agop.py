@@ -166,7 +166,7 @@ def _ready(t: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     return backward.batched(materialised(t) if is_lazy(t) else t)
 
 
-# What may be wrong.
+# Checks.
 
 
 def _check_points(x, z, coefficients) -> None:

@@ -43,8 +43,8 @@ _LOWEST = {torch.float32: -1e30, torch.float64: -1e300}
 # Binary exponents of a lengthscale, and of its power, up to which the points stay as they are: the
 # error of |v|^p grows with log2 |v|, 6e-7 at 16.
 _NEAR, _NEAR_POWER = 16, 64
-_ENDS = {torch.float32: 126, torch.float64: 1022}  # those of units, which are normal numbers
-_FAR = -64  # that of a lengthscale from which down a unit may take points out of range
+_ENDS = {torch.float32: 126, torch.float64: 1022}  # exponents of units, which are normal numbers
+_FAR = -64  # exponent of a lengthscale; a smaller one's unit may take points out of range
 
 
 def cdist_expadd(
@@ -154,7 +154,7 @@ def cdist_grad_expadd(
         return d.new_empty(shape) if out is None else out
     p, q, c0 = (plain(name, numbers[name]) for name in ("p", "q", "c0"))
     from kernlib.families.pairwise.gradients.points import (
-        pair_gradient,  # which cdist_expadd does without
+        pair_gradient,  # cdist_expadd needs none
     )
 
     wide = {name: t if t is None or t.dim() == 3 else t[None] for name, t in tensors.items()}
@@ -166,7 +166,7 @@ def cdist_grad_expadd(
     if unit is not None and not (clamped and isinstance(unit, torch.Tensor)):
         scale = scale_of(p, _length(lengthscale, d) * unit, None, d)
         queries, points = _times(queries, unit), _times(points, unit)
-        # Which the result is multiplied by: in two steps, neither of which is near the ends.
+        # The result is multiplied by these in two steps, neither near the ends of the range.
         halves = _halves(unit)
         first, sets = _times(first, halves[0]), _times(sets, halves[1])
         eps = eps * unit if clamped else eps
@@ -264,7 +264,7 @@ def _check_device(name: str, value: object, like: torch.Tensor) -> None:
 
 
 def _check_host(name: str, number: float, positive: frozenset[str] = _POSITIVE) -> None:
-    """What can be said of a host value by its name alone. Raises ValueError."""
+    """Checks of a host value by its name alone. Raises ValueError."""
     if name == "p" and not 0 <= number < math.inf:
         raise ValueError(f"p must be 0 or greater and finite, got {number}")
     if name in _FINITE and not math.isfinite(number):
@@ -402,7 +402,7 @@ def _times(points: torch.Tensor, unit) -> torch.Tensor:
 
 
 def _check_like(name: str, like: torch.Tensor) -> None:
-    """Raises TypeError for what has no arithmetic here."""
+    """Raises TypeError for a dtype without arithmetic here."""
     check_dense((name,), **{name: like})
     if like.dtype not in DTYPE_NAMES:
         names = ", ".join(DTYPE_NAMES.values())

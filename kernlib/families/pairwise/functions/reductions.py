@@ -294,7 +294,7 @@ def _respelled(a, b, v, offsets: tuple, values: dict):
             check_layout(name, value)
             raise
         if is_several:
-            from kernlib.families.pairwise import per_point  # which most calls do without
+            from kernlib.families.pairwise import per_point  # most calls need none
 
             return per_point.respelled(a, b, values, v, offsets)
     return None
@@ -360,7 +360,7 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
     values = values | {"bandwidth": bandwidth}
     points = (a,) if b is None else (a, b)
     are_wide = all(isinstance(t, torch.Tensor) and t.dtype in _WIDE_RANGE for t in points)
-    if not are_wide or not isinstance(descriptor, Pairwise):  # which checks will say
+    if not are_wide or not isinstance(descriptor, Pairwise):  # checks will say so
         return a, b, values
     if not units.is_of_squares(descriptor, values):
         return a, b, values
@@ -369,7 +369,7 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
 
 
 def _far_bandwidth(bandwidth: object) -> float | None:
-    """A bandwidth that is a number and no usual one; None for others, and for what is none."""
+    """A bandwidth if it is a number far from the usual range, else None."""
     if type(bandwidth) is float and _USUAL[0] <= bandwidth <= _USUAL[1]:
         return None  # before what takes 0.4 us
     if isinstance(bandwidth, torch.Tensor) or real(bandwidth) is None:

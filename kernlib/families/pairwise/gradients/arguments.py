@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str, str, str, str]:
-        """Of the operands."""
+        """The operands' names."""
         return ("d", "b", "a", "c", "scales") if self.plain else Operands._fields
 
     @property
@@ -137,15 +137,11 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
                 f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {t.dtype}"
             )
         if t.dtype != first.dtype:
-            first_name = kind.names[0]
-            raise TypeError(
-                f"{name} must have the dtype of {first_name}, {first.dtype}, got {t.dtype}"
-            )
+            lead = kind.names[0]
+            raise TypeError(f"{name} must have the dtype of {lead}, {first.dtype}, got {t.dtype}")
         if t.device != first.device:
-            first_name = kind.names[0]
-            raise ValueError(
-                f"{name} must be on the device of {first_name}, {first.device}: {t.device}"
-            )
+            lead = kind.names[0]
+            raise ValueError(f"{name} must be on the device of {lead}, {first.device}: {t.device}")
     x, z, weights, coefficients, scales = operands.transposed(kind)
     queries, features, points = x.shape[-2], x.shape[-1], z.shape[-2]
     sets = 0 if coefficients is None else coefficients.shape[-2]
@@ -168,7 +164,7 @@ def _sizes(kind: Kind, operands: Operands) -> tuple[int, int, int, int]:
 
 
 def _shape(kind: Kind, name: str) -> str:
-    """What an operand's shape is said to be."""
+    """An operand's shape in errors."""
     letters = {
         "x": "Q, K", "z": "T, K", "weights": "Q, T", "coefficients": "O, T",
         "d": "N, M", "b": "N, K", "a": "K, M", "c": "O, K", "scales": "Q, T",
@@ -190,7 +186,7 @@ def check_number(kind: Kind, name: str, value, device: torch.device) -> None:
 
 
 def check_host(name: str, value: float, positive: frozenset[str] = frozenset()) -> None:
-    """What can be said of a host value by its name alone. Raises ValueError."""
+    """Checks of a host value by its name alone. Raises ValueError."""
     if name == "p" and not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"p must be 0 or greater and finite, got {value}")
     numbers.check_host(name, value, positive)

@@ -1,10 +1,9 @@
 """How eager calls record gradients.
 
-Forward is the ordinary fused kernel, of which only the inputs are kept, and
+The forward pass is the ordinary fused kernel and keeps the inputs alone.
 :mod:`kernlib.families.pairwise.gradients.backward` computes the gradients from those. With
 ``create_graph`` the call is made again out of operators that are recorded themselves
-(:mod:`kernlib.families.pairwise.gradients.operators`), as it is under torch.compile.
-"""
+(:mod:`kernlib.families.pairwise.gradients.operators`), as it is under torch.compile."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ NOT_BATCHED = (
 def kernel_matrix(
     descriptor: Pairwise, a, b, out=None, row_offset: int = 0, col_offset: int = 0, **values
 ) -> torch.Tensor:
-    """The matrix that another call needs, of points and hyperparameters as kernels take them:
-    recorded where one of them requires a gradient, and by the operator where calls are traced."""
+    """The matrix for another call, of points and hyperparameters as kernels take them: recorded
+    where one of them requires a gradient, by the operator where calls are traced."""
     if is_traced():
         from kernlib import run  # whose attributes Dynamo can trace
 
@@ -75,7 +74,7 @@ def record(
         watched = True  # where nothing is mapped too: a Function knows no transform
     if watched or (getattr(a, "is_meta", False) and rehearsal.current() is None):
         request = descriptor, a, b, None, False, row_offset, col_offset, values
-        if not watched:  # of meta tensors operators would say less
+        if not watched:  # for meta tensors operators would say less
             checks.check_call(*request)
         return by_operator(MATRIX, request)
     from kernlib.families.pairwise.gradients.backward import Call  # 13 ms, for these calls alone
@@ -113,14 +112,14 @@ class _Pairwise(torch.autograd.Function):
             return None, *_of_several(ctx.call, needs, ctx.saved_tensors, grad)
         if torch.is_grad_enabled():
             return None, *_recorded(ctx.call, needs, ctx.saved_tensors, grad)
-        from kernlib.families.pairwise.gradients import backward  # which record has loaded
+        from kernlib.families.pairwise.gradients import backward  # record has loaded it
 
         return None, *backward.gradients(ctx.call, needs, ctx.saved_tensors, grad)
 
 
 def _recorded(call: Call, needs: tuple, saved: tuple, grad) -> list:
     """The gradients, recorded."""
-    from kernlib.families.pairwise.gradients import operators  # which most passes do without
+    from kernlib.families.pairwise.gradients import operators  # most passes need none
 
     # Aliases, lest two of the arguments be one tensor.
     sides = [t.view_as(t) if need else t for t, need in zip(saved, needs, strict=True)]
@@ -131,9 +130,9 @@ def _recorded(call: Call, needs: tuple, saved: tuple, grad) -> list:
 
 
 def _of_several(call: Call, needs: tuple, saved: tuple, grad) -> list:
-    """Those of several gradients at once, as ``is_grads_batched`` has them: not by kernels, which
-    cannot read those. Raises RuntimeError for what no kernel knows the gradient of: torch's own
-    operators for a maximum refuse them too, or answer 0, as those of torch 2.8 do."""
+    """The gradients from several output gradients at once (``is_grads_batched``), by torch's
+    operators: kernels cannot read such tensors. Raises RuntimeError for a gradient that is no
+    kernel's: torch's own operators for a maximum refuse it too, or return 0, as in torch 2.8."""
     from kernlib.families.pairwise.gradients import backward, formula
 
     if backward.by_formula(formula.sums_of(call.descriptor, call.values(saved[2:]))):

@@ -6,10 +6,10 @@ rows at a time, multiplied by the gradient that arrives, and these weights W are
 gradients of the points by one kernel for each side: ``sum_t W[q,t] d inner(op(x_q, z_t)) / d x_q``.
 So a gradient takes memory for a block, and not for the matrix.
 
-First is the :class:`Route` of a pass: all that its descriptor, the kinds of its hyperparameters and
-what is asked for decide, and no number that may change from call to call, such as a bandwidth. It
-is kept with the plans, so that a hot pass looks it up and launches.
-"""
+A pass begins with its :class:`Route`: all that follows from its descriptor, the kinds of its
+hyperparameters and the gradients that are needed, without numbers that may change from call to
+call, such as a bandwidth. It is kept with the plans, so that a hot pass looks it up and
+launches."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ BLOCK_ENTRIES = 1 << 27  # of the matrix at once: 512 MB in float32, and as much
 FEWEST_ROWS = 128  # of a block, unless there are fewer: a kernel's tile has as many
 _INFINITE = float("inf")
 _WITH_UNIT = frozenset(("a", "b", "bandwidth"))
-INNER = frozenset(("p", "inner_p", "inner_scale"))  # names of what the sums are given
+INNER = frozenset(("p", "inner_p", "inner_scale"))  # names of the sums' arguments
 DECIDING = frozenset(("p", "inner_p", "outer_p", "epsilon"))  # numbers that choose code
 
 
 class Call(NamedTuple):
-    """What of a call is no tensor, and the names of those of its hyperparameters that are."""
+    """The parts of a call that are no tensors, and the names of the hyperparameters that are."""
 
     descriptor: Pairwise
     row_offset: int
@@ -71,17 +71,17 @@ class Route(NamedTuple):
 
     descriptor: Pairwise
     wide: torch.dtype  # of the arithmetic
-    points: tuple[bool, bool]  # whether those of a and b are asked for
+    points: tuple[bool, bool]  # whether the gradients by a and b are needed
     names: tuple[str, ...]  # hyperparameters whose gradients are
-    inner: tuple[str, ...]  # those of them that the sums take
-    quotients: bool  # of points by a bandwidth
+    inner: tuple[str, ...]  # the sums' ones among ``names``
+    quotients: bool  # points are divided by a bandwidth
     sums: Pairwise
     arguments: tuple[tuple[str, str], ...]  # that the sums take, and the hyperparameters they are
     plain: bool  # the values are the sums
     light: bool  # nothing is made that is as large as the matrix
     mirrored: bool  # the gradient that arrives is added to its transpose
     finish: Finish | None  # what follows the sums; None if torch computes its derivatives
-    weight: Slope | None  # its derivative by the sums; None if that is 0, or nobody needs it
+    weight: Slope | None  # its derivative by the sums; None if that is 0 or not needed
     slopes: tuple[tuple[str, Slope], ...]  # those by hyperparameters of ``names``, unless 0
     norm: Pairwise | None  # whose finish, weight and slopes these are, in place of the sums'
     parts: int  # matrices side by side
@@ -91,9 +91,9 @@ _routes = PlanCache()
 
 
 def route_of(call: Call, needs: tuple, saved: tuple, scaled: bool = True) -> Route:
-    """The way to the gradients of a call of which ``needs`` says, one by one of the ``saved``
-    tensors, whether they are asked for: of norms by way of those, if it may be ``scaled``, else by
-    way of the sums."""
+    """The route to the gradients of a call; ``needs`` says for each of the ``saved`` tensors
+    whether its gradient is needed. It goes by the norms if they may be ``scaled``, else by the
+    sums."""
     dtype = saved[0].dtype
     key = call.descriptor.text, dtype, call.names, needs, scaled
     for name, value in call.numbers.items():
@@ -164,7 +164,7 @@ def _slopes(sums: Pairwise, finish: Finish, named: dict, wide: torch.dtype) -> t
 
 
 def _name_in_finish(descriptor: Pairwise, values: dict, finish: Finish, name: str) -> str | None:
-    """What a hyperparameter is called in the derivatives of what follows the sums."""
+    """A hyperparameter's name in the derivatives of the stages behind the sums."""
     if name in descriptor.parameters:
         return name
     root = checks.follows_inner(descriptor, values)
@@ -225,7 +225,7 @@ class Block(NamedTuple):
         return self.entries(x)[:, self.rows]
 
     def entries(self, x):
-        """The batch entries of something (L, ...); what holds for all of them as it is."""
+        """The batch entries of a value (L, ...); a value for all entries as it is."""
         is_shared = not isinstance(x, torch.Tensor) or x.dim() == 0 or x.shape[0] == 1
         return x if is_shared else x[self.part]
 
@@ -256,8 +256,8 @@ class Backward(NamedTuple):
 
 @torch.no_grad()
 def gradients(call: Call, needs: tuple, saved: tuple, grad: torch.Tensor) -> list:
-    """The gradients of ``a``, ``b`` and the hyperparameters that are tensors, None where there is
-    no need, without a record: from those inputs and from ``grad``, that of the output."""
+    """The gradients of ``a``, ``b`` and the hyperparameters that are tensors, None where not
+    needed, from those inputs and the output's ``grad``, without a record."""
     a, b, *tensors = saved
     route, values = route_of(call, needs, saved), call.numbers
     wide = route.wide
@@ -362,8 +362,8 @@ def _contributions(shared: Backward, x, z, grad) -> dict[str, torch.Tensor]:
 
 
 def _through_norms(shared: Backward, sums: Sums, x, z, second, grad) -> tuple:
-    """Weights and scales of pair gradients, None where a gradient of 0 or none is asked for, and
-    what hyperparameters receive."""
+    """Weights and scales of pair gradients, None where the gradient is 0 or not needed, and the
+    gradients of hyperparameters."""
     route, values = shared
     n = calls.execute(route.norm, x, second, None, False, 0, 0, sums.given)
     by_norms, grads = grad.to(x.dtype), {}
@@ -384,8 +384,8 @@ def _through_norms(shared: Backward, sums: Sums, x, z, second, grad) -> tuple:
 
 
 def _through_finish(shared: Backward, sums: Sums, x, second, grad) -> tuple:
-    """``grad * d finish / d S``, None if that is 0, and what hyperparameters receive not by way of
-    the sums."""
+    """``grad * d finish / d S``, None if that is 0, and the hyperparameters' gradients that do not
+    come through the sums."""
     route, values = shared
     by_sums, grads = None, {}
     if route.weight is not None:
@@ -393,7 +393,7 @@ def _through_finish(shared: Backward, sums: Sums, x, second, grad) -> tuple:
         by_sums = weights.weighted(by_sums, grad)
     for name, slope in route.slopes:
         grads[name] = weights.contracted(weights.derivative(sums, slope, values, x, second), grad)
-        if name in INNER:  # of whose exponent the outer one is the reciprocal
+        if name in INNER:  # the outer exponent is the reciprocal of its exponent
             p, power = values[name], slope.finish.values(values)[slope.by]
             constant = (p == 0) | p.isinf()
             grads[name] = torch.where(constant, 0.0, -power * power * grads[name])
@@ -401,7 +401,7 @@ def _through_finish(shared: Backward, sums: Sums, x, second, grad) -> tuple:
 
 
 def _by_torch(shared: Backward, sums: Sums, x, second, grad) -> tuple:
-    """The same by torch, from the sums."""
+    """:func:`_through_finish` by torch, from the sums."""
     return _finish_by_torch(shared, matrix(sums.descriptor, x, second, **sums.given), grad)
 
 
@@ -426,7 +426,7 @@ def _finish_by_torch(shared: Backward, s: torch.Tensor, grad) -> tuple:
 
 
 def _through_inner(route: Route, sums: Sums, x, z, by_sums) -> dict[str, torch.Tensor]:
-    """What the exponent and the scale of the inner stage receive by way of the sums."""
+    """The gradients of the inner stage's exponent and scale, which come through the sums."""
     names = route.inner
     logarithmic = exponent_sums(sums)
     if logarithmic is not None:

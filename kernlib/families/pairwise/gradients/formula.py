@@ -1,9 +1,8 @@
 """Derivatives of pairwise sums by torch's own operators on their formula: those that no kernel
 computes, which are first ones of rare stages, and second ones.
 
-Every difference is there at once, so whatever may go by blocks of rows does; under
-``create_graph`` everything is kept for derivatives of these.
-"""
+All differences of a block are in memory at once, so work goes by blocks of rows wherever it may.
+Under ``create_graph`` everything is kept for second derivatives."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ class Sums(NamedTuple):
         return self.given.get("inner_scale")
 
     def having(self, p, scale) -> Sums:
-        """The same of other numbers, None of what there is none of."""
+        """The same sums with other numbers; None is a number that they do not take."""
         numbers = {"p": p, "inner_scale": scale}
         return self._replace(given={k: v for k, v in numbers.items() if v is not None})
 
     def of(self, x, z, first: bool) -> torch.Tensor:
-        """They, by the formula."""
+        """The sums, by the formula."""
         descriptor = self.descriptor
         return stages.sums(descriptor.operator, descriptor.inner, x, z, **self.given, first=first)
 
@@ -71,7 +70,7 @@ def _alone(descriptor: Pairwise, inner: str | None = None) -> Pairwise:
 
 
 def exponent_sums(made: Sums) -> Sums | None:
-    """The sums whose terms are the derivatives by the exponent of those of ``made``, if they have a
+    """The sums of the derivatives by the exponent of the terms of ``made``, if they have a
     kernel."""
     if not isinstance(made.descriptor.inner, norms.Power):
         return None
@@ -183,7 +182,7 @@ def _block(value, sides: list, needs: tuple, along, create: bool) -> list:
 
 
 def _leaf(t: torch.Tensor, create: bool) -> torch.Tensor:
-    """What a gradient is asked for by: an alias, lest two of the arguments be one tensor."""
+    """A leaf for a gradient: an alias, lest two of the arguments be one tensor."""
     if create and t.requires_grad:
         return t.view_as(t)
     return t.detach().requires_grad_()

@@ -151,7 +151,7 @@ def _norm_gradient_backward(saved, along) -> dict:
 
 
 def _inner_gradients(made: Sums, a, b, grad, needs: tuple) -> tuple:
-    """Those with respect to exponent and scale."""
+    """The gradients by exponent and scale."""
     if not any(needs):
         return None, None
     logarithmic = formula.exponent_sums(made)

@@ -67,16 +67,16 @@ def key_of(kind: Kind, operands: Operands, out, accumulate, values: dict) -> tup
 
 
 def _kind(name: str, value: object):
-    """Of a number only its kind; of an exponent the value, where it has code of its own."""
+    """The kind of a number; the value of an exponent that has code of its own."""
     if isinstance(value, torch.Tensor):
         try:
             return value.shape, value.stride(), value.dtype, value.get_device()
-        except (RuntimeError, NotImplementedError):  # of what is not dense
+        except (RuntimeError, NotImplementedError):  # raised by tensors that are not dense
             check_kind(name, value)
             raise
     if name != "p":
         return None
-    number = value if type(value) is float else host_value(name, value)  # which saves a call
+    number = value if type(value) is float else host_value(name, value)  # this saves a call
     if not number >= 0:
         arguments.check_host(name, number)
     return lowering.exponent_kind(number)
@@ -106,7 +106,7 @@ def make_plan(call: Call, kind: Kind, operands, out, accumulate, values: dict) -
             f"kernlib computes on CUDA and CPU tensors, {kind.names[0]} is on {call.device}; move "
             "it to one of them"
         )
-    arch_of(operands.x.get_device())  # one too old is refused for an empty out as well
+    arch_of(operands.x.get_device())  # an old device is refused for an empty out too
     target = out
     if out is None:
         target = torch.empty(call.out_shape, dtype=call.out_dtype, device="meta")
@@ -346,9 +346,8 @@ def _numbers(plan: GradientPlan, kind: Kind, x, values: dict) -> tuple[list, lis
             arguments.check_number(kind, name, value, x.device)
         tensor = on_device(name, value, x.device, wide)
         address = tensor.data_ptr()
-        has_memory = (
-            address >= LOWEST_ADDRESS or not tensor._is_zerotensor()
-        )  # else its number is 0
+        # The number of a zero tensor, which has no memory, is 0.
+        has_memory = address >= LOWEST_ADDRESS or not tensor._is_zerotensor()
         numbers += [0.0, address if has_memory else 0]
         tensors.append(tensor)
     return numbers, tensors
@@ -362,9 +361,7 @@ def _launch(plan: GradientPlan, kind: Kind, operands: Operands, out, accumulate,
         _refuse_overlap(kind, operands, out, plan.spans, plan.out_span, values)
     if plan.compute is not None:
         plan.compute(operands, out, numbers)
-    del (
-        converted
-    )  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del converted  # the stream orders the reuse of their memory behind the launch
     return out
 
 
@@ -380,7 +377,7 @@ def _refuse_overlap(
     if ranges_meet(out.data_ptr(), out_span, ranges):
         named = zip(kind.names, operands, strict=True)
         refuse_overlap(out, **{name: t for name, t in named if t is not None})
-    if not out.is_inference():  # those have no version to count
+    if not out.is_inference():  # inference tensors have no version
         torch.autograd.graph.increment_version(out)
 
 

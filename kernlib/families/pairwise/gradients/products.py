@@ -44,8 +44,8 @@ def squares(precision: str | None, x, z, weights: torch.Tensor) -> torch.Tensor:
 
 
 def centre(z: torch.Tensor) -> torch.Tensor:
-    """The mean of points (..., T, K), (..., 1, K), with 0 for what is not finite: taken from both
-    sides of a difference, what cancels is small."""
+    """The mean of points (..., T, K), (..., 1, K), with 0 for coordinates that are not finite.
+    Subtracted from both sides of a difference it leaves little that cancels."""
     mean = z.mean(-2, keepdim=True)
     return torch.where(mean.isfinite(), mean, 0.0)
 

@@ -1,7 +1,7 @@
-"""What each entry of a pairwise matrix is worth to a gradient. With ``out = finish(S)``, the
+"""The weight of each entry of a pairwise matrix in a gradient. With ``out = finish(S)``, the
 derivatives of ``finish`` by S and by hyperparameters are pairwise matrices themselves: of the same
-sums, under epilogues that :mod:`kernlib.descriptors.derivative` makes. So one kernel computes each.
-"""
+sums, under epilogues that :mod:`kernlib.descriptors.derivative` makes. So one kernel computes
+each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Finish(NamedTuple):
 
     @property
     def exponent(self) -> str:
-        """What the exponent of "Power" is called."""
+        """The name of the exponent of "Power"."""
         return free_names(self.epilogue)[0]
 
     def values(self, values: dict) -> dict:
@@ -55,8 +55,8 @@ class Finish(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """A derivative of what follows the sums, by them (``VALUE``) or by a parameter: a kernel for
-    points of one dtype, and the names of what it takes besides the sums' own."""
+    """A derivative of the stages behind the sums, by the sums (``VALUE``) or by a parameter: a
+    kernel for points of one dtype, and the names of what it takes besides the sums' own."""
 
     finish: Finish
     by: str
@@ -65,8 +65,8 @@ class Slope(NamedTuple):
 
 
 def finish_of(descriptor: Pairwise, values: dict, of_norms: bool = False) -> Finish:
-    """That of a call with these hyperparameters: of its sums, or what follows the root if it is
-    ``of_norms``. ``regularization`` is no part of it."""
+    """The stages behind the sums of a call with these hyperparameters, or behind the root if
+    ``of_norms``, without ``regularization``."""
     outer, power = ("Identity", None) if of_norms else _outer(descriptor, values)
     epsilon = values.get("epsilon", 0.0)
     snaps = isinstance(epsilon, torch.Tensor) or epsilon != 0
@@ -74,7 +74,7 @@ def finish_of(descriptor: Pairwise, values: dict, of_norms: bool = False) -> Fin
 
 
 def _outer(descriptor: Pairwise, values: dict) -> tuple[str, str | None]:
-    """The outer stage by its name, and what the exponent of "Power" is, or is made of."""
+    """The outer stage's name, and the argument that gives the exponent of "Power"."""
     if checks.follows_inner(descriptor, values):
         source = "p" if "p" in values else "inner_p"
         power = root_of(values[source])
@@ -116,7 +116,7 @@ def derivative(
 
 
 def of_norms(slope: Slope, values: dict, n: torch.Tensor) -> torch.Tensor:
-    """:func:`derivative` of what follows norms, from those, (L, M, N) or (M, N)."""
+    """:func:`derivative` of the stages behind norms, from the norms (L, M, N) or (M, N)."""
     finish_values = slope.finish.values(values)
     placed = {name: stages.entries(finish_values[name], n.dim()) for name in slope.names}
     shapes = [t.shape for t in placed.values() if isinstance(t, torch.Tensor)]
@@ -157,7 +157,7 @@ def by_sums(
 def by_norms(
     descriptor: Pairwise, made: Sums, values: dict, n: torch.Tensor
 ) -> torch.Tensor | None:
-    """The same of what follows norms, by those."""
+    """:func:`by_sums` for the stages behind norms, by the norms."""
     finish = finish_of(descriptor, values, True)
     if has_kernels(finish):
         slope = slope_of(made.descriptor, finish, VALUE, n.dtype)

@@ -1,1 +1,2 @@
-"""Reductions of matrices that are not stored: ``arguments``, who computes them, ``operation``."""
+"""Reductions of matrices that are not stored: ``arguments``, the ways to compute them,
+``operation``."""

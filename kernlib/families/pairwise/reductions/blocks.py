@@ -1,7 +1,7 @@
 """Reductions of a kernel matrix by blocks: each is computed, reduced and forgotten, so that memory
-stays O(M + N) plus one block. Takes what the kernels that store no block do not: many columns, of
-float64 the nearest, and log-sum-exps and minima of many features, many of the nearest, CPU
-tensors."""
+stays O(M + N) plus one block. These are the reductions that kernels without stored blocks do not
+take: many columns; of float64 the k nearest; log-sum-exps and minima of many features; many
+nearest; CPU tensors."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def topk(
 
 
 def _first(values: torch.Tensor, k: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`torch.topk` with the first of equal values, which that leaves open."""
+    """:func:`torch.topk` with the first of equal values, where torch may return any."""
     count = values.shape[-1]
     chosen, places = values.topk(min(k + 1, count), largest=largest)
     if k < count:

@@ -112,7 +112,7 @@ def _computed(reduction: Reduction, request: reduced.Request, shape: Shape):
 
 
 class _Reduced(NamedTuple):
-    """A call, and what is done with its matrix."""
+    """A call and the reduction of its matrix."""
 
     call: Call
     reduction: Reduction
@@ -140,7 +140,7 @@ class _Reduced(NamedTuple):
 def _recorded(
     reduction: Reduction, descriptor, request: reduced.Request, tables: Tables, found, places
 ) -> torch.Tensor:
-    """What was found, with a record of gradients where one is asked for."""
+    """The result, with a record of gradients where one is needed."""
     named = request.tensors() | {"tables": tables.flat}
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in named.values())):
         return found
@@ -159,7 +159,7 @@ def _recorded(
     if flat:  # as the formula has it
         found, places = found[0], places if places is None else places[0]
     needed = _Reduced(call, reduction, places)
-    if _are_functorch_transforms_active():  # of which a Function knows none
+    if _are_functorch_transforms_active():  # a Function knows no transforms
         return needed.computed(a, b, tables.flat, *rest.values())
     return _Recorded.apply(needed, found, a, b, tables.flat, *rest.values())
 

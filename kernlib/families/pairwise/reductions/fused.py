@@ -41,7 +41,7 @@ from kernlib.runtime.tensors import is_lazy, materialised, signature
 # Columns of v up to which computing the matrix once for every few of them is faster than storing
 # blocks of it.
 MOST_COLUMNS = 16
-# Of a side: a thread each, in blocks of which a grid has room for 1024 times as many.
+# Points of a side: each takes a thread, and a grid has room for 1024 times as many blocks.
 MOST_POINTS = MAX_BLOCKS // 1024 * lowering.THREADS
 # Of norms whose slopes are taken from sums of powers, which are right from 1e-9 to 1e9 then; others
 # from norms, by blocks.
@@ -49,7 +49,8 @@ LARGEST_EXPONENT = 4
 
 
 class Role(NamedTuple):
-    """Whose points are rows, of :data:`lowering.ROLES`, and what a launch leaves."""
+    """The role whose points are rows, one of :data:`lowering.ROLES`, and the results of its
+    launch."""
 
     name: str
     points: bool
@@ -63,14 +64,14 @@ class Launch(NamedTuple):
     plan: Plan | Steps | Silence
     columns: slice
     role: str
-    # Of points, values and totals: makes a new tensor, None for what is not left. In front of what
-    # the launch leaves in parts there is a dimension of these.
+    # For points, values and totals a function that makes the new tensor, None for a result that the
+    # launch does not write. Results in parts have a first dimension for these.
     outputs: tuple[Callable[[], torch.Tensor] | None, ...]
     in_parts: bool  # points and values
 
 
 class Gradients(NamedTuple):
-    """What the gradients of one signature take."""
+    """The plan of the gradients of one signature."""
 
     scalars: Scalars
     hyper: tuple[str, ...]  # hyperparameters, in the order of their totals
@@ -132,8 +133,8 @@ def _in_unit(request: Request) -> tuple[Request, float | torch.Tensor | None]:
 
 
 def _plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) -> Gradients | None:
-    """The kept plan of a signature, None of what the kernels do not take; of meta tensors, that of
-    a rehearsal, of which none is kept."""
+    """The cached plan of a signature, None where no kernel takes the call. The plan of meta tensors
+    belongs to a rehearsal and is not cached."""
     if request.a.is_meta:
         return _new_plan(request, shape, names, grad, shared)
     v = None if request.v is None else signature(request.v)
@@ -185,7 +186,7 @@ def _new_plan(request: Request, shape: Shape, names: tuple, grad, shared: bool) 
 
 
 def _sizes(shape: Shape, role: Role, columns: slice, hyper: int) -> tuple[tuple[int, ...], ...]:
-    """Of what a launch leaves: points, values and totals."""
+    """Sizes of a launch's results: points, values and totals."""
     m = shape.n if role.name == "second" else shape.m
     count = columns.stop - columns.start
     return (shape.batch, m, shape.k), (shape.batch, m, count), (shape.batch, hyper)
@@ -259,7 +260,7 @@ def _lowered(
 
 
 def route_of(request: Request, names: tuple) -> Route | None:
-    """The way to derivatives of what follows the sums; None where the kernel does not know one of
+    """The route to derivatives of the stages behind the sums. None where the kernel lacks one of
     them or a slope of the sums, or the sums are powers that leave float32 too soon."""
     p = request.hyperparameters.get("p", request.hyperparameters.get("inner_p"))
     large = p is not None and not isinstance(p, torch.Tensor) and p > LARGEST_EXPONENT
@@ -280,7 +281,7 @@ def derivatives_of(
     request: Request, route: Route, points: bool
 ) -> tuple[tuple[str, ...], Derivatives] | None:
     """Hyperparameters with gradients, and the derivatives of what follows the sums; None where
-    there is none by the sums, and points ask for it."""
+    points need a derivative by the sums and there is none."""
     values, weight = request.hyperparameters, None
     if route.finish is not None:
         weight = weights.slope_of(route.sums, route.finish, VALUE, route.wide)
@@ -322,7 +323,7 @@ def problem_of(request: Request, shape: Shape, points: tuple, gradient) -> lower
 def _roles(
     descriptor: Pairwise, points: tuple, values: bool, totals: bool, shared: bool
 ) -> list[Role]:
-    """What takes part in the launches of some columns."""
+    """The roles of the launches of some columns."""
     alike = shared and not descriptor.signed and points[0] == points[1]
     if alike and (points[0] or values):
         return [Role("both", points[0], values, totals)]
@@ -378,7 +379,7 @@ def _launched(plan: Gradients, request: Request, grad: torch.Tensor) -> dict:
 
 
 def _regularize(grads: dict, request: Request, shape: Shape, names: list[str], grad) -> None:
-    """Adds what the regularization gives v, and is given, to ``grads``."""
+    """Adds the regularization's part of v's gradient, and its own gradient, to ``grads``."""
     value = request.hyperparameters.get("regularization")
     if value is None:
         return

@@ -44,14 +44,14 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
         arguments.refuse_differentiated(a, b, v, values)
         watched = True  # where nothing is mapped too: a Function knows no transform
     if watched or (getattr(a, "is_meta", False) and rehearsal.current() is None):
-        if not watched:  # of meta tensors operators would say less
+        if not watched:  # for meta tensors operators would say less
             arguments.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
         request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, False
         return by_operator(operation.REDUCTION, request)
     request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, True
     key = operation.key(*request)
     if type(row_offset) is not int or type(col_offset) is not int:
-        key = None  # as 1.0 and True are the key that 1 is, and arrays are none
+        key = None  # 1.0 and True would be the key that 1 is, and arrays are no keys
     try:
         route = None if key is None else _routes.plans.get(key)
     except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
@@ -89,7 +89,7 @@ def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, v
     again = _rehearsed, reduction, request, shape
     y = early.first(_apply, reduction, request, shape, size, again=again).to(a.dtype)
     tensors = (t for t in (a, b, v) if t is not None)
-    if key is not None and not any(map(is_lazy, tensors)):  # of which a plan reads copies
+    if key is not None and not any(map(is_lazy, tensors)):  # a plan reads copies of these
         *tensors, rows, columns, values = request
         plan = operation.find(reduction, *tensors, None, rows, columns, values, True)
         if plan is not None and plan.launch is not None:
@@ -124,7 +124,7 @@ def _apply(
     tensors = request.tensors()
     numbers = {k: v for k, v in request.hyperparameters.items() if k not in tensors}
     fixed = request._replace(a=None, b=None, v=None, hyperparameters=numbers)
-    if any([t.is_inference() for t in tensors.values()]):  # which cannot be saved
+    if any([t.is_inference() for t in tensors.values()]):  # this cannot be saved
         tensors = {name: normal(t) for name, t in tensors.items()}
         plan = None  # that of other strides
     return _Reduction.apply(reduction, fixed, shape, size, plan, tuple(tensors), *tensors.values())
@@ -149,7 +149,7 @@ class _Reduction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, reduction, fixed, shape, size, plan, names, *tensors):
         ctx.fixed, ctx.shape, ctx.reduction, ctx.names = fixed, shape, reduction, names
-        ctx.shared = tensors[0] is tensors[1]  # a and b, of which autograd adds up the gradients
+        ctx.shared = tensors[0] is tensors[1]  # autograd adds up the gradients of a and b
         request = _whole(fixed, names, tensors)
         if plan is None:
             out = computed(reduction, request, shape)
@@ -161,7 +161,7 @@ class _Reduction(torch.autograd.Function):
         if plan is None or out.shape != size:
             # Not as a view, which torch forbids to write in place where a function has made it.
             out = torch.ops.aten._unsafe_view.default(out, size)
-        # What is saved cannot be written in place, so only where its value counts.
+        # A saved tensor cannot be written in place, so it is saved only where its value counts.
         ctx.save_for_backward(*tensors, out if reduction == "logsumexp" else None)
         return out
 
@@ -253,7 +253,7 @@ def transposed_product(request: Request, shape: Shape, weights: torch.Tensor) ->
     return _to_shape(out, v)
 
 
-# Gradients that nobody differentiates.
+# Gradients that are not differentiated.
 
 
 def _widened(request: Request, tensors: dict[str, torch.Tensor]) -> Request:
@@ -266,7 +266,7 @@ def _widened(request: Request, tensors: dict[str, torch.Tensor]) -> Request:
 
 
 def _fitted(grad: torch.Tensor | None, name: str, leaf: torch.Tensor) -> torch.Tensor:
-    """A gradient by kernels in the form of its tensor, 0 for what there is none of."""
+    """A kernel's gradient in the form of its tensor, 0 where there is none."""
     if grad is None:
         return torch.zeros_like(leaf)
     if name in ("a", "b", "v"):
@@ -312,14 +312,14 @@ def _of_block(
 
 
 def _weighted_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
-    """What each entry is worth to a log-sum-exp, written over the ``values``."""
+    """The weight of each entry in a log-sum-exp, written over the ``values``."""
     top = out[..., None]
     top = top.masked_fill(top.isneginf(), 0.0)  # where all values are -inf, whose shares are 0
     return values.sub_(top).exp_().mul_(gradient[..., None])
 
 
 def _weights(reduction: str, request: Request, block, parts: dict, gradient) -> torch.Tensor:
-    """What each entry of a block is worth to a sum or a product."""
+    """The weight of each entry of a block in a sum or a product."""
     if reduction == "sum":
         return gradient[..., None].expand(*gradient.shape, block[2].stop - block[2].start)
     v = parts["v"].to(gradient.dtype)

@@ -32,14 +32,14 @@ SMALL_COLUMNS, TILE_COLUMNS = 64, 16
 
 
 def _double() -> ModuleType:
-    """The kernel of float64, which the first call of any other type does without."""
+    """The float64 kernel's module, which first calls of other types do not load."""
     from kernlib.families.pairwise.kernels import double
 
     return double
 
 
 def _nearest() -> ModuleType:
-    """The kernel of the k nearest, which the first call of any other reduction does without."""
+    """The module of the k nearest's kernel, which first calls of other reductions do not load."""
     from kernlib.families.pairwise.kernels import topk
 
     return topk
@@ -102,8 +102,8 @@ def by_columns(reduction: str, request: Request, shape: Shape, arch: str) -> boo
 def plan(
     reduction: str | Nearest, request: Request, shape: Shape, rows: int | None = None
 ) -> ReductionPlan:
-    """The plan of a checked call, its kernels loaded. ``rows`` is that of
-    :func:`kernlib.families.pairwise.kernels.reduce.lower` and of its like."""
+    """The plan of a checked call, its kernels loaded. ``rows`` is as for
+    :func:`kernlib.families.pairwise.kernels.reduce.lower`."""
     descriptor, device = request.descriptor, request.a.get_device()
     numbers = request.hyperparameters
     strides = scalar_strides(descriptor, numbers, request.a)

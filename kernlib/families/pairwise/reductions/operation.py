@@ -131,7 +131,7 @@ def _check(
 
 
 def _way(call: Call | None, reduction, descriptor, a, *rest) -> str:
-    if call is None or a.is_meta:  # of which the operator knows as much
+    if call is None or a.is_meta:  # the operator knows their results
         return OPERATOR
     # By the plan of an empty call nothing would look at numbers.
     return REFERENCE if 0 in call.shape[:4] else KERNELS
@@ -182,12 +182,10 @@ def _materialised(reduction, descriptor, a, b, v, out, *rest) -> tuple | None:
 
 def _refuse_overlap(plan: CallPlan, out: torch.Tensor, values: dict, **inputs) -> None:
     """Raises ValueError when ``out`` shares memory with an input."""
-    present = {name: t for name, t in inputs.items() if t is not None}
-    ranges = [
-        (t.data_ptr(), length) for t, length in zip(present.values(), plan.spans, strict=False)
-    ]
+    named = {name: t for name, t in inputs.items() if t is not None}
+    ranges = [(t.data_ptr(), length) for t, length in zip(named.values(), plan.spans, strict=False)]
     if ranges_meet(out.data_ptr(), plan.spans[3], ranges):
-        refuse_overlap(out, **present)
+        refuse_overlap(out, **named)
     if any(isinstance(value, torch.Tensor) for value in values.values()):
         refuse_overlap(out, **{k: t for k, t in values.items() if isinstance(t, torch.Tensor)})
 
@@ -195,7 +193,7 @@ def _refuse_overlap(plan: CallPlan, out: torch.Tensor, values: dict, **inputs) -
 def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset, values: dict):
     """Values of the arithmetic's dtype, in any shape of their number; places too where these are
     asked for."""
-    if plan.folded:  # which computes the matrix once
+    if plan.folded:  # this computes the matrix once
         shape = plan.shape
         flat = v.movedim(0, 1).reshape(shape.n, shape.batch * shape.columns)
         offsets = row_offset, col_offset
@@ -232,14 +230,12 @@ def _by_kernels(reduction: str | Nearest, plan: CallPlan, a, b, v, out, values: 
         places = torch.empty(plan.partial, dtype=torch.int64, device=plan.device)
     of_v = 0 if v is None else v.data_ptr()
     of_places = 0 if places is None else places.data_ptr()
-    if direct and not out.is_inference():  # those have no version to count
+    if direct and not out.is_inference():  # inference tensors have no version
         torch.autograd.graph.increment_version(out)
     for part, in_v, in_values in launch.launches:
         pointers = a.data_ptr(), b.data_ptr(), of_v + in_v, result.data_ptr() + in_values, of_places
         part.launch(pointers, numbers)
-    del (
-        converted
-    )  # converted tensors: the stream orders the reuse of their memory behind the launch
+    del converted  # the stream orders the reuse of their memory behind the launch
     if direct:
         return out
     if launch.splits > 1:
@@ -310,7 +306,7 @@ def choose(
     if traced or (getattr(a, "is_meta", False) is True and rehearsal.current() is None):
         from kernlib import run as ops
 
-        if not traced:  # of meta tensors operators would say less
+        if not traced:  # for meta tensors operators would say less
             shape = checks.check_meta(descriptor, a, b, None, rows, columns, values)
             checks.check_k(k, shape.n)
         return ops.pairwise_reduce_operators.choose(
@@ -362,9 +358,9 @@ def pair_values(request: Request, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _chosen_points(b: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """``b[l,indices[l,m,j]]``, (L, M, J, K). In float64 where a gradient is recorded: that of a
-    point that many rows have chosen is a sum of one term after the other, of 7000 of them 1e-5 off
-    in float32."""
+    """``b[l,indices[l,m,j]]``, (L, M, J, K). In float64 where a gradient is recorded: the gradient
+    of a point that many rows have chosen is summed term by term, which is 1e-5 off in float32 for
+    7000 terms."""
     points = b.to(torch.float64) if b.requires_grad else b
     near = points[0][indices] if b.shape[0] == 1 else points[_places(indices, 0), indices]
     return near.to(b.dtype)

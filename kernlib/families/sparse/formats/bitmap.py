@@ -14,8 +14,8 @@ Each has 128 little-endian words of 32 bits, the values, and zeros up to whole 1
 So a lane's share of ``m16n8k16`` fragments, row g and the columns of t, has its bits in the bytes
 of a word and its values in runs of up to four: kernel_sources/sparse/bitmap/fragments.cuh.
 
-An entry is whatever does not equal zero, NaN included, and comes back bit by bit. -0.0 is none and
-comes back as 0.0: ``w * mask`` makes it of every pruned value below zero.
+An entry is whatever does not equal zero, NaN included, and comes back bit by bit. -0.0 is no entry
+and comes back as 0.0: ``w * mask`` makes -0.0 of every pruned negative value.
 
 Bits in place of positions are SpInfer's idea. 16-bit values take ``2 nnz + R C / 8 + R C / 1024``
 bytes and some 7 of padding a chunk: fewer than MACKO's codes from a density of 0.233 up, and than
@@ -46,7 +46,7 @@ from kernlib.runtime.rehearsal import on_gpu
 
 FORMAT = "bitmap"
 TENSORS = ("data", "offsets")
-MOST_BYTES = UNIT * 2**31  # which offsets do not reach
+MOST_BYTES = UNIT * 2**31  # offsets do not reach further
 CHECKED = 1 << 16  # chunks whose bits are counted together: 32 MiB, several times
 SPREAD = 1 << 12  # whose positions are looked at one by one: 16 MiB, several times
 
@@ -142,7 +142,7 @@ def encode_entries(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def _units_of(entries: Entries) -> Iterator[torch.Tensor]:
-    """The 16-byte units of each chunk, those of some rows at a time."""
+    """The 16-byte units of each chunk, some rows at a time."""
     across = ceil_div(entries.shape[1], COLUMNS)
     for slab, _ in _slabs_of(entries):
         chunks = ceil_div(slab.last - slab.first, ROWS) * across

@@ -31,7 +31,7 @@ def chunk_counts(dense: torch.Tensor) -> torch.Tensor:
 
 
 def chunks_of_panels(entries: torch.Tensor) -> torch.Tensor:
-    """Entries of each chunk by those of (panels of COLUMNS, rows)."""
+    """Entries of each chunk from those of (panels of COLUMNS, rows)."""
     across, rows = entries.shape
     padded = torch.nn.functional.pad(entries, (0, -rows % ROWS))
     slabs = padded.view(across, ceil_div(rows, ROWS), ROWS)
@@ -96,7 +96,7 @@ def chunks_of_entries(slab: Slab, across: int) -> torch.Tensor:
 
 
 def fill_entries(slab: Slab, offsets: torch.Tensor, across: int, data: torch.Tensor) -> None:
-    """:func:`fill` of some rows, by their entries, of which none is 0. On any device."""
+    """:func:`fill` of some rows by their entries, all other than 0. On any device."""
     chunk, column = chunks_of_entries(slab, across), slab.columns % COLUMNS
     half, g = slab.rows % ROWS // 8, slab.rows % 8
     block, t, plane, j = column // 32, column % 32 // 8, column % 8 // 4, column % 4
@@ -115,7 +115,7 @@ def fill_entries(slab: Slab, offsets: torch.Tensor, across: int, data: torch.Ten
 def read_entries(
     data: torch.Tensor, starts: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """Of each value in the chunks at ``starts``: the number of the chunk among these, row and
+    """For each value in the chunks at ``starts``: the number of the chunk among these, row and
     column in it, and bits. On any device."""
     present = positions(data.view(-1, UNIT)[headers(starts)])
     chunk, place = present.nonzero(as_tuple=True)

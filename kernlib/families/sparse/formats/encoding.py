@@ -17,7 +17,7 @@ BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: 
 MAGNITUDE = {torch.float16: 0x7FFF, torch.bfloat16: 0x7FFF, torch.float32: 0x7FFFFFFF}
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 COUNTED = 1 << 22  # entries that are counted together
-FEW_COUNTS = 1 << 16  # which a core sorts in the time in which a GPU begins the operators for it
+FEW_COUNTS = 1 << 16  # a core sorts them before a GPU has begun the operators for that
 
 
 def matrix(dense: torch.Tensor) -> torch.Tensor:
@@ -47,8 +47,8 @@ def bits(dense: torch.Tensor) -> torch.Tensor:
 
 
 def counted(counts: torch.Tensor) -> torch.Tensor:
-    """What kernels have counted, for sums and orders of it: few numbers on the host, which waits
-    for them, since the first use of each operator on a GPU takes 10 to 25 ms."""
+    """Counts by kernels, for sums and orders of them. Few numbers go to the host, which waits,
+    since the first use of each operator on a GPU takes 10 to 25 ms."""
     on_host = counts.device.type == "cuda" and counts.numel() <= FEW_COUNTS
     return counts.cpu() if on_host else counts
 

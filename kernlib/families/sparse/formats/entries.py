@@ -1,5 +1,5 @@
-"""Matrices by their entries, some rows at a time: what formats are encoded from where nobody lays
-the matrix out densely.
+"""Matrices by their entries, some rows at a time: formats are encoded from these without a dense
+matrix.
 
 Whoever encodes goes over the slabs of :meth:`Entries.slabs` more than once, to count and to write.
 What a slab takes is bounded, whatever the matrix is: it has SLAB entries, or else 16 rows.
@@ -14,7 +14,7 @@ import torch
 
 from kernlib.families.sparse.formats.encoding import BITS, nonzero
 
-ROWS = 16  # of which slabs are made, as those of bitmap's chunks
+ROWS = 16  # of a slab are a multiple of these, as are those of bitmap's chunks
 SLAB = 1 << 21  # entries, each of which takes some 100 bytes while it is encoded
 CELLS = 1 << 20  # chunks, or rows of panels, that are counted together
 
@@ -48,7 +48,7 @@ class Triplets(NamedTuple):
 
 
 def of_triplets(parts: Iterable[Triplets], shape: tuple[int, int], like: torch.Tensor) -> Entries:
-    """Those of a matrix by its entries in any order. ``like`` is an empty tensor of its values'
+    """The entries of a matrix, passed in any order. ``like`` is an empty tensor of its values'
     dtype and device."""
     listed = [*parts]
     none = torch.empty(0, dtype=torch.int64, device=like.device)
@@ -85,7 +85,7 @@ class Entries:
         self.nnz = 0  # entries that are not 0
 
     def to(self, dtype: torch.dtype) -> Entries:
-        """The matrix with its values in another dtype, of those that formats hold."""
+        """The matrix with its values in another dtype that formats hold."""
         values = self._bits.view(self.dtype).to(dtype)
         entries = Entries(self._crow, self._col, values, self.shape)
         entries.check("columns")

@@ -1,5 +1,5 @@
-"""What encoders of dense matrices on the host share: rows taken some at a time, so that what is
-worked out of them stays in a core's cache."""
+"""What encoders of dense matrices on the host share: they take some rows at a time, so that
+intermediate results stay in a core's cache."""
 
 from __future__ import annotations
 

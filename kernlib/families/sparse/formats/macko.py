@@ -124,8 +124,8 @@ def _set_codes(deltas: torch.Tensor, places: torch.Tensor, codes: torch.Tensor) 
 
 
 def _taken(slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of entries that are not 0: the column of the one before each in its row (-1 for none), and
-    how many entries each makes with the pads before it."""
+    """For each nonzero entry the column of the one before it in its row (-1 for none), and the
+    number of entries that it becomes with the pads before it."""
     before = torch.full_like(slab.columns, -1)
     before[1:] = torch.where(slab.rows[1:] == slab.rows[:-1], slab.columns[:-1], -1)
     return before, (slab.columns - before - 1) // (LAST_CODE + 1) + 1
@@ -137,7 +137,7 @@ def decode(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The dense matrix, contiguous: all bits but those of -0.0 and of NaNs as they were. Without a
+    """The dense matrix, contiguous, with its bits as they were except for -0.0 and NaNs. Without a
     synchronisation on a GPU."""
     values, deltas, row_ptr = (tensors[name] for name in TENSORS)
     if on_gpu(values.device):
@@ -300,8 +300,8 @@ def _rows(counts: torch.Tensor, nnz: torch.Tensor | int) -> tuple[torch.Tensor, 
 
 
 def _runs(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of the values that are not zero, by row: rows, columns, the column of the one before (-1 for
-    none), and how many entries each makes with the pads before it."""
+    """For the values other than zero, by row: their rows, their columns, the column of the value
+    before (-1 for none), and the number of entries that each becomes with the pads before it."""
     rows, columns = encoding.nonzero(encoding.bits(dense)).nonzero(as_tuple=True)
     return rows, columns, *_taken(Slab(0, dense.shape[0], rows, columns, rows))
 
@@ -330,7 +330,7 @@ def _encode_cpu(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str,
 
 
 def _canonical(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bits of values, those of any NaN replaced."""
+    """Bits of values, with one pattern for all NaNs."""
     ones = MAGNITUDE[dtype]
     return torch.where(bits & ones > INFINITY[dtype], ones, bits)
 

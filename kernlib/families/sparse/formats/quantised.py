@@ -18,7 +18,7 @@ blocks), with ``half = r // 8`` and ``g = r % 8``,
 An entry is whatever does not equal zero in the matrix that was compressed, and stays one where it
 becomes 0. Its value is ``q * scale`` in float32, rounded once to the matrix's dtype: that is what
 ``decode`` gives. Products add up ``q * x`` in float32 and multiply the sums of a chunk's row, or of
-128 columns of one, by the scale, so they do without that rounding. Scales are made by
+128 columns of one, by the scale, so that they save that rounding. Scales are made by
 :mod:`kernlib.families.sparse.formats.quantiser`.
 
 8 bits take ``nnz + R C / 8 + R C / 1024 + R C / 128`` bytes and some 8 of padding a chunk.
@@ -122,13 +122,13 @@ class QuantisedFormat:
         return {"data": data, "offsets": offsets}, facts
 
     def _units_of(self, entries: Entries) -> Iterator[torch.Tensor]:
-        """The 16-byte units of each chunk, those of some rows at a time."""
+        """The 16-byte units of each chunk, some rows at a time."""
         across = ceil_div(entries.shape[1], COLUMNS)
         for slab, _, chunks in _slabs_of(entries):
             yield cpu.units_of(_counts(slab, across, chunks), self.code)
 
     def _fill(self, slab: Slab, entries: Entries, starts: torch.Tensor, data: torch.Tensor) -> None:
-        """Write the chunks of some rows, at ``starts``, by their entries, of which none is 0."""
+        """Write the chunks of some rows, at ``starts``, by their entries, all other than 0."""
         code, chunks = self.code, len(starts)
         chunk = chunks_of_entries(slab, ceil_div(entries.shape[1], COLUMNS))
         column, half, g = slab.columns % COLUMNS, slab.rows % ROWS // 8, slab.rows % 8

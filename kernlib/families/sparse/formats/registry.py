@@ -65,9 +65,8 @@ def check_format(format: str) -> None:
 
 
 def with_values(format: str, values: str | None) -> str:
-    """The format, or "auto", that ``format`` and ``values`` name together: without ``values``
-    whatever the format is. Raises ValueError for what is neither, and for two that exclude each
-    other."""
+    """The format, or "auto", that ``format`` and ``values`` name together: without ``values`` the
+    format itself. Raises ValueError for what is neither, and for two that exclude each other."""
     if values is None:
         return format
     check_format(format)
@@ -113,7 +112,7 @@ def _fastest_of(
         sizes.pop("bitmap", None)  # whose kernels take half types only
     arch = rates.DEFAULT
     if matrix.device.type == "cuda":
-        from kernlib.runtime.devices import arch_of  # which CPU tensors do not load
+        from kernlib.runtime.devices import arch_of  # CPU tensors do not load it
 
         arch = arch_of(matrix.device.index)
     return fastest(sizes, density, tuple(matrix.shape), matrix.dtype.itemsize, arch, columns)
@@ -127,8 +126,8 @@ def fastest(
     arch: str,
     columns: int,
 ) -> str:
-    """The format of least time, and of these the fewest bytes, of those whose bytes these are of a
-    matrix of a shape, for so many vectors, MOST_COLUMNS of ``rates`` at most."""
+    """The format of least time, of equal ones that of the fewest bytes. ``sizes`` are the bytes of
+    a matrix in each format; ``columns`` are the vectors, MOST_COLUMNS of ``rates`` at most."""
     from kernlib.families.sparse.formats.tiling import tiling_of  # loaded with its formats
 
     row, (width, parts) = shape[1] * itemsize, tiling_of(shape, itemsize, columns)
@@ -183,10 +182,10 @@ def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
 
 @lru_cache(maxsize=64)
 def build_counting(dtype: torch.dtype, device: int) -> None:
-    """Have the kernels that count a matrix's entries for each format compiled side by side, and
-    meanwhile those of which one writes the format that is fastest."""
+    """Compile the kernels that count a matrix's entries for each format side by side, and meanwhile
+    those that may write the fastest format."""
     from kernlib.families.sparse.lowering import choose
-    from kernlib.runtime import early  # which CPU tensors do not load
+    from kernlib.runtime import early  # CPU tensors do not load it
     from kernlib.runtime.devices import build
 
     def specs(does: str) -> list[KernelSpec]:

@@ -121,8 +121,8 @@ class SlicesFormat(NamedTuple):
         tiling: Tiling | None = None,
         counts: Mapping[int, torch.Tensor] | None = None,
     ) -> tuple[Tiling, torch.Tensor, torch.Tensor]:
-        """A tiling, by default the best one, and what :func:`arrange` says of it. ``counts`` are
-        the codes of each (panel, row), by widths of panels, as far as they have been counted."""
+        """A tiling, by default the best one, and its :func:`arrange`. ``counts`` are the codes of
+        each (panel, row), by widths of panels, as far as they have been counted."""
 
         lengths, shape, itemsize = dict(counts or {}), tuple(dense.shape), dense.element_size()
         codec = _codec(dense)
@@ -229,8 +229,8 @@ class SlicesFormat(NamedTuple):
     def encode_entries(
         self, entries: Entries, columns: int = 1
     ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """:meth:`encode` of a matrix by its entries. Of one with fewer of these than panels, those
-        panels are looked at that hold some."""
+        """:meth:`encode` of a matrix by its entries. With fewer entries than panels, only the
+        panels that hold some are computed."""
         self._refuse_larger(entries.shape)
         tiling = self._tiling_of(entries, columns)
         panels = grid(entries.shape, tiling.width)[0]
@@ -267,7 +267,7 @@ class SlicesFormat(NamedTuple):
         return {"data": data, "offsets": offsets, "rows": rows}
 
     def _arranged(self, entries: Entries, tiling: Tiling) -> Iterator[tuple]:
-        """Which panels, and what :func:`arrange` says of them, some at a time."""
+        """Ranges of panels with their :func:`arrange`, some panels at a time."""
         for some in _some_panels(grid(entries.shape, tiling.width)[0], entries.shape[0]):
             lengths = cpu.count_entries(self.code, entries, tiling.width, some)
             yield some, *arrange(lengths, self.code.unit, tiling.parts)
@@ -318,8 +318,8 @@ class SlicesFormat(NamedTuple):
         return cpu.read_entries(self.code, tensors, Tiling.of(facts), shape[1], dtype)
 
     def nbytes(self, dense: torch.Tensor) -> int | None:
-        """Bytes of what :meth:`encode` would make; None for a matrix it refuses. The host waits for
-        them."""
+        """The bytes that :meth:`encode` would take; None for a matrix that it refuses. The host
+        waits for them."""
         size = self.measure(dense)
         return None if size < 0 else size
 
@@ -366,7 +366,7 @@ FORMATS = {code.name: SlicesFormat(code) for code in (U8, U4, U2)}
 def _pieces(
     facts: Mapping[str, int], shape: tuple[int, int]
 ) -> list[tuple[int, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Of offsets and rows: bytes up to whole 16, dtype and sizes."""
+    """The bytes up to whole 16, dtype and sizes of offsets and rows."""
     tiling = Tiling.of(facts)
     panels, slices = grid(shape, tiling.width)
     kind, number = _row_type(shape[0], tiling.parts)
@@ -377,7 +377,7 @@ def _pieces(
 def _check_sizes(
     code: Code, tensors: Mapping[str, torch.Tensor], parts: int, shape: tuple, dtype: torch.dtype
 ) -> None:
-    """That slices lie in data one behind the other, and that panels have each row once."""
+    """Check that slices lie in data one behind the other, and that panels have each row once."""
     offsets, rows, data = tensors["offsets"].long(), tensors["rows"], tensors["data"]
     unit = code.unit * parts
     wrong = ((offsets.diff() < 0) | (offsets[1:] % unit != 0)).sum()
@@ -389,7 +389,7 @@ def _check_sizes(
             f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
         )
     numbers = cpu.numbers(rows).flatten(1)
-    ordered = torch.where(numbers == -1, shape[0], numbers).sort().values  # none behind the others
+    ordered = torch.where(numbers == -1, shape[0], numbers).sort().values  # -1 sorts last
     indices = torch.arange(ordered.shape[1], dtype=torch.int64, device=rows.device)
     if bool((ordered != indices.clamp_max(shape[0])).any() | (numbers >= shape[0]).any()):
         raise ValueError(
@@ -405,9 +405,9 @@ def _check_columns(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
-    """That steps lead to columns of a panel, as kernels read x there; what fills up rows of u2 may
-    go on to a whole unit of each part, where nothing is read for it. And that parts begin where
-    steps lead."""
+    """Check that steps lead to columns of a panel, as kernels read x there; what fills up rows of
+    u2 may go on to a whole unit of each part, where nothing is read for it. And that parts begin
+    where steps lead."""
     (width, parts), (panels, slices) = tiling, grid(shape, tiling.width)
     steps = cpu.steps_of_parts(code, parts, dtype.itemsize, tensors["offsets"], tensors["data"])
     if parts > 1 and not torch.equal(cpu.starts(tensors["rows"])[0], steps.cumsum(1) - steps):
@@ -428,9 +428,9 @@ def _check_columns(
 def arrange(
     lengths: torch.Tensor, unit: int = 1, parts: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the codes of each (panel, row): int64 starts of all slices and their end, and rows, behind
-    which is room for the starts of parts. On the host, which waits for the codes: by numpy, as each
-    of torch's operators may wake threads for these few numbers."""
+    """From the codes of each (panel, row): int64 starts of all slices and their end, and rows with
+    room behind them for the starts of parts. On the host, which waits for the codes: by numpy, as
+    each of torch's operators may wake threads for these few numbers."""
     codes = lengths.cpu().numpy()
     panels, count = codes.shape
     slices = ceil_div(count, LANES)
@@ -462,8 +462,8 @@ def _some_panels(panels: int, rows: int) -> Iterator[slice]:
 
 
 def slice_order(slices: int) -> np.ndarray:
-    """Which slice of the sorted ones is at each place: by reversed bits (van der Corput), so that
-    the slices of any run are as long as others are."""
+    """The sorted slice at each place: by reversed bits (van der Corput), so that the slices of any
+    run are as long as others are."""
     index = np.arange(slices)
     turned = np.zeros_like(index)
     for bit in range(max(slices - 1, 0).bit_length()):
@@ -472,8 +472,8 @@ def slice_order(slices: int) -> np.ndarray:
 
 
 def _row_type(rows: int, parts: int = 1) -> tuple[torch.dtype, int]:
-    """What rows are held as, and elements for a slice. Bytes, not int16: no collective takes that,
-    and so no ``DistributedDataParallel`` a module that holds it."""
+    """The dtype of stored rows, and their elements for a slice. Bytes, not int16: no collective
+    takes that, and so no ``DistributedDataParallel`` a module that holds it."""
     lanes = LANES if parts == 1 else (1 + parts) * LANES
     return (torch.uint8, 2 * lanes) if rows <= SHORT_ROWS else (torch.int32, lanes)
 

@@ -150,14 +150,10 @@ def _parts(counts: torch.Tensor) -> Iterator[slice]:
 def _slots(rows: torch.Tensor, count: int) -> torch.Tensor:
     """The lane, counted through the slices of its panel, of each of ``count`` rows, (panels, rows),
     as ``rows`` of some panels say it."""
-    row_numbers = numbers(rows).flatten(1)
-    lane = torch.arange(row_numbers.shape[1], dtype=torch.int64, device=rows.device)
-    slots = row_numbers.new_empty(
-        len(row_numbers), count + 1
-    )  # the last one of lanes without a row
-    return slots.scatter_(
-        1, torch.where(row_numbers < 0, count, row_numbers), lane.expand_as(row_numbers)
-    )
+    row = numbers(rows).flatten(1)
+    lane = torch.arange(row.shape[1], dtype=torch.int64, device=rows.device)
+    slots = row.new_empty(len(row), count + 1)  # the last one of lanes without a row
+    return slots.scatter_(1, torch.where(row < 0, count, row), lane.expand_as(row))
 
 
 def read(
@@ -181,7 +177,7 @@ def read_entries(
 def _read(
     code: Code, tensors: Mapping[str, torch.Tensor], tiling: Tiling, cols: int, dtype: torch.dtype
 ) -> Iterator[Triplets]:
-    """The entries with bits, those of some slices of a panel at a time."""
+    """The entries with nonzero bits, some slices of a panel at a time."""
     itemsize, rows, data = dtype.itemsize, tensors["rows"], tensors["data"]
     if data.storage_offset() % itemsize:
         data = data.clone()
@@ -241,10 +237,8 @@ def _stored_steps(
         places = torch.arange(wide, dtype=torch.int64, device=data.device)
         places += LANES * count * itemsize
         for some, at in zip(owner.split(GROUPS), begin.split(GROUPS), strict=True):
-            step_sums = by_byte[data[at[:, None] + places].long()]
-            sums.index_add_(
-                0, some, step_sums.view(len(some), LANES, count * code.bits // 8).sum(2)
-            )
+            steps = by_byte[data[at[:, None] + places].long()]
+            sums.index_add_(0, some, steps.view(len(some), LANES, count * code.bits // 8).sum(2))
         count //= 2
     return sums
 
@@ -332,7 +326,7 @@ def _of_panels(code: Code, slab: Slab, width: int, panels: slice) -> tuple[torch
 def _divided(
     code: Code, steps: torch.Tensor, before: torch.Tensor, number: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Of each code whose step has bits: the entry that it leads to, its number and those bits. An
+    """For each code whose step has bits: the entry that it leads to, its number and those bits. An
     entry's codes are those behind ``before`` up to ``number``; the first ones take the longest."""
     remaining = steps - code.least * (number - before)
     count = (remaining + code.mask - 1) // code.mask

@@ -182,8 +182,8 @@ def _number(code: Code, cells: np.ndarray, values: np.ndarray, steps: np.ndarray
 
 
 def _write_far(code: Code, steps: np.ndarray, first: np.ndarray, left: np.ndarray) -> None:
-    """Steps that may take several codes from ``first`` on, of which all but the last are the
-    longest."""
+    """Steps that may take several codes from ``first`` on. All codes but the last have the longest
+    step."""
     count = (left + code.mask - 1) // code.mask
     owner = np.repeat(np.arange(count.size), count)
     index = np.arange(owner.size) - np.repeat(count.cumsum() - count, count)

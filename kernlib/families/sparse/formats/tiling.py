@@ -20,7 +20,7 @@ FEW_COLUMNS = 2  # vectors up to which a product gathers x as it is, and not fro
 # multiprocessor up to SHARE times its part of them, where others are idle.
 LAUNCH, BUSY, STAGED, MEMORY, SHARE = 1000, 5, 20, 305, 1.3
 LEAST_CODES = 80  # of a part: one more costs each warp its first loads, and a sum
-MORE_CODES = 1.15  # than those of panels, up to which rows that are cut into parts are faster
+MORE_CODES = 1.15  # up to so many times the codes of panels, rows cut into parts are faster
 # Up to so many vectors, and codes of a row, rows are cut all the same where each multiprocessor has
 # SLICES: on an H200 u8 of density 0.1 by 4 vectors takes 9.7 us for 12288 x 4096 and 15.5 for
 # 22016 x 4096, in panels 13.6 and 18.6; of 4096 x 4096, in fewer slices, 8.1 and 5.6.

@@ -18,8 +18,8 @@ BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 
 
 def of_tensor(dense: torch.Tensor) -> Entries:
-    """Those of a matrix of a sparse layout. Raises ValueError, naming ``dense``, for batches, other
-    dtypes and indices that are none."""
+    """The entries of a matrix of a sparse layout. Raises ValueError, naming ``dense``, for batches,
+    other dtypes and invalid indices."""
     if dense.dim() != 2:
         raise ValueError(
             f"dense must be a matrix (rows, columns), got shape {tuple(dense.shape)}: compress its "
@@ -49,8 +49,8 @@ def of_rows(
     shape: tuple[int, int],
     names: tuple[str, str, str] = CSR,
 ) -> Entries:
-    """Those of CSR's three tensors, or of BSR's, whose ``values`` are blocks. Raises ValueError
-    that names the tensor."""
+    """The entries of CSR's three tensors, or of BSR's, whose ``values`` are blocks. Raises
+    ValueError that names the tensor."""
     block = tuple(values.shape[1:]) or (1, 1)
     _check_tensors(crow, col, values, shape[0] // block[0], names)
     _check_rows(crow, col.numel(), names[0])
@@ -62,7 +62,7 @@ def of_rows(
 def _of_columns(
     ccol: torch.Tensor, row: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
 ) -> Entries:
-    """Those of CSC and BSC, whose tensors are those of the transpose but for the blocks."""
+    """The entries of CSC and BSC, whose tensors are the transpose's, except for the blocks."""
     height, width = tuple(values.shape[1:]) or (1, 1)
     names = ("dense.ccol_indices()", "dense.row_indices()", "dense.values()")
     lines = shape[0] // height
