@@ -8,8 +8,8 @@ import struct
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-# Of C++ types: the format of :mod:`struct`, and how many numbers that is. The structs are those of
-# kernel_sources/pairwise/view.cuh, blocksparse/side.cuh, blocksparse/{attention,softmax}/strides.cuh,
+# Of C++ types: the format of :mod:`struct`, and how many numbers that is. Those of structs are in
+# kernel_sources: pairwise/view.cuh, blocksparse/{side,attention/strides,softmax/strides}.cuh,
 # kronecker_sparse/strides.cuh and kronecker_product/types.cuh.
 FORMATS = {
     "i64": ("q", 1), "u64": ("Q", 1), "double": ("d", 1),
