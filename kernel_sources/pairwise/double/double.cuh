@@ -11,34 +11,27 @@
 // and 1 ms for v; of FP64 lanes, 64 a clock and SM, about 20 operations a Gaussian, 4.9 ms. By
 // differences 2 operations a pair and feature: 31 ms.
 //
-// The generated source defines:
-//   InputT, AccT       double
-//   SCALARS            count of hyperparameters
-//   OPERATION, INNER   as for direct/direct.cuh
-//   PRODUCTS           1 for sums of packed points by tensor cores, 0 for sums of terms
-//   CENTRED            1 for products that make squared differences, else 0
-//   SUM                whether v is all ones, and not read
-//   POWERS             if defined: Finish takes powers by double/power.cuh
-//   REGULARIZED        whether the regularization is given
-//   Finish             Outer and Epilogue of one sum; its constructor reads hyperparameters
-//   PARAMETER_BYTES    what lowering makes of Launch
+// Facts and structs Fixed and PackedStrides: class Double of
+// kernlib/families/pairwise/kernels/double.py. Finish is Outer and Epilogue of one sum; its
+// constructor reads hyperparameters.
 #pragma once
 
 #include "pairwise/double/tile.cuh"
 #include "pairwise/reduce/parameters.cuh"
 
-using Inner = INNER;
+using Inner = Config::Inner;  // a struct of terms.cuh
+using Term = Config::Term;    // Difference or Dot of it
+constexpr bool PRODUCTS = Config::PRODUCTS;  // sums of packed points by tensor cores; else of terms
+constexpr bool CENTRED = Config::CENTRED;    // products that make squared differences
+constexpr bool SUM = Config::SUM;            // v is all ones, and not read
+constexpr bool REGULARIZED = Config::REGULARIZED;  // whether the regularization is given
 
 constexpr int WIDTH = 8;
 constexpr int STEP = Inner::ZERO_ADDS_NOTHING ? Inner::UNROLL_K : 1;
 // Blocks of a multiprocessor: of fewer than 228 KB of shared memory two at most. Three leave 168
 // registers a thread, of which 160 bytes spill where powers are taken of squares that tensor cores
 // made; eight powers side by side are enough for two.
-#ifdef POWERS
-constexpr bool MANY_REGISTERS = Inner::BY_LOGARITHM || CENTRED;
-#else
-constexpr bool MANY_REGISTERS = Inner::BY_LOGARITHM;
-#endif
+constexpr bool MANY_REGISTERS = Inner::BY_LOGARITHM || (Config::POWERS && CENTRED);
 #if __CUDA_ARCH__ >= 900
 constexpr int RESIDENT = MANY_REGISTERS ? 2 : 3;
 #else
@@ -46,21 +39,26 @@ constexpr int RESIDENT = 2;
 #endif
 constexpr double NEAR = 1.0 / 32;
 
-// Laid out by kernlib/families/pairwise/lowering/double.py.
-struct Launch {
-#if PRODUCTS
+template <bool PRODUCTS>
+struct PackedPoints {
     const double* packed_a;
     const double* packed_b;
     const double* a_norms;
     const double* b_norms;
-#endif
-    Parameters parameters;
-#if PRODUCTS
-    i64 a_stride, b_stride;    // of batch entries as packed, in numbers
-    i64 a_norms_stride, b_norms_stride;
-#endif
 };
-static_assert(sizeof(Launch) == PARAMETER_BYTES, "as lowering lays it out");
+template <>
+struct PackedPoints<false> {};
+
+struct Launch : PackedPoints<PRODUCTS>, Parameters, PackedStrides {};
+static_assert(sizeof(Launch) == Config::PARAMETER_BYTES, "as the host lays it out");
+
+// The operation of a term, of another inner stage.
+template <class Term, class Own>
+struct Rebound;
+template <template <class> class Operation, class Inner, class Own>
+struct Rebound<Operation<Inner>, Own> {
+    using Type = Operation<Own>;
+};
 
 __device__ __forceinline__ Points points_of(const double* data, const View& view, i64 l, i64 first,
                                             i64 count) {
@@ -95,7 +93,7 @@ __device__ __forceinline__ void sum_terms(Own, Sums& sums, double* stages, int c
                                           const GivenTiles& tiles, const Place& place,
                                           const Numbers& numbers) {
     sum_tile(sums, stages, chunks, tiles,
-             Terms<OPERATION<Own>, STEP, PRODUCTS>{place, numbers, tiles.features});
+             Terms<typename Rebound<Term, Own>::Type, STEP, PRODUCTS>{place, numbers, tiles.features});
 }
 // A p on the device is looked at once a tile: in each term that took 10 operations beside 43, and
 // branches, which part powers that go through the pipe side by side.
@@ -112,6 +110,21 @@ __device__ __forceinline__ void sum_terms(PowerOnDevice, Sums& sums, double* sta
         sum_terms(PowerInfinity(), sums, stages, chunks, tiles, place, numbers);
     else
         sum_terms(Power(), sums, stages, chunks, tiles, place, numbers);
+}
+
+// The sums of packed points, of which `columns` exist; whether terms must be summed in their place.
+template <class Launch>
+__device__ __forceinline__ bool sum_products(Sums& sums, double* stages, int chunks,
+                                             const Launch& launch, const Part& part,
+                                             const Place& place, i64 l, i64 n0, int columns) {
+    PackedTiles tiles = {launch.packed_a + l * launch.a_stride + part.m0 * chunks * DEPTH,
+                         launch.packed_b + l * launch.b_stride + n0 * chunks * DEPTH};
+    sum_tile(sums, stages, chunks, tiles, Products{place});
+    bool near = false;
+    const double* a_norms = launch.a_norms + l * launch.a_norms_stride + part.m0;
+    const double* b_norms = launch.b_norms + l * launch.b_norms_stride + n0;
+    if (CENTRED) near = make_squares(sums, a_norms, b_norms, place, columns);
+    return CENTRED && __syncthreads_or(near);
 }
 
 // v[l,n,c] where both exist, else 0.
@@ -202,7 +215,7 @@ struct Totals {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 pairwise_double_main(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(16) unsigned char shared[];
-    const Parameters& parameters = launch.parameters;
+    const Parameters& parameters = launch;
     double* stages = reinterpret_cast<double*>(shared);
     int features = parameters.k, chunks = (features + DEPTH - 1) / DEPTH;
     Part part(parameters, TILE);
@@ -219,16 +232,8 @@ pairwise_double_main(const __grid_constant__ Launch launch) {
             Sums sums;
             auto b = points_of(parameters.b, parameters.b_view, l, n0, part.last);
             bool by_terms = true;
-#if PRODUCTS
-            PackedTiles tiles = {launch.packed_a + l * launch.a_stride + part.m0 * chunks * DEPTH,
-                                 launch.packed_b + l * launch.b_stride + n0 * chunks * DEPTH};
-            sum_tile(sums, stages, chunks, tiles, Products{place});
-            bool near = false;
-            const double* a_norms = launch.a_norms + l * launch.a_norms_stride + part.m0;
-            const double* b_norms = launch.b_norms + l * launch.b_norms_stride + n0;
-            if (CENTRED) near = make_squares(sums, a_norms, b_norms, place, b.count);
-            by_terms = CENTRED && __syncthreads_or(near);
-#endif
+            if constexpr (PRODUCTS)
+                by_terms = sum_products(sums, stages, chunks, launch, part, place, l, n0, b.count);
             if (by_terms)
                 sum_terms(Inner(), sums, stages, chunks, GivenTiles{a, b, features}, place,
                           numbers);

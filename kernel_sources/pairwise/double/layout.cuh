@@ -2,8 +2,6 @@
 // features, in these the points one after the other. What exists no more is zero.
 #pragma once
 
-#include "pairwise/scalars.cuh"
-
 constexpr int THREADS = 128;
 constexpr int TILE = 64, DEPTH = 16;
 constexpr int PIECE = TILE * DEPTH;  // numbers of a tile's chunk

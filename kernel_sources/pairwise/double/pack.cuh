@@ -5,47 +5,30 @@
 //
 // A block packs TILE points. Reads and writes 8 bytes a number, and as many numbers of samples.
 //
-// The generated source defines:
-//   AccT       double
-//   CENTRED    1 for squared differences, 0 for products, which keep their origin
-//   PARAMETER_BYTES    what lowering makes of PackLaunch
+// Facts and struct Fixed: class Pack of kernlib/families/pairwise/kernels/double.py.
 #pragma once
 
 #include "pairwise/double/layout.cuh"
+#include "pairwise/double/side.cuh"
+
+constexpr bool CENTRED = Config::CENTRED;  // squared differences; products keep their origin
 
 constexpr int PARTS = THREADS / DEPTH, RUNS = TILE / PARTS;  // threads of a feature; points of each
 constexpr int SAMPLES = 32;
 
-// An operand, and where it goes.
-struct Side {
-    View view;
-    i64 points;
-    i64 stride, norms_stride;  // of batch entries as packed, in numbers; 0 for one that all share
-    i64 blocks;                // of a batch entry
-
-    __device__ __forceinline__ i64 place(i64 l, i64 point, int k) const {
-        return l * view.batch_stride + point * view.row_stride + k * view.column_stride;
-    }
-};
-
-// Laid out by kernlib/families/pairwise/lowering/double.py.
-struct PackLaunch {
-    // written at each launch
+struct Operands {
     const double* a;
     const double* b;
     double* packed_a;
     double* packed_b;
     double* a_norms;
     double* b_norms;
-    // fixed by the plan
-    Side a_side, b_side;
-    int k, chunks;
-    int apart, padding;        // whether batch entries have centres of their own
 };
-static_assert(sizeof(PackLaunch) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct PackLaunch : Operands, Fixed {};
 
 // A share of feature k in the centre; nothing where that is not finite.
-__device__ __forceinline__ double sampled(const double* data, const Side& side, i64 l, int i,
+__device__ __forceinline__ double sampled(const double* data, const PackedSide& side, i64 l, int i,
                                           int k) {
     double x = data[side.place(l, i * side.points / SAMPLES, k)] * (0.5 / SAMPLES);
     return x - x == 0.0 ? x : 0.0;
@@ -73,7 +56,7 @@ pairwise_double_pack(const __grid_constant__ PackLaunch p) {
     extern __shared__ __align__(16) unsigned char shared[];
     i64 l = blockIdx.y, block = blockIdx.x;
     bool left = block < p.a_side.blocks;
-    const Side& side = left ? p.a_side : p.b_side;
+    const PackedSide& side = left ? p.a_side : p.b_side;
     if (l > 0 && side.stride == 0) return;
     block -= left ? 0 : p.a_side.blocks;
     const double* from = left ? p.a : p.b;

@@ -8,6 +8,8 @@
 #include "pairwise/double/layout.cuh"
 #include "pairwise/terms.cuh"
 
+using AccT = Config::AccT;  // double
+
 constexpr int STAGES = 2;
 constexpr int LINE = DEPTH + 4;  // of a point: 4 features of 4 of them meet no bank twice
 constexpr int OPERAND = TILE * LINE, STAGE = 2 * OPERAND;

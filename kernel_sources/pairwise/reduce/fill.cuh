@@ -1,11 +1,10 @@
 // How partners fill the lines of a stage, which few rows meet: lanes go along memory, if points lie
 // side by side. Lanes with a point each read as many sectors as there are lanes: 250 blocks that
 // read 2000 points of 9 features each took 9 us for that.
-//
-// STAGE points at a time and THREADS of a block are defined ahead of this.
 #pragma once
 
-#include "pairwise/scalars.cuh"
+#include "pairwise/reduce/config.cuh"
+#include "pairwise/view.cuh"
 
 // Where WIDTH numbers of each point are: those of point n0 of batch entry l, and how far apart, and
 // how many of them exist.

@@ -41,8 +41,6 @@ using Inner = INNER;
 using Term = OPERATION<Inner>;
 using Slope = SLOPE;
 
-constexpr int THREADS = 256;
-
 #include "pairwise/reduce/fill.cuh"
 #include "pairwise/reduce/rows.cuh"
 

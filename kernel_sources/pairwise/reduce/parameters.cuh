@@ -1,30 +1,21 @@
 // What kernels that reduce a matrix over n are launched with, and which part of it a block has.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT   storage of a, b and v; arithmetic: float or double
-//   SCALARS        count of hyperparameters
+// Struct Fixed: kernlib/families/pairwise/lowering/reduce.py.
 #pragma once
 
 #include "pairwise/scalars.cuh"
 
-// Laid out by kernlib/families/pairwise/lowering/reduce.py.
-struct Parameters {
-    // written at each launch
+using InputT = Config::InputT;  // storage of a, b and v
+
+struct Pointers {
     const InputT* a;
     const InputT* b;
     const InputT* v;
     AccT* out;
     i64* indices;
-    Scalar scalars[SCALARS];
-    // fixed by the plan
-    i64 scalar_strides[SCALARS];
-    View a_view, b_view, v_view;  // (batch, point, feature) of a and b, (batch, n, column) of v
-    i64 m, n, batch;
-    i64 diagonal;                 // n - m of the entries that receive the regularization
-    i64 per_split;                // n of a block, less for the last one
-    int k, row_blocks;
-    int columns, out_columns;     // of v that exist here, and of a row of out
 };
+
+struct Parameters : Pointers, ScalarValues<Config::SCALARS>, Fixed {};
 
 using ReadScalar = ScalarReader<Parameters>;
 

@@ -5,38 +5,16 @@
 // one partial result, (splits, batch, M, out_columns) in all, which are put together afterwards in
 // one order: no atomics, the same bits each time.
 //
-// The generated source defines before it includes either:
-//   InputT, AccT   storage of a, b and v; arithmetic: float, or double in reduce/small.cuh
-//   SCALARS        count of hyperparameters
-//   OPERATION, INNER   as for direct/direct.cuh
-//   REDUCER        a struct of reduce/reducers.cuh
-//   BY_NORM        if defined: as for direct/direct.cuh
-//   REGULARIZED    whether the regularization is given
-//   Finish         Outer and Epilogue of one sum; its constructor reads hyperparameters
-//   POWERS         if defined: Finish takes powers by double/power.cuh
-//   GATED          if defined: the count above which, at Launch::gate, there is anything to do
-//                  (split/reduce.cuh)
+// Facts: kernlib/families/pairwise/kernels/reduce.py. Finish is Outer and Epilogue of one sum; its
+// constructor reads hyperparameters.
 #pragma once
 
+#include "pairwise/mend.cuh"
 #include "pairwise/reduce/parameters.cuh"
 #include "pairwise/reduce/reducers.cuh"
-#include "pairwise/terms.cuh"
 
-using Inner = INNER;
-using Term = OPERATION<Inner>;
-using Reducer = REDUCER;
-#include "pairwise/mend.cuh"
-
-// What a kernel is launched with.
-struct Launch {
-#ifdef GATED
-    const u32* gate;
-    __device__ __forceinline__ bool is_needed() const { return *gate > GATED; }
-#else
-    __device__ __forceinline__ bool is_needed() const { return true; }
-#endif
-    Parameters parameters;
-};
+using Reducer = Config::Reducer;                   // a struct of reduce/reducers.cuh
+constexpr bool REGULARIZED = Config::REGULARIZED;  // whether the regularization is given
 
 constexpr int WEIGHTS = Reducer::COLUMNS > 0 ? Reducer::COLUMNS : 1;
 

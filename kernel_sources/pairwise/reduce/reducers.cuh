@@ -14,8 +14,11 @@
 // value is added for what does not exist: an epilogue makes anything of a zero.
 #pragma once
 
+#include "common/math.cuh"
 #include "pairwise/double/exponential.cuh"
 #include "pairwise/reduce/math.cuh"
+
+using AccT = Config::AccT;  // arithmetic: float or double
 
 // sum_n x[n] v[n,c] for WIDTH columns c.
 template <int WIDTH>

@@ -1,9 +1,12 @@
-// Rows of a in the registers of a thread, of kernels for few features: THREADS threads, defined
-// ahead of this, with ROWS rows of K features each, a block's rows one after the other. Of problems
-// that would leave multiprocessors idle, PARTNERS threads of a block share a row's points.
+// Rows of a in the registers of a thread, of kernels for few features: THREADS threads with ROWS
+// rows of K features each, a block's rows one after the other. Of problems that would leave
+// multiprocessors idle, PARTNERS threads of a block share a row's points.
 #pragma once
 
+#include "pairwise/reduce/config.cuh"
 #include "pairwise/unit.cuh"
+
+using InputT = Config::InputT;
 
 using Rows = AccT[ROWS][K];
 

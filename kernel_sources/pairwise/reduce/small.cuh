@@ -7,10 +7,8 @@
 // double 2 K + 15 + C operations of the FP64 lanes, 64 a clock and SM (1.75 GHz on an H100):
 // 20000 x 20000, K = 3, C = 1: 0.60 ms.
 //
-// The generated source defines what reduce/stage.cuh needs.
+// Facts: class Small of kernlib/families/pairwise/kernels/reduce.py.
 #pragma once
-
-constexpr int THREADS = 256;
 
 #include "pairwise/reduce/stage.cuh"
 
@@ -116,7 +114,7 @@ struct Pairs {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_reduce_small(const __grid_constant__ Launch launch) {
     if (!launch.is_needed()) return;
-    const Parameters& parameters = launch.parameters;
+    const Parameters& parameters = launch;
     Part part(parameters, ROWS * SLOTS);
     i64 m0 = part.m0 + slot();
 #pragma unroll 1

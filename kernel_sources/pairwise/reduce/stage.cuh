@@ -1,11 +1,9 @@
 // The points that rows of few features meet, in shared memory, read as broadcasts of 16 bytes. What
 // reduce/small.cuh and topk/small.cuh share.
-//
-// The generated source defines, beside what reduce/reduce.cuh needs, K, 1 to 16, ROWS, PARTNERS,
-// and STAGE, points at a time, which take 32 KB at most; THREADS of a block is defined ahead of it.
 #pragma once
 
 #include "pairwise/reduce/fill.cuh"
+#include "pairwise/reduce/launch.cuh"
 #include "pairwise/reduce/reduce.cuh"
 #include "pairwise/reduce/rows.cuh"
 
@@ -15,11 +13,7 @@ constexpr int LINE = (K + Reducer::COLUMNS + CHUNK - 1) / CHUNK * CHUNK;
 // Pairs in flight: 16, or fewer where each is long and hides latency by itself; 8 in double, whose
 // numbers take two registers each, and 4 where their values are powers: of 8 up to 232 bytes spill,
 // of 4 beside what partners need 64.
-#ifdef POWERS
-constexpr int DOUBLES = PARTNERS > 1 ? 2 : 4;
-#else
-constexpr int DOUBLES = 8;
-#endif
+constexpr int DOUBLES = !Config::POWERS ? 8 : PARTNERS > 1 ? 2 : 4;
 constexpr int PAIRS = sizeof(AccT) == 8 ? DOUBLES : LINE <= 8 ? 16 : (LINE <= 16 ? 8 : 4);
 constexpr int POINTS = PAIRS > ROWS ? PAIRS / ROWS : 1;
 constexpr int UNROLL = PARTNERS > 1 && POINTS > 4 ? 4 : POINTS;  // partners have few points each

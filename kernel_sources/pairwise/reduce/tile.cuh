@@ -5,7 +5,7 @@
 //
 // Floor: 2 issue slots a pair and feature, as for direct/direct.cuh, and 1 + C a pair more.
 //
-// The generated source defines what reduce/tiles.cuh needs.
+// Facts: class Tile of kernlib/families/pairwise/kernels/reduce.py.
 #pragma once
 
 #include "pairwise/reduce/tiles.cuh"
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_reduce_tile(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(16) unsigned char shared[];
     if (!launch.is_needed()) return;
-    const Parameters& parameters = launch.parameters;
+    const Parameters& parameters = launch;
     AccT* stages = reinterpret_cast<AccT*>(shared);
     AccT* total = LONG_K ? stages + 2 * STAGE : stages;
     AccT* weights = stages + SUMS;

@@ -1,9 +1,7 @@
 // Tiles of sums whose rows two threads share: what reduce/tile.cuh and topk/tile.cuh share.
-//
-// The generated source defines, beside what reduce/reduce.cuh needs, TILE, LONG_K, ACCESS_A and
-// ACCESS_B as for direct/direct.cuh.
 #pragma once
 
+#include "pairwise/reduce/launch.cuh"
 #include "pairwise/reduce/reduce.cuh"
 #include "pairwise/tile.cuh"
 

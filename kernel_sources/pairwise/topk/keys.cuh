@@ -1,9 +1,10 @@
 // The order of values: as float's, a NaN behind all numbers, as in torch.topk.
-//
-// The generated source defines LARGEST: values are negated then, and a NaN is ahead of all numbers.
 #pragma once
 
 #include "common/types.cuh"
+
+// Values are negated then, and a NaN is ahead of all numbers.
+constexpr bool LARGEST = Config::LARGEST;
 
 // A whole number for each value, in their order. 0 and -0 are equal.
 __device__ __forceinline__ u32 key_of(float x) {

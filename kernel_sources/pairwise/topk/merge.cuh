@@ -2,22 +2,21 @@
 // of one entry among those of all lists, by its place in its own and a search in each other, and
 // writes it there. Most are behind k after a few lists.
 //
-// The generated source defines THREADS and what topk/keys.cuh needs.
+// Facts and struct Fixed: class Merge of kernlib/families/pairwise/kernels/topk.py.
 #pragma once
 
 #include "pairwise/topk/keys.cuh"
 
-// Laid out by kernlib/families/pairwise/lowering/topk.py.
-struct Parameters {
-    // written at each launch
+constexpr int THREADS = Config::THREADS;
+
+struct Operands {
     const float* values;  // (lists, rows, k)
     const i64* places;    // -1 where there is no entry, behind all others
     float* out;
     i64* indices;
-    // fixed by the plan
-    i64 rows;
-    int lists, k;
 };
+
+struct Parameters : Operands, Fixed {};
 
 struct Found {
     u32 key;

@@ -7,12 +7,13 @@
 // k (1 + ln(n / k)) pass the bound, 100 of 100000 for k = 10, in other lanes each time: of all
 // GROUPs of 8 points and 32 rows a sixth has one, and costs as much again.
 //
-// The generated source defines RESIDENT, blocks of a multiprocessor, and what reduce/stage.cuh and
-// topk/topk.cuh need.
+// Facts: class Small of kernlib/families/pairwise/kernels/topk.py.
 #pragma once
 
 #include "pairwise/reduce/stage.cuh"
 #include "pairwise/topk/topk.cuh"
+
+constexpr int RESIDENT = Config::RESIDENT;  // blocks of a multiprocessor
 
 // Points between two looks whether something passes, and how many of them a list has room for.
 constexpr int GROUP = LINE <= 8 ? (ROWS == 1 ? 8 : 4) : 2;
@@ -72,7 +73,7 @@ pairwise_topk_small(const __grid_constant__ Launch launch) {
     __shared__ Stage stage;
     __shared__ u32 word;
     if (!launch.is_needed()) return;
-    const Parameters& parameters = launch.parameters;
+    const Parameters& parameters = launch;
     Part part(parameters, ROWS * THREADS);
     i64 m0 = part.m0 + threadIdx.x;
 #pragma unroll 1

@@ -4,12 +4,13 @@
 // Floor: 2 issue slots a pair and feature, as for direct/direct.cuh, and 2 a pair more: 100000 x
 // 100000 of 64 features take 45 ms at least on an H100.
 //
-// The generated source defines PLACES, the lists of a row and split that are written, SHARES or
-// more, and what reduce/tiles.cuh and topk/topk.cuh need.
+// Facts: class Tile of kernlib/families/pairwise/kernels/topk.py.
 #pragma once
 
 #include "pairwise/reduce/tiles.cuh"
 #include "pairwise/topk/topk.cuh"
+
+constexpr int PLACES = Config::PLACES;  // lists of a row and split that are written, SHARES or more
 
 // Takes what passes of the thread's share of a finished tile, of which `columns` exist; `base` is
 // the place of its first column, `diagonal` that of the row's regularization, in the tile.
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_topk_tile(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(16) unsigned char shared[];
     if (!launch.is_needed()) return;
-    const Parameters& parameters = launch.parameters;
+    const Parameters& parameters = launch;
     AccT* stages = reinterpret_cast<AccT*>(shared);
     AccT* total = LONG_K ? stages + 2 * STAGE : stages;
     u64* entries = reinterpret_cast<u64*>(stages + SUMS);

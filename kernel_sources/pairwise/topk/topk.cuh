@@ -7,11 +7,12 @@
 //
 // An entry is a value's key above its place. Entries are never equal, so that their order is that
 // of values, the lowest place first among equal ones, whoever compares them when.
-//
-// The generated source defines KEPT, WAITING, LISTS of a block, and what topk/keys.cuh needs.
 #pragma once
 
 #include "pairwise/topk/keys.cuh"
+
+constexpr int KEPT = Config::KEPT, WAITING = Config::WAITING;
+constexpr int LISTS = Config::LISTS;  // of a block
 
 constexpr u64 NOTHING = ~u64(0);  // behind every entry
 

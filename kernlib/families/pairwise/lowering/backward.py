@@ -230,12 +230,15 @@ def source(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str
     }
     numbers = {
         "SCALARS": scalar_count(descriptor),
+        "COLUMNS": made.columns,
+        "HYPER": len(derivatives.others),
+    }
+    rows = {
         "K": made.k,
+        "THREADS": THREADS,
         "ROWS": made.rows,
         "PARTNERS": made.partners,
         "STAGE": stage_of(made, len(derivatives.others)),
-        "COLUMNS": made.columns,
-        "HYPER": len(derivatives.others),
     }
     constants = [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     constants += [f"constexpr bool {name} = {str(on).lower()};" for name, on in flags.items()]
@@ -244,7 +247,7 @@ def source(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str
 #include "pairwise/reduce/math.cuh"
 #include "pairwise/terms.cuh"
 
-{config.text({**types("float32"), **terms(descriptor, made, swapped), "BY_NORM": False})}
+{config.text({**types("float32"), **terms(descriptor, made, swapped), "BY_NORM": False, **rows})}
 using InputT = float;
 using AccT = float;
 

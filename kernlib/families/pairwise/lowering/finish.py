@@ -7,6 +7,7 @@ from __future__ import annotations
 from kernlib.descriptors.expression import Node, Number, Operation
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.lowering.config import Fact
 from kernlib.lowering.epilogue_source import EpilogueSource, function_struct
 
 # In the order of the enum of scalars.cuh.
@@ -54,8 +55,8 @@ def finish(
 
 
 def is_norm(descriptor: Pairwise, variant) -> bool:
-    """Whether a kernel has ``BY_NORM`` defined: sums of powers under a root may leave float's range
-    where their root does not, and are then computed anew, unless tables add to them."""
+    """The fact ``BY_NORM``: sums of powers under a root may leave float's range where their root
+    does not, and are then computed anew, unless tables add to them."""
     if variant.dtype == "float64" or descriptor.categories:
         return False
     if variant.root:
@@ -118,18 +119,10 @@ class ReductionSource(EpilogueSource):
         return f"exp2_approximate({text} * {self._member(f'for_exp2({self._render(product)})')})"
 
 
-def lists(kept: int, waiting: int, count: int, largest: bool) -> str:
-    """What the kernels that keep lists define (``kernel_sources/pairwise/topk/topk.cuh``): entries
-    in order and those that wait, of ``count`` lists of a block."""
-    return f"""#define KEPT {kept}
-constexpr int WAITING = {waiting};
-constexpr int LISTS = {count};
-{order(largest)}"""
-
-
-def order(largest: bool) -> str:
-    """What ``kernel_sources/pairwise/topk/keys.cuh`` needs."""
-    return f"constexpr bool LARGEST = {str(largest).lower()};\n"
+def lists(kept: int, waiting: int, count: int, largest: bool) -> dict[str, Fact]:
+    """Facts of kernels that keep lists (``kernel_sources/pairwise/topk/topk.cuh``): entries in
+    order and those that wait, of ``count`` lists of a block."""
+    return {"KEPT": kept, "WAITING": waiting, "LISTS": count, "LARGEST": largest}
 
 
 def factors_of(node: Node, is_constant) -> tuple[Node, list[Node], bool]:
@@ -166,9 +159,8 @@ def finish_reduced(
 
 def finish_double(descriptor: Pairwise, variant) -> str:
     """The same of reductions in float64, by the exponential of ``double/exponential.cuh`` and the
-    powers of ``double/power.cuh``; where there are any, ``POWERS`` is defined."""
+    powers of ``double/power.cuh``, of which :func:`takes_powers` says whether there are any."""
     return f"""#include "pairwise/double/power.cuh"
-{"#define POWERS" * takes_powers(descriptor, variant)}
 namespace branchless {{
 {finish(descriptor, variant, epsilon=variant.epsilon)}}}
 using branchless::Finish;

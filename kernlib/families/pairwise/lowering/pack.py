@@ -142,12 +142,15 @@ def gated_step(step: Step, place: Workspace) -> Step:
     return step._replace(spec=gated(step.spec), pointers=pointers)
 
 
-def constants(dtype: str, difference: bool, parameter_bytes: int, **facts) -> str:
+def constants(dtype: str, difference: bool, parameter_bytes: int, fixed="", **facts) -> str:
     """What each of the sources begins with."""
     facts = {**types(dtype), "DIFFERENCE": difference, "BY_NORM": False, **facts}
     return f"""#include "common/types.cuh"
 {'#include "pairwise/terms.cuh"' if "Term" in facts else ""}
+{'#include "pairwise/reduce/kinds.cuh"' if "Reducer" in facts else ""}
+{'#include "pairwise/view.cuh"' if fixed else ""}
 {config.text(facts)}
+{fixed}
 using InputT = Config::InputT;
 using AccT = Config::AccT;
 constexpr int PARAMETER_BYTES = {parameter_bytes};

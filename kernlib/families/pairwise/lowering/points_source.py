@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import pack
+from kernlib.families.pairwise.lowering import pack, reduce
 from kernlib.families.pairwise.lowering.backward import ROLES
 from kernlib.families.pairwise.lowering.backward_source import (
     LARGEST,
@@ -178,7 +178,9 @@ def _head(descriptor: Pairwise, made: Variant) -> str:
     lines = [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     lines += [f"constexpr bool {name} = {str(on).lower()};" for name, on in flags.items()]
     text = "\n".join(lines)
-    return f"""{pack.constants(made.dtype, made.difference, parameters.size)}
+    fixed = reduce.fields(scalars).text()
+    head = pack.constants(made.dtype, made.difference, parameters.size, fixed, SCALARS=scalars)
+    return f"""{head}
 #include "pairwise/reduce/math.cuh"
 
 enum class Role {{ {", ".join(ROLES)} }};

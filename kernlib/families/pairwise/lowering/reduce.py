@@ -1,8 +1,8 @@
-"""From a reduction of a kernel matrix and the layout of its tensors to a KernelSpec, a grid and
-parameters: two kinds of kernel, neither of which stores the matrix.
+"""A reduction of a kernel matrix as its kernels see it, and how these divide it: two kinds of
+kernel (kernels/reduce.py), neither of which stores the matrix.
 
 ``small``: up to SMALL_K features, rows in registers. ``tile``: any number, sums by the main loop of
-:mod:`kernlib.families.pairwise.lowering.direct`. Both for float32 and half types; of float64
+:mod:`kernlib.families.pairwise.kernels.direct`. Both for float32 and half types; of float64
 :mod:`kernlib.families.pairwise.lowering.double` takes products and sums, and all reductions of few
 features by ``small``. What none takes is computed by blocks of the matrix
 (:mod:`kernlib.families.pairwise.reductions.blocks`).
@@ -10,30 +10,24 @@ features by ``small``. What none takes is computed by blocks of the matrix
 
 from __future__ import annotations
 
-import struct
+from functools import cache
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
 from kernlib.families.pairwise.lowering.layout import Layout, access
 from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
     EXPONENT_STAGES,
-    MAX_BATCH_BLOCKS,
     PROMOTE_K,
     THREADS,
-    inner_codes,
-    scalar_count,
     shared_bytes,
-    short,
+    view,
 )
 from kernlib.jit import targets
-from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.division import MAX_PLACES, Sums, split
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.lowering.names import named
-from kernlib.lowering.steps import Lowered, Step
+from kernlib.lowering.fields import Fields
 
 SMALL_K = 16
 WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes
@@ -117,38 +111,6 @@ class Variant(NamedTuple):
 def width_of(columns: int) -> int:
     """Columns that the kernel for ``columns`` of v computes; 0 for none."""
     return next((width for width in (0, *WIDTHS) if width >= columns), WIDTHS[-1])
-
-
-def lower(
-    descriptor: Pairwise,
-    problem: Problem,
-    arch: str,
-    multiprocessors: int,
-    scalar_strides: tuple[int, ...],
-    per_split: int = 0,
-    rows: int | None = None,
-    most_rows: int | None = None,
-) -> Lowered:
-    """Choose the kernel for a problem of 1 feature or more. Each row gets partial results, of
-    ``per_part`` n each; ``per_split`` is that of another launch whose results lie side by side with
-    this one's. ``rows`` overrides the rows of a thread of the small kernel, ``most_rows`` bounds
-    those it chooses."""
-    made, sums = variant(problem, arch, rows), sums_of(problem)
-    if made.k:
-        work = work_of(descriptor, problem, made, multiprocessors)
-        most = min(made.rows, most_rows or made.rows)
-        cut = small_cut(work, most, per_split, fixed=rows is not None)
-        made = made._replace(rows=cut.rows, partners=cut.partners)
-        row_blocks, per_split = work.row_blocks(cut), cut.per_split
-    else:
-        row_blocks = ceil_div(problem.m, BIG_TILE)
-        per_split = per_split or split(sums, row_blocks, BIG_TILE, multiprocessors * RESIDENT)
-    splits = ceil_div(problem.n, per_split)
-    fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
-    grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
-    pointers = tuple((name, 0) for name in OPERANDS)
-    step = Step(spec(descriptor, made, arch), grid, fixed, pointers, scalar_count(descriptor))
-    return Lowered((step,), parts=splits, per_part=per_split)
 
 
 def fits(problem: Problem, arch: str) -> bool:
@@ -312,88 +274,36 @@ def shared(made: Variant) -> int:
     return shared_bytes(made.dtype, BIG_TILE, made.long_k) + BIG_TILE * made.columns * 4
 
 
-def spec(descriptor: Pairwise, made: Variant, arch: str) -> KernelSpec:
-    """The KernelSpec of a variant."""
-    words = [descriptor.describe(), made.reducer, made.kind, made.dtype]
-    words += [f"K={made.k} rows={made.rows}"] if made.k else [f"{made.access_a}/{made.access_b}"]
-    words += [f"partners={made.partners}"] * (made.partners > 1)
-    words += [f"p={made.inner}"] * (made.inner != "any")
-    flags = ("long_k", "epsilon", "regularized")
-    words += [flag for flag in flags if getattr(made, flag)]
-    specification = KernelSpec(
-        "pairwise",
-        source(descriptor, made),
-        f"pairwise_reduce_{made.kind}",
-        THREADS,
-        shared(made),
-        description=" ".join(words),
-    )
-    words[:3] = [*short(descriptor), made.reducer]
-    return named(specification, *words, epilogue=descriptor.epilogue)
-
-
-def source(descriptor: Pairwise, made: Variant) -> str:
-    """The generated CUDA text: a few defines, ``Finish``, one include."""
-    own = small_text(made) if made.k else tile_text(made)
-    return f'{head(descriptor, made, own)}#include "pairwise/reduce/{made.kind}.cuh"\n'
-
-
-def head(descriptor: Pairwise, made: Variant, own: str) -> str:
-    """The text ahead of the include: what all reductions define, what is a kind's ``own``, and
-    ``Finish``."""
-    operation = "Dot" if descriptor.operator == "dot" else "Difference"
-    from kernlib.families.pairwise.lowering.problem import accesses, terms, types
-    from kernlib.lowering import config
-
-    facts = {
-        **types(made.dtype),
-        **terms(descriptor, made),
-        **accesses(ACCESS_A=made.access_a, ACCESS_B=made.access_b),
-        "TILE": BIG_TILE,
-        "LONG_K": made.long_k,
-    }
-    return f"""#include "common/types.cuh"
-#include "pairwise/access.cuh"
-#include "pairwise/terms.cuh"
-{config.text(facts)}
-#include "pairwise/reduce/math.cuh"
-
-using InputT = {DTYPES[made.dtype].cuda};
-using AccT = {DTYPES[made.dtype].sums.cuda};
-
-constexpr int SCALARS = {scalar_count(descriptor)};
-constexpr bool REGULARIZED = {str(made.regularized).lower()};
-{own}
-#define OPERATION {operation}
-#define INNER {inner_codes(descriptor)[made.inner]}
-#define REDUCER {made.reducer}
-{"#define BY_NORM" * is_norm(descriptor, made)}
-{finish_reduced(descriptor, made)}
-"""
-
-
-def small_text(made: Variant, threads: int = THREADS) -> str:
-    """What the kinds with rows in registers define."""
-    stage = threads if made.partners == 1 else stage_of(made.partners, made.line_bytes)
-    return f"""constexpr int K = {made.k};
-constexpr int ROWS = {made.rows}, PARTNERS = {made.partners};
-constexpr int STAGE = {stage};
-"""
-
-
-def tile_text(made: Variant) -> str:
-    """What the kinds with tiles define."""
-    return f"""
-#define ACCESS_A Access::{made.access_a}
-#define ACCESS_B Access::{made.access_b}
-"""
+@cache
+def fields(scalars: int) -> Fields:
+    """What a plan fixes, of struct Parameters of reduce/parameters.cuh."""
+    return Fields((
+        f"i64 scalar_strides[{scalars}]",
+        "View a_view", "View b_view", "View v_view",  # (batch, point, feature), (batch, n, column)
+        "i64 m", "i64 n", "i64 batch",
+        "i64 diagonal",  # n - m of the entries that receive the regularization
+        "i64 per_split",  # n of a block, less for the last one
+        "int k", "int row_blocks",
+        "int columns", "int out_columns",  # of v that exist here, and of a row of out
+    ))  # fmt: skip
 
 
 def fixed_parameters(
     problem: Problem, per_split: int, row_blocks: int, scalar_strides: tuple[int, ...]
 ) -> bytes:
-    layouts = (problem.a, problem.b, problem.v)
-    views = [x for v in layouts for x in (v.batch, v.rows, v.columns)]
-    sizes = (problem.m, problem.n, problem.batch, problem.diagonal, per_split)
-    counts = (problem.k, row_blocks, problem.columns, max(1, problem.out_columns))
-    return struct.pack(f"<{len(scalar_strides)}q9q5q4i", *scalar_strides, *views, *sizes, *counts)
+    """Its bytes."""
+    return fields(len(scalar_strides)).pack(
+        scalar_strides=scalar_strides,
+        a_view=view(problem.a),
+        b_view=view(problem.b),
+        v_view=view(problem.v),
+        m=problem.m,
+        n=problem.n,
+        batch=problem.batch,
+        diagonal=problem.diagonal,
+        per_split=per_split,
+        k=problem.k,
+        row_blocks=row_blocks,
+        columns=problem.columns,
+        out_columns=max(1, problem.out_columns),
+    )

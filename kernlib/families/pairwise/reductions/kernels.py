@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 from kernlib.families.pairwise import checks
-from kernlib.families.pairwise.lowering import product
+from kernlib.families.pairwise.kernels import product, reduce
+from kernlib.families.pairwise.kernels import split_reduce as products
 from kernlib.families.pairwise.lowering import reduce as lowering
-from kernlib.families.pairwise.lowering import split_reduce as products
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.matrix import Scalars, precision
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
@@ -32,14 +32,14 @@ SMALL_COLUMNS, TILE_COLUMNS = 64, 16
 
 def _double() -> ModuleType:
     """The kernel of float64, which the first call of any other type does without."""
-    from kernlib.families.pairwise.lowering import double
+    from kernlib.families.pairwise.kernels import double
 
     return double
 
 
 def _nearest() -> ModuleType:
     """The kernel of the k nearest, which the first call of any other reduction does without."""
-    from kernlib.families.pairwise.lowering import topk
+    from kernlib.families.pairwise.kernels import topk
 
     return topk
 
@@ -102,7 +102,7 @@ def plan(
     reduction: str | Nearest, request: Request, shape: Shape, rows: int | None = None
 ) -> ReductionPlan:
     """The plan of a checked call, its kernels loaded. ``rows`` is that of
-    :func:`kernlib.families.pairwise.lowering.reduce.lower` and of its like."""
+    :func:`kernlib.families.pairwise.kernels.reduce.lower` and of its like."""
     descriptor, device = request.descriptor, request.a.get_device()
     numbers = request.hyperparameters
     strides = scalar_strides(descriptor, numbers, request.a)
@@ -155,7 +155,7 @@ def _lowered(
                 descriptor, problem, arch, count, strides, precision(descriptor), per_split
             )
         else:
-            lowered = lowering.lower(descriptor, problem, arch, count, strides, per_split, rows)
+            lowered = reduce.lower(descriptor, problem, arch, count, strides, per_split, rows)
         per_split = lowered.per_part
         in_v = 0 if v is None else column * v.stride(-1) * v.element_size()
         launches.append((lowered, in_v, column * wide.bytes))

@@ -9,7 +9,7 @@ from decimal import Decimal, localcontext
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import double
+from kernlib.families.pairwise.kernels import double
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.jit import targets
@@ -148,8 +148,8 @@ def test_a_kernel_compiles_within_its_bounds(name, arch):
     assert made.spilled == 0
     held = targets.resident_blocks(arch, wanted.threads, made.registers, made.shared)
     text = wanted.source  # two blocks where terms are powers, or values of products
-    powers = any(f"#define INNER {term}\n" in text for term in ("Power", "PowerOnDevice"))
-    powers |= "#define POWERS\n" in text and "#define CENTRED 1\n" in text
+    powers = any(f"using Inner = {term};" in text for term in ("Power", "PowerOnDevice"))
+    powers |= "POWERS = true;" in text and "CENTRED = true;" in text
     two = arch != HERE or powers or " small " in name
     assert held >= (2 if two else double.RESIDENT)
 

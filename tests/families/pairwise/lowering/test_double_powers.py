@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import double, finish
+from kernlib.families.pairwise.kernels import double
+from kernlib.families.pairwise.lowering import finish
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from tests.families.pairwise.lowering.test_double import lowered, problem
@@ -170,5 +171,5 @@ def test_no_kernel_spills(name, arch):
 def test_where_values_are_powers(descriptor, changes, taken):
     given = problem(**changes)
     assert finish.takes_powers(descriptor, given) is taken
-    text = finish.finish_double(descriptor, double.variant(descriptor, given))
-    assert ("#define POWERS\n" in text) is taken
+    spec = double.DOUBLE.spec(descriptor, double.variant(descriptor, given), "sm_90a")
+    assert ("POWERS = true;" in spec.source) is taken

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
+from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import problem as direct
 from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering.problem import scalar_count
@@ -28,9 +29,7 @@ def problem(k=3, **changes):
 
 def lowered(descriptor=GAUSSIAN, arch=HERE, processors=132, per_split=0, rows=None, **changes):
     strides = (0,) * scalar_count(descriptor)
-    return lowering.lower(
-        descriptor, problem(**changes), arch, processors, strides, per_split, rows
-    )
+    return reduce.lower(descriptor, problem(**changes), arch, processors, strides, per_split, rows)
 
 
 # Which kernel.

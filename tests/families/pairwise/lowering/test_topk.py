@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import split_reduce as products
-from kernlib.families.pairwise.lowering import topk as lowering
+from kernlib.families.pairwise.kernels import split_reduce as products
+from kernlib.families.pairwise.kernels import topk as lowering
+from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.families.pairwise.lowering.reduce import Problem
@@ -105,7 +106,7 @@ def test_few_long_splits_in_whole_waves():
     """391 blocks of 256 rows are three on each of 132 multiprocessors."""
     assert only(lowered(m=100_000, n=100_000)).grid == (391, 1)
     first = lowered(m=100_000, n=100_000, rows=3).steps[0]
-    assert "constexpr int ROWS = 3," in first.spec.source and first.grid == (262, 1)
+    assert "constexpr int ROWS = 3;" in first.spec.source and first.grid == (262, 1)
 
 
 @settings(max_examples=100)
@@ -192,7 +193,7 @@ def test_products_and_what_waits_behind_them_fill_the_same_lists(k, batch):
     assert [stem(step.spec) for step in (main, merge)] == [
         "pairwise_split_reduce", "pairwise_topk_merge"
     ]  # fmt: skip
-    assert stem(behind.spec).startswith("pairwise_topk_tile") and "#define GATED" in (
+    assert stem(behind.spec).startswith("pairwise_topk_tile") and f"GATED = {pack.DOUBTFUL};" in (
         behind.spec.source
     )
     assert "constexpr int PLACES = 4;" in behind.spec.source

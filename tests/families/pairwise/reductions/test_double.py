@@ -9,7 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib import ahead
-from kernlib.families.pairwise.lowering import double
+from kernlib.families.pairwise.kernels import double
 from tests.families.pairwise.cases import draw
 from tests.families.pairwise.forwards import bandwidth
 from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN, ON_LANES

@@ -8,7 +8,7 @@ import torch
 
 import kernlib as kl
 from kernlib import ahead
-from kernlib.families.pairwise.lowering import double
+from kernlib.families.pairwise.kernels import double
 from kernlib.families.pairwise.reductions import gradients, kernels
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 from tests.families.pairwise import reduction_hostile

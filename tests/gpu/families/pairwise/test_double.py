@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import double
+from kernlib.families.pairwise.kernels import double
 from tests.families.pairwise.forwards import bandwidth
 from tests.families.pairwise.reductions.double_cases import DESCRIPTORS, GAUSSIAN
 from tests.gpu.families.pairwise.cases import lowered_by, points, reference

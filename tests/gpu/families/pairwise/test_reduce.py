@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import double
+from kernlib.families.pairwise.kernels import double
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 from tests.gpu.families.pairwise.cases import points, reference, relative_error

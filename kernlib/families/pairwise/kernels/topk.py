@@ -1,9 +1,9 @@
 """The k smallest or largest entries of each row of a kernel matrix that is never stored: from a
 problem to kernels, grids and parameters.
 
-Kinds of kernel as in :mod:`kernlib.families.pairwise.lowering.reduce`, with a list of each row in
+Kinds of kernel as in :mod:`kernlib.families.pairwise.kernels.reduce`, with a list of each row in
 shared memory: ``small``, up to SMALL_K features, and ``tile``; and products of tensor cores for up
-to PRODUCT_KEPT entries, as in :mod:`kernlib.families.pairwise.lowering.split_reduce`. The n of a
+to PRODUCT_KEPT entries, as in :mod:`kernlib.families.pairwise.kernels.split_reduce`. The n of a
 row are divided among blocks, and the threads of a tile; another kernel merges their lists.
 
 Two floors bound the choice of splits. 1e10 pairs of 3 features take 7 issue slots each, or 2.4 ms
@@ -13,13 +13,19 @@ units of 256 points, so that few long splits are faster than many that fill the 
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.kernels import split_reduce as products
+from kernlib.families.pairwise.kernels.reduce import (
+    Reduction,
+    code_words,
+    flags,
+    small_facts,
+    tile_facts,
+)
 from kernlib.families.pairwise.lowering import pack, reduce
-from kernlib.families.pairwise.lowering import split_reduce as products
-from kernlib.families.pairwise.lowering.finish import lists, order
+from kernlib.families.pairwise.lowering.finish import lists
 from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
     MAX_BATCH_BLOCKS,
@@ -32,7 +38,10 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import FLOAT_SUMS
+from kernlib.lowering.fields import Fields
+from kernlib.lowering.kernel import Kernel
 from kernlib.lowering.names import named
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
@@ -54,6 +63,7 @@ ENTRY_BYTES, VALUE_BYTES, PLACE_BYTES = 8, 4, 8
 # faster than tiles give their lists.
 PRODUCT_FEATURES = 256
 PRODUCT_KEPT = 16  # entries of a list that has room beside the operands of tensor cores
+MERGE_FIELDS = Fields(("i64 rows", "int lists", "int k"))
 
 
 class Variant(NamedTuple):
@@ -121,11 +131,11 @@ def lower(
     made = variant(problem, largest, arch, rows)
     per_split = _split(problem, made, arch, multiprocessors)
     memory = _Memory(problem, ceil_div(problem.n, per_split) * made.places)
-    found = memory.pointers if memory.lists > 1 else (("out", 0), ("indices", 0))
-    first = _step(descriptor, problem, made, per_split, scalar_strides, found)
+    results = memory.pointers if memory.lists > 1 else (("out", 0), ("indices", 0))
+    first = _step(descriptor, problem, made, arch, per_split, scalar_strides, results)
     if memory.lists == 1:
         return Lowered((first,))
-    return Lowered((first, _merge_step(problem, memory, largest)), memory.end)
+    return Lowered((first, _merge_step(problem, memory, largest, arch)), memory.end)
 
 
 class _Memory:
@@ -139,24 +149,30 @@ class _Memory:
 
 
 def _step(
-    descriptor: Pairwise, problem: Problem, made: Variant, per_split: int, strides, found
+    descriptor: Pairwise,
+    problem: Problem,
+    made: Variant,
+    arch: str,
+    per_split: int,
+    strides,
+    results,
 ) -> Step:
-    """The launch of the small or the tile kernel, which writes lists to ``found``."""
+    """The launch of the small or the tile kernel, which writes lists to ``results``."""
     row_blocks = ceil_div(problem.m, _rows_of_block(made))
     return Step(
-        spec(descriptor, made),
+        (SMALL if made.base.k else TILE).spec(descriptor, made, arch),
         (row_blocks * ceil_div(problem.n, per_split), min(problem.batch, MAX_BATCH_BLOCKS)),
         reduce.fixed_parameters(problem, per_split, row_blocks, strides),
-        (*((name, 0) for name in OPERANDS[:3]), *found),
+        (*((name, 0) for name in OPERANDS[:3]), *results),
         scalar_count(descriptor),
     )
 
 
-def _merge_step(problem: Problem, memory: _Memory, largest: bool) -> Step:
+def _merge_step(problem: Problem, memory: _Memory, largest: bool, arch: str) -> Step:
     return Step(
-        merge_spec(largest),
+        MERGE.spec(None, largest, arch),
         (ceil_div(memory.entries, THREADS), 1),
-        struct.pack("<q2i", problem.batch * problem.m, memory.lists, problem.columns),
+        MERGE_FIELDS.pack(rows=problem.batch * problem.m, lists=memory.lists, k=problem.columns),
         (*memory.pointers, ("out", 0), ("indices", 0)),
     )
 
@@ -164,7 +180,7 @@ def _merge_step(problem: Problem, memory: _Memory, largest: bool) -> Step:
 def _by_products(
     descriptor, problem: Problem, largest: bool, arch: str, multiprocessors: int, strides, precision
 ) -> Lowered:
-    """The launches of :mod:`kernlib.families.pairwise.lowering.split_reduce`, whose reducers are
+    """The launches of :mod:`kernlib.families.pairwise.kernels.split_reduce`, whose reducers are
     lists, and the merge."""
     behind = variant(problem, largest, arch)._replace(places=products.LISTS)
     made = products.default(descriptor, _without_lists(problem), precision)
@@ -188,9 +204,9 @@ def _by_products(
         *pack.steps(descriptor, problem, made, place),
         main._replace(pointers=(*main.pointers[:-2], *memory.pointers)),
         pack.gated_step(
-            _step(descriptor, problem, behind, per_split, strides, memory.pointers), place
+            _step(descriptor, problem, behind, arch, per_split, strides, memory.pointers), place
         ),
-        _merge_step(problem, memory, largest),
+        _merge_step(problem, memory, largest, arch),
     )
     return Lowered(steps, memory.end)
 
@@ -244,43 +260,64 @@ def _split(problem: Problem, made: Variant, arch: str, multiprocessors: int) -> 
     return division.split(values, row_blocks, unit, slots, start=start)
 
 
-def spec(descriptor: Pairwise, made: Variant) -> KernelSpec:
-    """The KernelSpec of a variant."""
-    base, kind = made.base, made.base.kind
-    words = [f"{made.kept} {'largest' if made.largest else 'smallest'}", kind, base.dtype]
-    words += [f"K={base.k} rows={base.rows}"] if base.k else [f"{base.access_a}/{base.access_b}"]
-    words += [f"p={base.inner}"] * (base.inner != "any")
-    words += [flag for flag in ("long_k", "epsilon", "regularized") if getattr(base, flag)]
-    specification = KernelSpec(
-        "pairwise",
-        source(descriptor, made),
-        f"pairwise_topk_{kind}",
-        made.threads,
-        shared(made),
-        description=" ".join([descriptor.describe(), *words]),
-    )
-    words[1:2] = []
-    return named(specification, *short(descriptor), *words, epilogue=descriptor.epilogue)
+class TopK(Reduction):
+    """What the kernels of lists share."""
+
+    role = "topk"
+    Variant = Variant
+
+    def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
+        """The specification of a variant."""
+        base = variant.base
+        order = f"{variant.kept} {'largest' if variant.largest else 'smallest'}"
+        words = [base.dtype, *code_words(base)] + [f"p={base.inner}"] * (base.inner != "any")
+        words += flags(base, "long_k", "epsilon", "regularized")
+        kept = lists(variant.kept, variant.waiting, variant.lists, variant.largest)
+        source = self.text(descriptor, base, {**kept, **self.facts(variant)})
+        made = KernelSpec(
+            "pairwise", source, self.entry, variant.threads, shared(variant),
+            description=" ".join([descriptor.describe(), order, base.kind, *words]),
+        )  # fmt: skip
+        return named(made, *short(descriptor), order, *words, epilogue=descriptor.epilogue)
 
 
-def source(descriptor: Pairwise, made: Variant) -> str:
-    """The generated CUDA text: a few defines, ``Finish``, one include."""
-    base = made.base
-    own = lists(made.kept, made.waiting, made.lists, made.largest)
-    if base.k:
-        own += f"constexpr int THREADS = {made.threads}, RESIDENT = {made.resident};\n"
-        own += reduce.small_text(base, made.threads)
-    else:
-        own += f"constexpr int PLACES = {made.places};\n{reduce.tile_text(base)}"
-    return f'{reduce.head(descriptor, base, own)}#include "pairwise/topk/{base.kind}.cuh"\n'
+class Small(TopK):
+    """Of up to SMALL_K features."""
+
+    name = "small"
+    header = "pairwise/topk/small.cuh"
+    entry = "pairwise_topk_small"
+
+    def facts(self, variant: Variant) -> dict[str, Fact]:
+        return {"RESIDENT": variant.resident, **small_facts(variant.base, variant.threads)}
 
 
-def merge_spec(largest: bool) -> KernelSpec:
-    """The KernelSpec of what merges lists."""
-    text = f"constexpr int THREADS = {THREADS};\n{order(largest)}"
-    text += '#include "pairwise/topk/merge.cuh"\n'
-    word = "largest" if largest else "smallest"
-    specification = KernelSpec(
-        "pairwise", text, "pairwise_topk_merge", THREADS, description=f"merge of {word}"
-    )
-    return named(specification, word)
+class Tile(TopK):
+    """Of any number of features."""
+
+    name = "tile"
+    header = "pairwise/topk/tile.cuh"
+    entry = "pairwise_topk_tile"
+    rank = 1
+
+    def facts(self, variant: Variant) -> dict[str, Fact]:
+        return {"PLACES": variant.places, **tile_facts(variant.base)}
+
+
+class Merge(Kernel):
+    """The first entries of several lists of each row."""
+
+    role = "step"
+    name = "merge"
+    header = "pairwise/topk/merge.cuh"
+    entry = "pairwise_topk_merge"
+
+    def spec(self, subject: None, largest: bool, arch: str) -> KernelSpec:
+        """The specification for lists in one of two orders."""
+        text = self.source({"THREADS": THREADS, "LARGEST": largest}, MERGE_FIELDS.text())
+        word = "largest" if largest else "smallest"
+        made = KernelSpec("pairwise", text, self.entry, THREADS, description=f"merge of {word}")
+        return named(made, word)
+
+
+SMALL, TILE, MERGE = Small(), Tile(), Merge()

@@ -9,24 +9,30 @@ log-sum-exps and minima too.
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.finish import finish_double, takes_powers
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.problem import (
     EXPONENT_STAGES,
-    inner_codes,
+    MAX_BATCH_BLOCKS,
+    TYPES,
+    PairKernel,
     scalar_count,
-    short,
+    terms,
+    types,
+    view,
 )
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.fields import Fields
+from kernlib.lowering.kernel import Kernel
 from kernlib.lowering.names import named
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
@@ -48,11 +54,15 @@ POWER_ROWS = 2  # of a thread, at most, where values are powers: 4 spill up to 9
 NUMBER_BYTES = 8
 # Stages, and totals of two warps a row with what they round off.
 SHARED_NUMBERS = STAGES * 2 * TILE * LINE + 2 * TILE * 2 * WIDTH
-# What struct Launch holds behind Parameters, and Parameters behind strides of its numbers.
-FIXED, REDUCE_FIXED = "<4q", "9q5q4i"
-POINTERS = 4  # of Launch, before those of Parameters
-SIDE = "7q"  # a Side of double/pack.cuh
-PACK_PARAMETERS = Parameters(6, f"<{SIDE}{SIDE}4i")
+# What a plan fixes of packed points, from batch entry to batch entry, in numbers; and of packing.
+STRIDES = Fields(("i64 a_stride", "i64 b_stride", "i64 a_norms_stride", "i64 b_norms_stride"))
+PACKING = Fields((
+    "PackedSide a_side", "PackedSide b_side",
+    "int k", "int chunks",
+    "int apart",  # whether batch entries have centres of their own
+    "int padding",
+))  # fmt: skip
+POINTERS = 4  # to packed points, before those of all reductions
 
 
 class Variant(NamedTuple):
@@ -105,7 +115,7 @@ def by_products(descriptor: Pairwise, problem: Problem) -> bool:
     known = known and problem.reduction in TILED
     if not known or descriptor.direct or problem.k < LEAST_FEATURES:
         return False
-    few = problem.batch <= direct.MAX_BATCH_BLOCKS
+    few = problem.batch <= MAX_BATCH_BLOCKS
     return few and workspace(problem).size <= pack.MAX_WORKSPACE
 
 
@@ -144,10 +154,10 @@ def lower(
     per_split: int = 0,
 ) -> Lowered:
     """The launches of up to WIDTH columns of what this module :func:`takes`, with partial results
-    in float64 and ``per_split`` as of :func:`kernlib.families.pairwise.lowering.reduce.lower`."""
+    in float64 and ``per_split`` as of :func:`kernlib.families.pairwise.kernels.reduce.lower`."""
     if is_small(descriptor, problem):  # by a kernel without dynamic shared memory, for any arch
         rows = POWER_ROWS if takes_powers(descriptor, problem) else None
-        return direct.lower(
+        return reduce.lower(
             descriptor, problem, "", multiprocessors, scalar_strides, per_split, most_rows=rows
         )
     made = variant(descriptor, problem)
@@ -180,12 +190,18 @@ def _main_step(
     pointers = tuple((name, 0) for name in direct.OPERANDS)
     if place is not None:
         pointers = (*_packed(place), *pointers)
-        fixed += struct.pack(FIXED, *place[5:])
+        fixed += STRIDES.pack(
+            a_stride=place.a_stride,
+            b_stride=place.b_stride,
+            a_norms_stride=place.a_norms_stride,
+            b_norms_stride=place.b_norms_stride,
+        )
     grid = (
         row_blocks * ceil_div(problem.n, per_split),
-        min(problem.batch, direct.MAX_BATCH_BLOCKS),
+        min(problem.batch, MAX_BATCH_BLOCKS),
     )
-    return Step(spec(descriptor, made), grid, fixed, pointers, scalar_count(descriptor))
+    spec = DOUBLE.spec(descriptor, made, "")
+    return Step(spec, grid, fixed, pointers, scalar_count(descriptor))
 
 
 def _packed(place: Place) -> tuple[tuple[str, int], ...]:
@@ -193,73 +209,71 @@ def _packed(place: Place) -> tuple[tuple[str, int], ...]:
 
 
 def _pack_step(problem: Problem, place: Place, centred: bool) -> Step:
-    sides, blocks = [], 0
-    for layout, count, stride, norms_stride in (
-        (problem.a, problem.m, place.a_stride, place.a_norms_stride),
-        (problem.b, problem.n, place.b_stride, place.b_norms_stride),
-    ):
-        own = ceil_div(count, TILE)
-        sides += (*pack.view(layout), count, stride, norms_stride, own)
-        blocks += own
-    apart = place.a_stride > 0 and place.b_stride > 0
-    fixed = PACK_PARAMETERS.pack(*sides, problem.k, ceil_div(problem.k, DEPTH), apart, 0)
+    a_blocks, b_blocks = ceil_div(problem.m, TILE), ceil_div(problem.n, TILE)
+    fixed = PACKING.pack(
+        a_side=(*view(problem.a), problem.m, place.a_stride, place.a_norms_stride, a_blocks),
+        b_side=(*view(problem.b), problem.n, place.b_stride, place.b_norms_stride, b_blocks),
+        k=problem.k,
+        chunks=ceil_div(problem.k, DEPTH),
+        apart=place.a_stride > 0 and place.b_stride > 0,
+        padding=0,
+    )
     pointers = (("a", 0), ("b", 0), *_packed(place))
     entries = problem.batch if place.a_stride or place.b_stride else 1
-    return Step(pack_spec(centred), (blocks, entries), fixed, pointers)
+    return Step(PACK.spec(None, centred, ""), (a_blocks + b_blocks, entries), fixed, pointers)
 
 
-def spec(descriptor: Pairwise, made: Variant) -> KernelSpec:
-    """The KernelSpec of a variant."""
-    words = [descriptor.describe(), "sums" if made.summed else "products", made.dtype]
-    words += ["tensor"] * made.products + [f"p={made.inner}"] * (made.inner != "any")
-    words += [flag for flag in ("epsilon", "regularized") if getattr(made, flag)]
-    specification = KernelSpec(
-        "pairwise",
-        source(descriptor, made),
-        "pairwise_double_main",
-        THREADS,
-        SHARED_NUMBERS * NUMBER_BYTES,
-        description=" ".join(words),
-    )
-    return named(specification, *short(descriptor), *words[1:], epilogue=descriptor.epilogue)
+class Double(PairKernel):
+    """Products with up to WIDTH columns, and row sums."""
+
+    role = "double"
+    name = "double"
+    header = "pairwise/double/double.cuh"
+    entry = "pairwise_double_main"
+    Variant = Variant
+
+    def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
+        """The specification of a variant."""
+        scalars, own = scalar_count(descriptor), STRIDES if variant.products else Fields(())
+        fixed = direct.fields(scalars)
+        layout = "<" + fixed.format[1:] + own.format[1:]
+        pointers = len(direct.OPERANDS) + POINTERS * variant.products
+        facts = {
+            **types(variant.dtype),
+            **terms(descriptor, variant),
+            "PRODUCTS": variant.products,
+            "CENTRED": variant.centred,
+            "SUM": variant.summed,
+            "REGULARIZED": variant.regularized,
+            "POWERS": takes_powers(descriptor, variant),
+            "PARAMETER_BYTES": Parameters(pointers, layout, scalars).size,
+        }
+        texts = fixed.text(), own.text("PackedStrides"), finish_double(descriptor, variant)
+        words = ["sums" if variant.summed else "products", variant.dtype]
+        words += ["tensor"] * variant.products
+        words += [f"p={variant.inner}"] * (variant.inner != "any")
+        words += reduce.flags(variant, "epsilon", "regularized")
+        source, shared = self.source(facts, *texts, includes=TYPES), SHARED_NUMBERS * NUMBER_BYTES
+        return self.described(descriptor, source, THREADS, shared, words)
 
 
-def source(descriptor: Pairwise, made: Variant) -> str:
-    """The generated CUDA text."""
-    scalars = scalar_count(descriptor)
-    fixed = f"<{scalars}q{REDUCE_FIXED}" + FIXED.removeprefix("<") * made.products
-    pointers = len(direct.OPERANDS) + POINTERS * made.products
-    parameters = Parameters(pointers, fixed, scalars)
-    return f"""{_head(parameters, made.centred)}
+class Pack(Kernel):
+    """The packing of points."""
 
-constexpr int SCALARS = {scalars};
-constexpr bool SUM = {str(made.summed).lower()};
-constexpr bool REGULARIZED = {str(made.regularized).lower()};
-#define PRODUCTS {int(made.products)}
-#define OPERATION {"Dot" if descriptor.operator == "dot" else "Difference"}
-#define INNER {inner_codes(descriptor)[made.inner]}
-{finish_double(descriptor, made)}#include "pairwise/double/double.cuh"
-"""
+    role = "step"
+    name = "double pack"
+    header = "pairwise/double/pack.cuh"
+    entry = "pairwise_double_pack"
 
-
-def pack_spec(centred: bool) -> KernelSpec:
-    """The KernelSpec of the packing of points."""
-    source = f'{_head(PACK_PARAMETERS, centred)}\n#include "pairwise/double/pack.cuh"\n'
-    words = ["centred"] * centred
-    description = " ".join(["pairwise double pack", *words])
-    size = THREADS * NUMBER_BYTES
-    made = KernelSpec(
-        "pairwise", source, "pairwise_double_pack", THREADS, size, description=description
-    )
-    return named(made, *words)
+    def spec(self, subject: None, centred: bool, arch: str) -> KernelSpec:
+        """The specification for points with the centre of the data as their origin, or not."""
+        source = self.source(
+            {"CENTRED": centred}, PACKING.text(), includes=["pairwise/double/side.cuh"]
+        )
+        words = ["centred"] * centred
+        line, size = " ".join(["pairwise double pack", *words]), THREADS * NUMBER_BYTES
+        made = KernelSpec("pairwise", source, self.entry, THREADS, size, description=line)
+        return named(made, *words)
 
 
-def _head(parameters: Parameters, centred: bool) -> str:
-    return f"""#include "common/types.cuh"
-struct Config {{ using InputT = double; using AccT = double; }};
-using InputT = double;
-using AccT = double;
-
-constexpr int PARAMETER_BYTES = {parameters.size};
-#define CENTRED {int(centred)}
-"""
+DOUBLE, PACK = Double(), Pack()

@@ -1,0 +1,9 @@
+// The names of reducers, which struct Config may have one of: see reduce/reducers.cuh.
+#pragma once
+
+template <int WIDTH>
+struct Matmul;
+struct RowSum;
+struct LogSumExp;
+struct Minimum;
+struct Nearest;  // topk/nearest.cuh
