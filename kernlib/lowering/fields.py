@@ -8,13 +8,12 @@ import struct
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View, PackedSide and Side
-# are those of pairwise/view.cuh, pairwise/double/side.cuh and blocksparse/side.cuh, below
-# kernel_sources.
+# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View and Side are those
+# of pairwise/view.cuh and blocksparse/side.cuh, below kernel_sources.
 FORMATS = {
     "i64": ("q", 1), "u64": ("Q", 1), "double": ("d", 1),
     "int": ("i", 1), "u32": ("I", 1), "float": ("f", 1),
-    "View": ("q", 3), "Side": ("q", 4), "PackedSide": ("q", 7),
+    "View": ("q", 3), "Side": ("q", 4),
 }  # fmt: skip
 _MEMBER = re.compile(r"(\w+) (\w+)(?:\[(\d+)\])?")
 

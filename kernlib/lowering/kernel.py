@@ -22,7 +22,6 @@ from kernlib.lowering import choice as choices
 from kernlib.lowering import config
 from kernlib.lowering.choice import Choice
 from kernlib.lowering.names import named
-from kernlib.lowering.product_source import describe
 from kernlib.lowering.steps import Lowered
 
 
@@ -128,6 +127,8 @@ class Kernel:
     ) -> KernelSpec:
         """The specification of a source whose function is called as the header is; names and
         descriptions of variants say their dtype, its precision if it is float32, and ``words``."""
+        from kernlib.lowering.product_source import describe  # which not every family needs
+
         family, entry = self.header.split("/")[0], self.entry
         line = describe(family, self.name, dtype, precision, words, epilogue)
         spec = KernelSpec(family, source, entry, threads, shared_bytes, options, line)

@@ -45,7 +45,7 @@ def test_every_file_of_the_package_is_of_one_entry():
 def test_a_family_covers_its_kernels_and_its_tests():
     pairwise, service, shared = map(record.files, ("pairwise", "service", "shared"))
     assert "kernlib/jit/store.py" in service and "kernlib/runtime/plan.py" in shared
-    assert "kernlib/families/pairwise/lowering/direct.py" in pairwise
+    assert "kernlib/families/pairwise/kernels/direct.py" in pairwise
     assert "tests/gpu/families/pairwise/test_values.py" in pairwise
     folder = (record.ROOT / "kernel_sources" / "pairwise").rglob("*.cuh")
     own = {path.relative_to(record.ROOT).as_posix() for path in folder}

@@ -52,12 +52,12 @@ struct PackedPoints<false> {};
 struct Launch : PackedPoints<PRODUCTS>, Parameters, PackedStrides {};
 static_assert(sizeof(Launch) == Config::PARAMETER_BYTES, "as the host lays it out");
 
-// The operation of a term, of another inner stage.
-template <class Term, class Own>
-struct Rebound;
-template <template <class> class Operation, class Inner, class Own>
-struct Rebound<Operation<Inner>, Own> {
-    using Type = Operation<Own>;
+// A term with its operation and another inner stage.
+template <class Term, class Inner>
+struct WithInner;
+template <template <class> class Operation, class Former, class Inner>
+struct WithInner<Operation<Former>, Inner> {
+    using Type = Operation<Inner>;
 };
 
 __device__ __forceinline__ Points points_of(const double* data, const View& view, i64 l, i64 first,
@@ -88,12 +88,13 @@ __device__ __forceinline__ bool make_squares(Sums& sums, const double* a_norms,
 }
 
 // The sums of a tile's terms, from the points that were given.
-template <class Own>
-__device__ __forceinline__ void sum_terms(Own, Sums& sums, double* stages, int chunks,
+template <class Stage>
+__device__ __forceinline__ void sum_terms(Stage, Sums& sums, double* stages, int chunks,
                                           const GivenTiles& tiles, const Place& place,
                                           const Numbers& numbers) {
+    using Summed = typename WithInner<Term, Stage>::Type;
     sum_tile(sums, stages, chunks, tiles,
-             Terms<typename Rebound<Term, Own>::Type, STEP, PRODUCTS>{place, numbers, tiles.features});
+             Terms<Summed, STEP, PRODUCTS>{place, numbers, tiles.features});
 }
 // A p on the device is looked at once a tile: in each term that took 10 operations beside 43, and
 // branches, which part powers that go through the pipe side by side.

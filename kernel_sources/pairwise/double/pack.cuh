@@ -5,11 +5,10 @@
 //
 // A block packs TILE points. Reads and writes 8 bytes a number, and as many numbers of samples.
 //
-// Facts and struct Fixed: class Pack of kernlib/families/pairwise/kernels/double.py.
+// Facts, struct Side and struct Fixed: class Pack of kernlib/families/pairwise/kernels/double.py.
 #pragma once
 
 #include "pairwise/double/layout.cuh"
-#include "pairwise/double/side.cuh"
 
 constexpr bool CENTRED = Config::CENTRED;  // squared differences; products keep their origin
 
@@ -27,10 +26,15 @@ struct Operands {
 
 struct PackLaunch : Operands, Fixed {};
 
+__device__ __forceinline__ i64 place_in(const Side& side, i64 l, i64 point, int k) {
+    return l * side.view.batch_stride + point * side.view.row_stride +
+           k * side.view.column_stride;
+}
+
 // A share of feature k in the centre; nothing where that is not finite.
-__device__ __forceinline__ double sampled(const double* data, const PackedSide& side, i64 l, int i,
+__device__ __forceinline__ double sampled(const double* data, const Side& side, i64 l, int i,
                                           int k) {
-    double x = data[side.place(l, i * side.points / SAMPLES, k)] * (0.5 / SAMPLES);
+    double x = data[place_in(side, l, i * side.points / SAMPLES, k)] * (0.5 / SAMPLES);
     return x - x == 0.0 ? x : 0.0;
 }
 
@@ -56,7 +60,7 @@ pairwise_double_pack(const __grid_constant__ PackLaunch p) {
     extern __shared__ __align__(16) unsigned char shared[];
     i64 l = blockIdx.y, block = blockIdx.x;
     bool left = block < p.a_side.blocks;
-    const PackedSide& side = left ? p.a_side : p.b_side;
+    const Side& side = left ? p.a_side : p.b_side;
     if (l > 0 && side.stride == 0) return;
     block -= left ? 0 : p.a_side.blocks;
     const double* from = left ? p.a : p.b;
@@ -74,7 +78,7 @@ pairwise_double_pack(const __grid_constant__ PackLaunch p) {
             int own = part + i * PARTS;
             i64 point = block * TILE + own;
             bool exists = point < side.points && k < p.k;
-            double x = exists ? from[side.place(l, point, k)] - centre : 0.0;
+            double x = exists ? from[place_in(side, l, point, k)] - centre : 0.0;
             norms[i] = fma(x, x, norms[i]);
             to[chunk * PIECE + own * DEPTH + feature] = x;
         }

@@ -7,13 +7,12 @@
 // Floors on an H200 (3.345e13 issue slots a second), for a pair: 4.6 slots a feature, and 20.
 //   20000 x 20000, K = 20   1.3 ms; K = 64   3.8 ms
 //
-// The generated source defines, beside what points/sums.cuh needs:
-//   GATED           whether there is nothing to do unless the gate is closed
-//   DYNAMIC_BYTES   shared memory as lowering counts it
+// Facts: class Direct of kernlib/families/pairwise/kernels/points.py.
 #pragma once
 
 #include "pairwise/points/sums.cuh"
 
+constexpr int DEPTH = Config::DEPTH;         // features as padded to 16
 constexpr int THREADS = 256, TILE = 64, EACH = 4, ACROSS = TILE / EACH;
 constexpr int LINE = TILE + 4;              // floats from feature to feature: other banks
 constexpr int FEATURES = DEPTH / ACROSS;    // of a thread
@@ -28,8 +27,8 @@ struct Shared {
         : rows(memory), lines(rows + POINT_FLOATS), worth(lines + POINT_FLOATS),
           row_numbers(worth + TILE * LINE), line_numbers(row_numbers + TILE * NUMBERS) {}
 };
-static_assert(DYNAMIC_BYTES == 4 * (2 * POINT_FLOATS + TILE * LINE + 2 * TILE * NUMBERS),
-              "as lowering counts it");
+static_assert(Config::DYNAMIC_BYTES == 4 * (2 * POINT_FLOATS + TILE * LINE + 2 * TILE * NUMBERS),
+              "as the host counts it");
 
 // Features of TILE points from `first` on, zeros where there is nothing.
 __device__ __forceinline__ void fill(float* to, const InputT* from, const View& view, i64 l,
@@ -156,7 +155,7 @@ __device__ __forceinline__ void store(const float (&totals)[FEATURES][EACH], Own
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pairwise_points_direct(const __grid_constant__ PointsLaunch p) {
     extern __shared__ __align__(16) unsigned char shared[];
-    if (GATED && !p.gate->closed) return;
+    if (Config::GATED && !p.gate->closed) return;  // a gate that is not closed leaves nothing to do
     Shared s(reinterpret_cast<float*>(shared));
     Share share(p, TILE);
     Functions functions(Hyperparameters(p, share.l));

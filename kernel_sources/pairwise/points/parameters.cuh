@@ -3,23 +3,24 @@
 // and leaves for each row the gradients by its point and its v, and parts of those by
 // hyperparameters: see reduce/gradient.cuh, whose roles these are.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT       storage and arithmetic, which are float
-//   SCALARS            count of hyperparameters
-//   ROLE               Role::first, second or both
-//   DIFFERENCE         whether sums are squared distances; else dot products
-//   COLUMNS            of g and v, 1 to 4
-//   WEIGHTED           whether there is a v; sums have ones in its place
-//   WANTS_POINTS       whether gradients of the rows' points are wanted
-//   WANTS_VALUES       whether gradients of v are
-//   HYPER              hyperparameters whose gradients are
-//   WIDTH, DEPTH       features as padded: to 8, and to 16
-//   COUNTED            whether a line has a one behind its features, which WIDTH has room for
-//   PARAMETER_BYTES    what lowering makes of PointsLaunch
+// Facts and struct Fixed: class Points of kernlib/families/pairwise/kernels/points.py.
 #pragma once
 
 #include "pairwise/product/parameters.cuh"
+#include "pairwise/role.cuh"
+#include "pairwise/scalars.cuh"
 #include "pairwise/split/parameters.cuh"
+
+using InputT = Config::InputT;  // storage
+constexpr Role ROLE = Config::ROLE;
+constexpr int COLUMNS = Config::COLUMNS;      // of g and v, 1 to 4
+constexpr bool WEIGHTED = Config::WEIGHTED;   // there is a v; sums have ones in its place
+constexpr bool WANTS_POINTS = Config::WANTS_POINTS;  // gradients of the rows' points
+constexpr bool WANTS_VALUES = Config::WANTS_VALUES;  // gradients of v
+constexpr int HYPER = Config::HYPER;          // hyperparameters whose gradients are wanted
+// Whether a line has a one behind its features, which WIDTH has room for: features are padded to 8.
+constexpr bool COUNTED = Config::COUNTED;
+constexpr int SCALARS = Config::SCALARS;
 
 constexpr bool BOTH = ROLE == Role::both;
 constexpr bool ROWS_GIVEN = ROLE != Role::second, LINES_GIVEN = ROLE != Role::first;
@@ -31,9 +32,7 @@ constexpr int LINES_BYTES = FEATURE_BYTES + TILE_N * NUMBERS * 4;
 
 using Byte = unsigned char;
 
-// Laid out by kernlib/families/pairwise/lowering/points.py.
-struct PointsLaunch {
-    // written at each launch
+struct PointsOperands {
     Gate* gate;
     const Byte* packed_a;
     const Byte* packed_b;
@@ -48,20 +47,10 @@ struct PointsLaunch {
     float* points;                       // (splits, batch, M, K)
     float* values;                       // (splits, batch, M, columns)
     float* totals;                       // (splits, M, batch, HYPER)
-    Scalar scalars[SCALARS];
-    // fixed by the plan
-    i64 scalar_strides[SCALARS];
-    View a_view, b_view, g_view, v_view;  // of rows, of lines, and of the caller's g and v
-    i64 m, n, batch;
-    i64 per_split;                       // n of a block, less for the last one
-    // strides of batch entries: bytes, points, bytes, numbers
-    i64 a_packed_stride, b_packed_stride, a_info_stride, b_info_stride, lines_stride;
-    i64 centre_stride;
-    double factor;                       // of the inner stage's slope
-    int k, columns;                      // columns: of g and v that exist
-    int row_blocks, splits;
 };
-static_assert(sizeof(PointsLaunch) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct PointsLaunch : PointsOperands, ScalarValues<SCALARS>, Fixed {};
+static_assert(sizeof(PointsLaunch) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // What a block computes: rows from m0 on, and n from first on. Lowering sees to it that they are
 // counted by an int.

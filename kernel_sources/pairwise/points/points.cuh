@@ -28,38 +28,25 @@
 // that is not finite closes the gate, and so do too many doubtful pairs of the sample: then the
 // kernel behind it (points/direct.cuh) does the whole launch.
 //
-// The generated source defines, beside what points/sums.cuh needs:
-//   WARPGROUPS, STAGES   rows of a block by 64; stages in shared memory
-//   COPIES, V_COPIES     2: words of a number
-//   DOUBTFUL             the count of doubtful pairs in the sample that leaves nothing to do
-//   DYNAMIC_BYTES        shared memory as lowering counts it
-//   multiply(...)        one wgmma of 64 x WIDTH x 16 with the left operand in registers, and one
-//                        of 64 x TILE_N x 16 from shared memory
+// Facts, Finish and Slopes: class Points of kernlib/families/pairwise/kernels/points.py. Beside them
+// the source has multiply(), one wgmma of 64 x WIDTH x 16 with the left operand in registers, and
+// one of 64 x TILE_N x 16 from shared memory.
 #pragma once
 
 #include "pairwise/points/sums.cuh"
+#include "pairwise/product/tile_of_words.cuh"
 #include "pairwise/split/ring.cuh"
 
-constexpr int TILE_M = 64 * WARPGROUPS;
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-
-#include "pairwise/product/tile_of_words.cuh"
-
 constexpr int STAGE_BYTES = POINT_BYTES + LINES_BYTES;
-static_assert(DYNAMIC_BYTES == A_BYTES + STAGES * STAGE_BYTES, "as lowering counts it");
+static_assert(Config::DYNAMIC_BYTES == A_BYTES + STAGES * STAGE_BYTES, "as the host counts it");
 static_assert(COPIES == 2 && V_COPIES == 2, "high and low words");
 
 __device__ __forceinline__ bool is_needed(Gate& gate) {
     if (gate.closed) return false;
-    if (gate.doubtful <= DOUBTFUL) return true;
+    if (gate.doubtful <= Config::DOUBTFUL) return true;
     gate.closed = CLOSED;
     return false;
 }
-
-struct Shared {
-    Byte *resident, *stages;
-    u64 *full, *empty, *resident_full;
-};
 
 __device__ __forceinline__ void produce(const PointsLaunch& p, const Shared& s,
                                         const Share& share) {
@@ -343,26 +330,21 @@ __device__ __forceinline__ void consume(const PointsLaunch& p, const Shared& s,
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 pairwise_points_main(const __grid_constant__ PointsLaunch launch) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    __shared__ u64 barriers[2 * STAGES + 1];
+    __shared__ u64 barriers[BARRIERS];
     __shared__ bool closed;              // another block may close the gate at any moment
     Shared s = {dynamic, dynamic + A_BYTES, barriers, barriers + STAGES, barriers + 2 * STAGES};
     if (threadIdx.x == 0) {
         closed = !is_needed(*launch.gate);
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], 4 * WARPGROUPS);
-        }
-        barrier_init(s.resident_full, 1);
-        fence_barrier_init();
+        begin_barriers(s);
     }
     __syncthreads();
     if (closed) return;
     Share share(launch, TILE_M);
     if (threadIdx.x < 128) {
-        release_registers<(WARPGROUPS == 2 ? 40 : WARPGROUPS == 3 ? 32 : 24)>();
+        release_registers<OF_PRODUCERS>();
         if (threadIdx.x == 0) produce(launch, s, share);
     } else {
-        take_registers<(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112)>();
+        take_registers<OF_CONSUMERS>();
         consume(launch, s, share);
     }
 }

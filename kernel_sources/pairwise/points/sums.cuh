@@ -1,7 +1,7 @@
 // What a row's pairs add up to on the lanes, and where sums go.
 //
-// The generated source defines, beside what points/parameters.cuh needs, Finish and Slopes: values
-// of sums, and derivatives of these (kernlib/families/pairwise/lowering/backward_source.py).
+// Finish and Slopes are values of sums, and derivatives of these:
+// kernlib/families/pairwise/lowering/backward_source.py.
 #pragma once
 
 #include "pairwise/points/parameters.cuh"

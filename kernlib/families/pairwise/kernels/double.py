@@ -56,12 +56,21 @@ NUMBER_BYTES = 8
 SHARED_NUMBERS = STAGES * 2 * TILE * LINE + 2 * TILE * 2 * WIDTH
 # What a plan fixes of packed points, from batch entry to batch entry, in numbers; and of packing.
 STRIDES = Fields(("i64 a_stride", "i64 b_stride", "i64 a_norms_stride", "i64 b_norms_stride"))
-PACKING = Fields((
-    "PackedSide a_side", "PackedSide b_side",
-    "int k", "int chunks",
-    "int apart",  # whether batch entries have centres of their own
-    "int padding",
+SIDE = Fields((
+    "View view",
+    "i64 points",
+    "i64 stride", "i64 norms_stride",  # of batch entries as packed; 0 for one that all share
+    "i64 blocks",  # of a batch entry
 ))  # fmt: skip
+PACKING = Fields(
+    (
+        "Side a_side", "Side b_side",
+        "int k", "int chunks",
+        "int apart",  # whether batch entries have centres of their own
+        "int padding",
+    ),
+    {"Side": SIDE},
+)  # fmt: skip
 POINTERS = 4  # to packed points, before those of all reductions
 
 
@@ -267,9 +276,8 @@ class Pack(Kernel):
 
     def spec(self, subject: None, centred: bool, arch: str) -> KernelSpec:
         """The specification for points with the centre of the data as their origin, or not."""
-        source = self.source(
-            {"CENTRED": centred}, PACKING.text(), includes=["pairwise/double/side.cuh"]
-        )
+        texts = SIDE.text("Side"), PACKING.text()
+        source = self.source({"CENTRED": centred}, *texts, includes=("pairwise/view.cuh",))
         words = ["centred"] * centred
         line, size = " ".join(["pairwise double pack", *words]), THREADS * NUMBER_BYTES
         made = KernelSpec("pairwise", source, self.entry, THREADS, size, description=line)

@@ -1,36 +1,32 @@
-"""First gradients of products and sums with a kernel matrix, of more features than
-:mod:`kernlib.families.pairwise.lowering.backward` takes, of squared distances and dot products
-(kernel_sources/pairwise/points/points.cuh). Nothing of the matrix is stored.
-
-On sm_90a a launch of :mod:`kernlib.families.pairwise.lowering.backward` is five here: the centre
-and the packing of points (pack.py), that of lines, products by tensor cores, and behind their gate
-the kernel of the lanes. Elsewhere, and of a descriptor that is to be ``direct``, it is that kernel
-alone. Both leave the same partial results: those of hyperparameters one for each row.
-"""
+"""Gradients of many features as their kernels see them (kernels/points.py): which launches they
+take, what code generation chooses, and what lies where in the workspace."""
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import pack, points_source, reduce
-from kernlib.families.pairwise.lowering.backward import OPERANDS, Problem
-from kernlib.families.pairwise.lowering.backward_source import Derivatives
-from kernlib.families.pairwise.lowering.pack import ARCH
-from kernlib.families.pairwise.lowering.points_source import (
-    DIRECT_TILE,
-    FIXED,
-    GROUP,
-    TILE_N,
-    Variant,
-)
-from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, scalar_count
+from kernlib.families.pairwise.lowering import pack, reduce
+from kernlib.families.pairwise.lowering.backward import Problem
+from kernlib.families.pairwise.lowering.backward_source import LARGEST
+from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS
 from kernlib.jit import targets
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
+TILE_N, GROUP = 64, 256  # lines of a stage, and of those that are scaled alike
+DIRECT_TILE = 64  # rows, and lines, of a block of the lanes' kernel
+DIRECT_LINE = DIRECT_TILE + 4  # floats of shared memory that a feature takes
+MAX_STAGES = 8
+# Pairs of the sample, of 4096, above which the lanes do the work: of 0.4 % doubtful ones products
+# take twice their time.
+DOUBTFUL = pack.PROBES // 256
+IN_WORKSPACE, POINTERS = 7, 14  # of struct PointsLaunch
+PACK_THREADS, DIRECT_THREADS = 256, 256
+# What Slopes takes of a sum, for infinite ones. Here a sum that is infinite may make a NaN, which
+# closes the gate, and saves a slot a pair.
+BOUNDED = f"fminf(s, {LARGEST})"
 WIDTHS = (1, 2, 4)  # columns of g and v that a launch takes
 # Up to which registers hold what :func:`crowd` counts of three warpgroups, and of two.
 CROWDED, MOST_CROWDED = 80, 152
@@ -44,6 +40,77 @@ SLOPES = {"difference": "SquareSlope", "dot": "IdentitySlope"}
 # 64. The others are floors and a fifth.
 LAUNCH, PRODUCTS, LANES = 30, (0.65, 0.019), (0.8, 0.18)
 BLOCKS = 200, 30
+
+
+class Variant(NamedTuple):
+    """Everything that code generation chooses besides the descriptor and its derivatives. The names
+    of ``depth``, ``rows``, ``columns``, ``copies`` and ``promote`` are those that the packing of
+    points reads."""
+
+    role: str
+    depth: int  # features of a sum as padded
+    width: int  # features of a line as padded
+    sets: int  # columns of g and v
+    weighted: bool
+    points: bool
+    values: bool
+    hyper: int
+    difference: bool
+    counted: bool  # whether the width has room for a one
+    warpgroups: int  # of 64 rows each
+    inner: float | str
+    outer: float | str
+    root: bool
+    epsilon: bool
+
+    dtype = "float32"
+    copies = 2  # words of a number
+    columns = TILE_N
+    promote = 1
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def numbers(self) -> int:
+        """Of a row, and of a line, behind its point."""
+        return self.sets * (2 if self.role == "both" else 1)
+
+    @property
+    def point_bytes(self) -> int:
+        """Of the words of one point."""
+        return 2 * self.copies * self.depth
+
+    @property
+    def lines_bytes(self) -> int:
+        """Of the features of a stage's lines, of what these are multiplied by, and of numbers."""
+        features = TILE_N * self.copies * self.width * 2 + 4 * self.width if self.points else 0
+        return features + 4 * TILE_N * self.numbers
+
+    @property
+    def stage_bytes(self) -> int:
+        return TILE_N * (self.point_bytes + pack.INFO_BYTES) + self.lines_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.point_bytes * self.rows
+
+    @property
+    def stages(self) -> int:
+        """As many as fit into shared memory."""
+        room = targets.SHARED_BYTES[ARCH] - BARRIER_BYTES - self.resident_bytes
+        return min(MAX_STAGES, room // self.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.resident_bytes + self.stages * self.stage_bytes
+
+    @property
+    def direct_bytes(self) -> int:
+        """Of shared memory of the kernel of the lanes."""
+        floats = (2 * self.depth + DIRECT_TILE) * DIRECT_LINE + 2 * DIRECT_TILE * self.numbers
+        return 4 * floats
 
 
 class Place(NamedTuple):
@@ -132,94 +199,3 @@ def workspace(problem: Problem, made: Variant) -> Place:
     lines = round_up(points.size, pack.ALIGNMENT)
     size = lines + round_up(each * problem.batch, pack.ALIGNMENT)
     return Place(points, lines, size, each if problem.batch > 1 else 0)
-
-
-def lower(
-    descriptor: Pairwise,
-    derivatives: Derivatives,
-    problem: Problem,
-    arch: str,
-    multiprocessors: int,
-    scalar_strides: tuple[int, ...],
-    warpgroups: int | None = None,
-) -> Lowered:
-    """The launches for a problem that the kernels take. Each row gets ``parts`` partial sums."""
-    hyper = len(derivatives.others)
-    made = variant(problem, hyper, warpgroups)
-    products = by_products(descriptor, problem, arch)
-    rows, unit = (made.rows, GROUP) if products else (DIRECT_TILE, DIRECT_TILE)
-    slots = multiprocessors * (1 if products else DIRECT_RESIDENT)
-    sums = made.points * problem.k + made.values * problem.columns + hyper
-    shape = division.Sums(problem.n, problem.m * max(1, sums), problem.batch)
-    per_split = division.split(shape, ceil_div(problem.m, rows), unit, slots)
-    place = workspace(problem, made) if products else None
-    given = descriptor, derivatives, problem, tuple(scalar_strides), place, made, per_split
-    steps = [_step("direct", *given)]
-    if place is not None:
-        steps = [
-            *pack.steps(descriptor, problem, made, place.points),
-            _step("pack", *given), _step("main", *given), *steps,
-        ]  # fmt: skip
-    parts = ceil_div(problem.n, per_split)
-    return Lowered(tuple(steps), place.size if place else 0, parts=parts, per_part=per_split)
-
-
-def _step(
-    kind: str,
-    descriptor: Pairwise,
-    derivatives: Derivatives,
-    problem: Problem,
-    strides: tuple[int, ...],
-    place: Place | None,
-    made: Variant,
-    per_split: int,
-) -> Step:
-    """One of the launches that have struct PointsLaunch: "pack", "main" or "direct"."""
-    splits, gated = ceil_div(problem.n, per_split), place is not None
-    row_blocks = ceil_div(problem.m, made.rows if kind == "main" else DIRECT_TILE)
-    grid = (row_blocks * splits * problem.batch, 1)
-    if kind == "pack":
-        parts = (made.width // EIGHT if made.points else 0) + 1
-        grid = (ceil_div(problem.n, GROUP) * parts, problem.batch)
-        spec = points_source.pack_spec(descriptor, made)
-    elif kind == "main":
-        spec = points_source.spec(descriptor, derivatives, made)
-    else:
-        spec = points_source.direct_spec(descriptor, derivatives, made, gated)
-    fixed = fixed_parameters(problem, place, per_split, row_blocks, strides)
-    return Step(spec, grid, fixed, _pointers(place), scalar_count(descriptor))
-
-
-def _pointers(place: Place | None) -> tuple[tuple[str, int], ...]:
-    """Those of struct PointsLaunch; where there is no workspace nobody reads its own."""
-    operands = tuple((name, 0) for name in OPERANDS)
-    if place is None:
-        return (("a", 0),) * points_source.IN_WORKSPACE + operands
-    points = place.points
-    offsets = (points.doubtful, points.packed_a, points.packed_b, points.a_info, points.b_info)
-    offsets += place.lines, points.centre
-    return (*((WORKSPACE, offset) for offset in offsets), *operands)
-
-
-def fixed_parameters(
-    problem: Problem,
-    place: Place | None,
-    per_split: int,
-    row_blocks: int,
-    scalar_strides: tuple[int, ...],
-) -> bytes:
-    """What follows the numbers in struct PointsLaunch of points/parameters.cuh."""
-    layouts = (problem.a, problem.b, problem.g, problem.v)
-    views = [x for layout in layouts for x in pack.view(layout)]
-    strides = [0] * 6
-    if place is not None:
-        points = place.points
-        strides = [points.a_stride, points.b_stride, points.a_points, points.b_points]
-        strides += [place.lines_stride, points.centre_pitch if points.centres > 1 else 0]
-    # Rows and lines are in the order of their difference here, whichever is whose.
-    factor = problem.factor if problem.slope == SLOPES["dot"] else abs(problem.factor)
-    splits = ceil_div(problem.n, per_split)
-    return struct.pack(
-        f"<{len(scalar_strides)}q{FIXED}", *scalar_strides, *views, problem.m, problem.n,
-        problem.batch, per_split, *strides, factor, problem.k, problem.columns, row_blocks, splits,
-    )  # fmt: skip

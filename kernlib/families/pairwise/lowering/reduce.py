@@ -3,7 +3,7 @@ kernel (kernels/reduce.py), neither of which stores the matrix.
 
 ``small``: up to SMALL_K features, rows in registers. ``tile``: any number, sums by the main loop of
 :mod:`kernlib.families.pairwise.kernels.direct`. Both for float32 and half types; of float64
-:mod:`kernlib.families.pairwise.lowering.double` takes products and sums, and all reductions of few
+:mod:`kernlib.families.pairwise.kernels.double` takes products and sums, and all reductions of few
 features by ``small``. What none takes is computed by blocks of the matrix
 (:mod:`kernlib.families.pairwise.reductions.blocks`).
 """

@@ -1,6 +1,6 @@
 """First gradients of products and sums with a kernel matrix by kernels that store no entry of it,
 of few features (:mod:`kernlib.families.pairwise.lowering.backward`) or of many
-(:mod:`kernlib.families.pairwise.lowering.points`): which calls they take, and their launches.
+(:mod:`kernlib.families.pairwise.kernels.points`): which calls they take, and their launches.
 Memory is O(M + N), and that of partial sums, 128 MB at most."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kernlib.families.pairwise.gradients.arguments import Kind
 from kernlib.families.pairwise.gradients.backward import DECIDING, Call, Route
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.primitive import constant_of
+from kernlib.families.pairwise.kernels import points as many_points
 from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.lowering import gradient as pair_gradient
 from kernlib.families.pairwise.lowering import points as many
@@ -244,7 +245,7 @@ def _lowered(
     arch, count = arch_of(device), model(device).multiprocessors
     strides = scalar_strides(descriptor, values, request.a)
     few = problem.k <= SMALL_K
-    lower = lowering.lower if few else many.lower
+    lower = lowering.lower if few else many_points.lower
     launches = []
     for first in range(0, columns, each):
         some = slice(first, min(first + each, columns))

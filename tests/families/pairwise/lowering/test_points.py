@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import pack, points_source
+from kernlib.families.pairwise.kernels import points as kernels
+from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import points as lowering
 from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.families.pairwise.reductions import arguments, fused
@@ -48,7 +49,7 @@ def made(descriptor=GAUSSIAN, role="both", wanted=None, numbers=None, **changes)
 def lowered(descriptor=GAUSSIAN, role="both", arch=HERE, processors=132, warpgroups=None, **given):
     derivatives, problem = made(descriptor, role, **given)
     strides = (0,) * scalar_count(descriptor)
-    return lowering.lower(descriptor, derivatives, problem, arch, processors, strides, warpgroups)
+    return kernels.lower(descriptor, derivatives, problem, arch, processors, strides, warpgroups)
 
 
 def steps_of(found, *kinds):
@@ -130,10 +131,10 @@ def test_what_is_not_wanted_is_not_packed():
     found = lowered(role="first", wanted=("bandwidth",))
     packing, main, _ = steps_of(found)
     assert "WANTS_POINTS = false" in main.spec.source
-    assert packing.grid[0] == -(-7000 // points_source.GROUP)
+    assert packing.grid[0] == -(-7000 // lowering.GROUP)
     derivatives, problem = made(role="first", wanted=("bandwidth",))
     variant = lowering.variant(problem, len(derivatives.others))
-    assert variant.lines_bytes == 4 * points_source.TILE_N
+    assert variant.lines_bytes == 4 * lowering.TILE_N
 
 
 def test_packing_is_the_same_of_all_epilogues():
@@ -153,11 +154,11 @@ def test_blocks_of_each_kernel_cover_the_rows():
     found = lowered(m=1001, n=70000, batch=3, processors=8)
     _, main, behind = steps_of(found)
     rows = 64 * constant(main, "WARPGROUPS")
-    for step, each in ((main, rows), (behind, points_source.DIRECT_TILE)):
+    for step, each in ((main, rows), (behind, lowering.DIRECT_TILE)):
         blocks = -(-1001 // each)
         assert step.grid == (blocks * found.parts * 3, 1)
         count = scalar_count(GAUSSIAN)
-        assert struct.unpack(f"<{count}q{points_source.FIXED}", step.fixed)[-2:] == (
+        assert struct.unpack(kernels.fields(count).format, step.fixed)[-2:] == (
             blocks, found.parts,
         )  # fmt: skip
     assert found.parts > 1
@@ -167,7 +168,7 @@ def test_a_dot_product_keeps_its_factor():
     found = lowered(DOT, "first", numbers={"s": TENSOR}, wanted=("a", "s"), factor=-1.0)
     count = scalar_count(DOT)
     for step in steps_of(found):
-        assert struct.unpack(f"<{count}q{points_source.FIXED}", step.fixed)[-5] == -1.0
+        assert struct.unpack(kernels.fields(count).format, step.fixed)[-5] == -1.0
         assert "DIFFERENCE = false" in step.spec.source
 
 
@@ -179,7 +180,7 @@ def test_lines_lie_behind_the_points(batch):
     derivatives, problem = made(m=1001, n=2002, k=20, batch=batch)
     variant = lowering.variant(problem, len(derivatives.others))
     place = lowering.workspace(problem, variant)
-    groups = -(-2002 // points_source.GROUP)
+    groups = -(-2002 // lowering.GROUP)
     each = groups * 4 * (64 * 2 * 24 * 2 + 24 * 4 + 64 * 2 * 4)
     assert place.points.size <= place.lines and place.lines % pack.ALIGNMENT == 0
     assert place.size - place.lines >= batch * each
@@ -190,7 +191,7 @@ def test_lines_lie_behind_the_points(batch):
 @pytest.mark.parametrize("arch", [HERE, "sm_80"])
 def test_parts_are_whole_groups_and_fit_the_workspace(m, n, arch):
     found = lowered(m=m, n=n, arch=arch)
-    assert found.per_part % (points_source.GROUP if arch == HERE else 64) == 0
+    assert found.per_part % (lowering.GROUP if arch == HERE else 64) == 0
     assert (found.parts - 1) * found.per_part < n <= found.parts * found.per_part
     assert found.parts == 1 or found.parts * m * (64 + 1 + 1) * 4 <= division.WORKSPACE_BYTES
 

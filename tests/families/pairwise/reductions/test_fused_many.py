@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.pairwise.kernels import points as kernels
 from kernlib.families.pairwise.lowering import points as lowering
-from kernlib.families.pairwise.lowering import points_source
 from kernlib.families.pairwise.reductions import arguments, fused
 from kernlib.runtime.plan import forget_plans
 from tests.families.pairwise.reductions.test_fused import (  # noqa: F401
@@ -35,8 +35,8 @@ class Steps(Launch):
     def __init__(self, lowered, operands, device):
         step = lowered.steps[-1]
         assert stem(step.spec) == "pairwise_points_direct"
-        assert [name for name, _ in step.pointers[points_source.IN_WORKSPACE :]] == list(operands)
-        values = struct.unpack(f"<{step.scalars}q{points_source.FIXED}", step.fixed)
+        assert [name for name, _ in step.pointers[lowering.IN_WORKSPACE :]] == list(operands)
+        values = struct.unpack(kernels.fields(step.scalars).format, step.fixed)
         self.strides, values = values[: step.scalars], values[step.scalars :]
         factor, self.features, columns, row_blocks, self.splits = values[22:]
         self.views, self.sizes = values[:12], (*values[12:16], factor)

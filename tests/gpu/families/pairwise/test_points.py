@@ -4,11 +4,13 @@ and on the lanes, term by term in float64."""
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.pairwise.kernels import points as kernels
 from kernlib.families.pairwise.lowering import points as lowering
 from tests.gpu.families.pairwise.cases import lowered_by, points
 from tests.gpu.families.pairwise.test_backward import BOUND, compare
@@ -58,7 +60,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     known = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with lowered_by(lowering, pays=lambda *given: True) as made:
+    always = mock.patch.object(lowering, "pays", lambda *given: True)
+    with always, lowered_by(kernels) as made:
         yield made
     torch.use_deterministic_algorithms(known)
 

@@ -1,0 +1,293 @@
+"""First gradients of products and sums with a kernel matrix, of more features than
+:mod:`kernlib.families.pairwise.lowering.backward` takes, of squared distances and dot products
+(kernel_sources/pairwise/points/points.cuh). Nothing of the matrix is stored.
+
+On sm_90a a launch of :mod:`kernlib.families.pairwise.lowering.backward` is five here: the centre
+and the packing of points (pack.py), that of lines, products by tensor cores, and behind their gate
+the kernel of the lanes. Elsewhere, and of a descriptor that is to be ``direct``, it is that kernel
+alone. Both leave the same partial results: those of hyperparameters one for each row.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import pack
+from kernlib.families.pairwise.lowering.backward import OPERANDS, Problem
+from kernlib.families.pairwise.lowering.backward_source import (
+    Derivatives,
+    SlopeSource,
+    slopes,
+)
+from kernlib.families.pairwise.lowering.finish import finish_reduced
+from kernlib.families.pairwise.lowering.points import (
+    BOUNDED,
+    DIRECT_RESIDENT,
+    DIRECT_THREADS,
+    DIRECT_TILE,
+    DOUBTFUL,
+    EIGHT,
+    GROUP,
+    IN_WORKSPACE,
+    PACK_THREADS,
+    POINTERS,
+    SLOPES,
+    TILE_N,
+    Place,
+    Variant,
+    by_products,
+    variant,
+    workspace,
+)
+from kernlib.families.pairwise.lowering.problem import (
+    TYPES,
+    PairKernel,
+    scalar_count,
+    terms,
+    types,
+    view,
+)
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import division
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.config import Constant, Fact
+from kernlib.lowering.fields import Fields
+from kernlib.lowering.names import named
+from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.lowering.wgmma import multiply
+
+
+class Gradient(PairKernel):
+    """What the launches with struct PointsLaunch share. ``derivatives`` stand beside a descriptor,
+    as the subject of their code."""
+
+    role = "step"
+    Variant = Variant
+
+    def text(self, descriptor: Pairwise, made: Variant, facts: dict[str, Fact], *texts: str) -> str:
+        """The source of a variant with facts of its own."""
+        scalars = scalar_count(descriptor)
+        every = {
+            **types(made.dtype),
+            **terms(descriptor, made),
+            "BY_NORM": False,
+            "DIFFERENCE": made.difference,
+            "ROLE": Constant(f"Role::{made.role}"),
+            "COLUMNS": made.sets,
+            "HYPER": made.hyper,
+            "WIDTH": made.width,
+            "V_COPIES": made.copies,
+            "COPIES": made.copies,
+            "DEPTH": made.depth,
+            "WEIGHTED": made.weighted,
+            "WANTS_POINTS": made.points,
+            "WANTS_VALUES": made.values,
+            "COUNTED": made.counted,
+            "PARAMETER_BYTES": Parameters(POINTERS, fields(scalars).format, scalars).size,
+            **facts,
+        }
+        fixed = fields(scalars).text()
+        includes = (*TYPES, "pairwise/reduce/math.cuh", "pairwise/role.cuh")
+        return self.source(every, fixed, *texts, includes=includes)
+
+    def words(self, made: Variant) -> list[str]:
+        """What sets a kernel apart from others of its descriptor."""
+        wanted = [name for name in ("points", "values") if getattr(made, name)]
+        words = [f"gradient of points {self.name}", made.role, *wanted]
+        words += [*[f"hyperparameters={made.hyper}"] * bool(made.hyper)]
+        words += [f"K={max(made.width, made.depth)} C={made.sets * made.weighted}"]
+        return words + ["counted"] * made.counted + ["epsilon"] * made.epsilon
+
+
+class Points(Gradient):
+    """Products by tensor cores."""
+
+    name = "main"
+    header = "pairwise/points/points.cuh"
+    entry = "pairwise_points_main"
+
+    def spec(self, subject: tuple[Pairwise, Derivatives], made: Variant, arch: str) -> KernelSpec:
+        """The specification of a variant."""
+        facts = {
+            "WARPGROUPS": made.warpgroups,
+            "STAGES": made.stages,
+            "DOUBTFUL": DOUBTFUL,
+            "DYNAMIC_BYTES": made.shared_bytes,
+        }
+        products = multiply("float16", made.width, True), multiply("float16", TILE_N, False)
+        functions = _functions(*subject, made).replace(BOUNDED, "s")
+        source = self.text(subject[0], made, facts, *products, functions)
+        words, threads = [*self.words(made), f"rows={made.rows}"], 128 * (made.warpgroups + 1)
+        return self.described(subject[0], source, threads, made.shared_bytes, words)
+
+
+class Direct(Gradient):
+    """Differences on the lanes, behind a gate or alone."""
+
+    name = "direct"
+    header = "pairwise/points/direct.cuh"
+    entry = "pairwise_points_direct"
+
+    class Variant(NamedTuple):
+        """Everything that code generation chooses."""
+
+        points: Variant
+        gated: bool
+
+    def spec(
+        self, subject: tuple[Pairwise, Derivatives], made: Direct.Variant, arch: str
+    ) -> KernelSpec:
+        """The specification of a variant."""
+        each = made.points
+        facts = {"GATED": made.gated, "DYNAMIC_BYTES": each.direct_bytes}
+        source = self.text(subject[0], each, facts, _functions(*subject, each))
+        words = [*self.words(each), *["gated"] * made.gated]
+        return self.described(subject[0], source, DIRECT_THREADS, each.direct_bytes, words)
+
+
+class Pack(Gradient):
+    """The packing of lines, which no epilogue changes."""
+
+    name = "points pack"
+    header = "pairwise/points/pack.cuh"
+    entry = "pairwise_points_pack"
+
+    def spec(self, descriptor: Pairwise, made: Variant, arch: str) -> KernelSpec:
+        """The specification of a variant."""
+        source = self.text(descriptor, made._replace(values=False, hyper=0), {})
+        words = [made.role, f"K={made.width} C={made.sets * made.weighted}"]
+        words += ["numbers"] * (not made.points) + ["dot"] * (not made.difference)
+        words += ["counted"] * made.counted
+        words.append(f"scalars={scalar_count(descriptor)}")
+        line = f"pairwise points pack {' '.join(words)}"
+        spec = KernelSpec("pairwise", source, self.entry, PACK_THREADS, description=line)
+        return named(spec, *words)
+
+
+MAIN, DIRECT, PACK = Points(), Direct(), Pack()
+
+
+def _functions(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str:
+    """Finish and Slopes."""
+    text = finish_reduced(descriptor, made, SlopeSource)
+    return f"{text}\n{slopes(descriptor, derivatives, made.root)}"
+
+
+def _step(
+    kernel: Gradient,
+    spec: KernelSpec,
+    problem: Problem,
+    strides: tuple[int, ...],
+    place: Place | None,
+    made: Variant,
+    per_split: int,
+) -> Step:
+    """One of the launches that have struct PointsLaunch."""
+    splits = ceil_div(problem.n, per_split)
+    row_blocks = ceil_div(problem.m, made.rows if kernel is MAIN else DIRECT_TILE)
+    grid = (row_blocks * splits * problem.batch, 1)
+    if kernel is PACK:
+        parts = (made.width // EIGHT if made.points else 0) + 1
+        grid = (ceil_div(problem.n, GROUP) * parts, problem.batch)
+    fixed = fixed_parameters(problem, place, per_split, row_blocks, strides)
+    return Step(spec, grid, fixed, _pointers(place), len(strides))
+
+
+def _pointers(place: Place | None) -> tuple[tuple[str, int], ...]:
+    """Those of struct PointsLaunch; where there is no workspace nobody reads its own."""
+    operands = tuple((name, 0) for name in OPERANDS)
+    if place is None:
+        return (("a", 0),) * IN_WORKSPACE + operands
+    points = place.points
+    offsets = (points.doubtful, points.packed_a, points.packed_b, points.a_info, points.b_info)
+    offsets += place.lines, points.centre
+    return (*((WORKSPACE, offset) for offset in offsets), *operands)
+
+
+@cache
+def fields(scalars: int) -> Fields:
+    """What a plan fixes."""
+    return Fields((
+        f"i64 scalar_strides[{scalars}]",
+        "View a_view", "View b_view",  # of rows, of lines
+        "View g_view", "View v_view",  # of the caller's g and v
+        "i64 m", "i64 n", "i64 batch",
+        "i64 per_split",  # n of a block, less for the last one
+        # Strides of batch entries: bytes, points, bytes, numbers.
+        "i64 a_packed_stride", "i64 b_packed_stride", "i64 a_info_stride", "i64 b_info_stride",
+        "i64 lines_stride", "i64 centre_stride",
+        "double factor",  # of the inner stage's slope
+        "int k", "int columns",  # columns: of g and v that exist
+        "int row_blocks", "int splits",
+    ))  # fmt: skip
+
+
+def fixed_parameters(
+    problem: Problem,
+    place: Place | None,
+    per_split: int,
+    row_blocks: int,
+    scalar_strides: tuple[int, ...],
+) -> bytes:
+    """Its bytes."""
+    names = ("a_packed", "b_packed", "a_info", "b_info", "lines", "centre")
+    strides = [0] * len(names)
+    if place is not None:
+        points = place.points
+        strides = [points.a_stride, points.b_stride, points.a_points, points.b_points]
+        strides += [place.lines_stride, points.centre_pitch if points.centres > 1 else 0]
+    # Rows and lines are in the order of their difference here, whichever is whose.
+    factor = problem.factor if problem.slope == SLOPES["dot"] else abs(problem.factor)
+    return fields(len(scalar_strides)).pack(
+        scalar_strides=scalar_strides,
+        a_view=view(problem.a),
+        b_view=view(problem.b),
+        g_view=view(problem.g),
+        v_view=view(problem.v),
+        m=problem.m,
+        n=problem.n,
+        batch=problem.batch,
+        per_split=per_split,
+        **{f"{name}_stride": stride for name, stride in zip(names, strides, strict=True)},
+        factor=factor,
+        k=problem.k,
+        columns=problem.columns,
+        row_blocks=row_blocks,
+        splits=ceil_div(problem.n, per_split),
+    )
+
+
+def lower(
+    descriptor: Pairwise,
+    derivatives: Derivatives,
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    scalar_strides: tuple[int, ...],
+    warpgroups: int | None = None,
+) -> Lowered:
+    """The launches for a problem that the kernels take. Each row gets ``parts`` partial sums."""
+    hyper = len(derivatives.others)
+    made = variant(problem, hyper, warpgroups)
+    products = by_products(descriptor, problem, arch)
+    rows, unit = (made.rows, GROUP) if products else (DIRECT_TILE, DIRECT_TILE)
+    slots = multiprocessors * (1 if products else DIRECT_RESIDENT)
+    sums = made.points * problem.k + made.values * problem.columns + hyper
+    shape = division.Sums(problem.n, problem.m * max(1, sums), problem.batch)
+    per_split = division.split(shape, ceil_div(problem.m, rows), unit, slots)
+    place = workspace(problem, made) if products else None
+    subject, behind = (descriptor, derivatives), Direct.Variant(made, place is not None)
+    given = problem, tuple(scalar_strides), place, made, per_split
+    steps = [_step(DIRECT, DIRECT.spec(subject, behind, arch), *given)]
+    if place is not None:
+        steps = [
+            *pack.steps(descriptor, problem, made, place.points),
+            _step(PACK, PACK.spec(descriptor, made, arch), *given),
+            _step(MAIN, MAIN.spec(subject, made, arch), *given),
+            *steps,
+        ]
+    parts = ceil_div(problem.n, per_split)
+    return Lowered(tuple(steps), place.size if place else 0, parts=parts, per_part=per_split)
