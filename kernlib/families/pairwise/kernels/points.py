@@ -1,8 +1,8 @@
 """First gradients of products and sums with a kernel matrix, of more features than
-:mod:`kernlib.families.pairwise.lowering.backward` takes, of squared distances and dot products
+:mod:`kernlib.families.pairwise.kernels.backward` takes, of squared distances and dot products
 (kernel_sources/pairwise/points/points.cuh). Nothing of the matrix is stored.
 
-On sm_90a a launch of :mod:`kernlib.families.pairwise.lowering.backward` is five here: the centre
+On sm_90a a launch of :mod:`kernlib.families.pairwise.kernels.backward` is five here: the centre
 and the packing of points (pack.py), that of lines, products by tensor cores, and behind their gate
 the kernel of the lanes. Elsewhere, and of a descriptor that is to be ``direct``, it is that kernel
 alone. Both leave the same partial results: those of hyperparameters one for each row.
