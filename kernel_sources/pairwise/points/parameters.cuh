@@ -8,8 +8,10 @@
 
 #include "pairwise/product/parameters.cuh"
 #include "pairwise/role.cuh"
+#include "pairwise/scalars.cuh"
 #include "pairwise/split/parameters.cuh"
 
+using InputT = Config::InputT;  // storage
 constexpr Role ROLE = Config::ROLE;
 constexpr int COLUMNS = Config::COLUMNS;      // of g and v, 1 to 4
 constexpr bool WEIGHTED = Config::WEIGHTED;   // there is a v; sums have ones in its place
@@ -47,7 +49,7 @@ struct PointsOperands {
     float* totals;                       // (splits, M, batch, HYPER)
 };
 
-struct PointsLaunch : PointsOperands, ScalarValues<SCALARS>, PointsFixed {};
+struct PointsLaunch : PointsOperands, ScalarValues<SCALARS>, Fixed {};
 static_assert(sizeof(PointsLaunch) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // What a block computes: rows from m0 on, and n from first on. Lowering sees to it that they are

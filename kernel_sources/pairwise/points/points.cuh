@@ -34,14 +34,8 @@
 #pragma once
 
 #include "pairwise/points/sums.cuh"
-#include "pairwise/split/ring.cuh"
-
-constexpr int WARPGROUPS = Config::WARPGROUPS;  // rows of a block by 64
-constexpr int STAGES = Config::STAGES;          // in shared memory
-constexpr int TILE_M = 64 * WARPGROUPS;
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-
 #include "pairwise/product/tile_of_words.cuh"
+#include "pairwise/split/ring.cuh"
 
 constexpr int STAGE_BYTES = POINT_BYTES + LINES_BYTES;
 static_assert(Config::DYNAMIC_BYTES == A_BYTES + STAGES * STAGE_BYTES, "as the host counts it");
@@ -53,11 +47,6 @@ __device__ __forceinline__ bool is_needed(Gate& gate) {
     gate.closed = CLOSED;
     return false;
 }
-
-struct Shared {
-    Byte *resident, *stages;
-    u64 *full, *empty, *resident_full;
-};
 
 __device__ __forceinline__ void produce(const PointsLaunch& p, const Shared& s,
                                         const Share& share) {
@@ -341,26 +330,21 @@ __device__ __forceinline__ void consume(const PointsLaunch& p, const Shared& s,
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 pairwise_points_main(const __grid_constant__ PointsLaunch launch) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    __shared__ u64 barriers[2 * STAGES + 1];
+    __shared__ u64 barriers[BARRIERS];
     __shared__ bool closed;              // another block may close the gate at any moment
     Shared s = {dynamic, dynamic + A_BYTES, barriers, barriers + STAGES, barriers + 2 * STAGES};
     if (threadIdx.x == 0) {
         closed = !is_needed(*launch.gate);
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], 4 * WARPGROUPS);
-        }
-        barrier_init(s.resident_full, 1);
-        fence_barrier_init();
+        begin_barriers(s);
     }
     __syncthreads();
     if (closed) return;
     Share share(launch, TILE_M);
     if (threadIdx.x < 128) {
-        release_registers<(WARPGROUPS == 2 ? 40 : WARPGROUPS == 3 ? 32 : 24)>();
+        release_registers<OF_PRODUCERS>();
         if (threadIdx.x == 0) produce(launch, s, share);
     } else {
-        take_registers<(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112)>();
+        take_registers<OF_CONSUMERS>();
         consume(launch, s, share);
     }
 }

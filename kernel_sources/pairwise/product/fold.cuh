@@ -6,43 +6,30 @@
 // Exact to 2^-23 of c (|a|^2 + |b|^2), which is the relative error of values: where a norm is above
 // MOST, what sums without norms in the product does the work (`far`).
 //
-// The generated source defines:
-//   InputT, Finish, EXPONENT   storage; of which member c is
-//   DEPTH                      entries as padded, a multiple of 16
-//   PARAMETER_BYTES            what lowering makes of FoldLaunch
+// Facts, structs Side (an operand, and where it goes) and Fixed, and Finish: class ProductFold of
+// kernlib/families/pairwise/kernels/product.py; exponent_factor(), which returns c of Finish.
 #pragma once
 
 #include "common/hopper.cuh"
 #include "pairwise/scalars.cuh"
 
+using InputT = Config::InputT;           // storage
+constexpr int DEPTH = Config::DEPTH;     // entries as padded, a multiple of 16
 constexpr int POINTS = 16, PARTS = 8;    // of a block: points, and threads that share each
 constexpr int THREADS = POINTS * PARTS, NORMS = 6, CHUNKS = DEPTH / 8;
 constexpr float MOST = 8.0f;
 
-// An operand, and where it goes.
-struct Side {
-    View view;
-    i64 points, packed_stride;          // of batch entries, in bytes
-    int tile, blocks;                   // points of a tile; blocks of a batch entry
-};
-
-// Laid out by kernlib/families/pairwise/lowering/product.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* a;
     const InputT* b;
     const float* centre;
     u32* far;
     unsigned char* packed_a;
     unsigned char* packed_b;
-    Scalar scalars[SCALARS];
-    // fixed by the plan
-    i64 scalar_strides[SCALARS];
-    Side a_side, b_side;
-    i64 centre_stride;
-    int k, padding;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct Parameters : Operands, ScalarValues<Config::SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // The words of x: its `index`-th is what the ones before leave, rounded to fp16.
 __device__ __forceinline__ float word_of(float x, int index) {
@@ -87,7 +74,7 @@ pairwise_product_fold(const __grid_constant__ Parameters p) {
     const float* centre = p.centre + l * p.centre_stride;
     int k = point < side.points ? p.k : 0;  // what lies outside the operand is zero
     Finish finish(ScalarReader<Parameters>{p, l});
-    float c = finish.EXPONENT, root = sqrtf(2.0f * fabsf(c));
+    float c = exponent_factor(finish), root = sqrtf(2.0f * fabsf(c));
     float factor = left && c > 0.0f ? -root : root;
     float norm = c * norm_of_point(from, step, centre, k);
     if (!(fabsf(norm) <= MOST)) *p.far = 1;

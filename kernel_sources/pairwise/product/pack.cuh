@@ -3,27 +3,25 @@
 // A block has a GROUP of n and 8 columns of v, or, behind those of all columns, features of b.
 // Reads v once and writes 4 bytes for each number: 12 N C bytes over 3.4 TB/s on an H200.
 //
-// The generated source defines, beside what reduce/parameters.cuh needs:
-//   WIDTH, V_COPIES    columns of v as padded; 2 for high and low words, else 1
-//   FEATURES           of points that sums on lanes read; 0 for sums of words
+// Facts and struct Fixed: class ProductPack of kernlib/families/pairwise/kernels/product.py.
 #pragma once
 
 #include "pairwise/product/columns.cuh"
+#include "pairwise/view.cuh"
 
-// Laid out by kernlib/families/pairwise/lowering/product.py.
-struct PackLaunch {
-    // written at each launch
+using InputT = Config::InputT;              // storage
+constexpr int FEATURES = Config::FEATURES;  // of points that sums on lanes read; 0 for others
+
+struct Operands {
     const InputT* b;
     const InputT* v;
     Gate* gate;
     unsigned char* packed_v;
     float* lines;
-    // fixed by the plan
-    View b_view, v_view;
-    i64 n, v_stride, lines_stride;      // of batch entries: bytes, numbers
-    int groups, columns;                // GROUPs of n; columns that exist
 };
-static_assert(sizeof(PackLaunch) == PARAMETER_BYTES, "as lowering lays it out");
+
+struct PackLaunch : Operands, Fixed {};
+static_assert(sizeof(PackLaunch) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 __device__ __forceinline__ void pack_values(const PackLaunch& p, i64 l, int group, int first) {
     i64 n = i64(group) * GROUP + threadIdx.x;

@@ -6,8 +6,9 @@
 #pragma once
 
 #include "common/hopper.cuh"
-#include "pairwise/reduce/parameters.cuh"
 
+constexpr int WIDTH = Config::WIDTH;        // columns of v as padded
+constexpr int V_COPIES = Config::V_COPIES;  // 2 for high and low words of v, else 1
 constexpr int TILE_N = 64;              // n of a stage
 constexpr int GROUP_TILES = 4;          // stages whose products are summed in one go
 constexpr int GROUP = GROUP_TILES * TILE_N;

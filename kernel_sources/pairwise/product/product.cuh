@@ -14,93 +14,41 @@
 //
 // One producer thread, WARPGROUPS warpgroups of 64 rows each; a stage has TILE_N n.
 //
-// The generated source defines, beside what reduce/parameters.cuh needs:
-//   REGULARIZED, Finish      as for reduce/reduce.cuh
-//   WARPGROUPS, STAGES       rows of a block by 64; stages in shared memory
-//   WIDTH, V_COPIES          columns of v as padded; 2 for high and low words of v, else 1
-//   COPIES                   2 for high and low words of values (and points), else 1
-//   FEATURES                 features of sums on the lanes, which need OPERATION and INNER
-//                            (direct/direct.cuh); 0 for others
-//   FOLDED, DEPTH            whether sums are exponents, and entries as padded; else features of
-//                            sums of words as padded, which need DIFFERENCE (split/split.cuh)
-//   BEHIND_FOLDED            whether folded exponents are computed where no point is too far
-//   DOUBTFUL                 the count of doubtful pairs in the sample that leaves nothing to do
-//   DYNAMIC_BYTES, PARAMETER_BYTES   shared memory and ProductLaunch as lowering counts them
-//   multiply(...)            one wgmma of 64 x WIDTH x 16 with the left operand in registers, and
-//                            one of 64 x TILE_N x 16 from shared memory
+// The main loop of all three: Sums is OnLanes of product/sums_on_lanes.cuh, Folded of
+// product/sums_folded.cuh or OfWords of product/sums_of_words.cuh.
 #pragma once
 
-#include "pairwise/product/parameters.cuh"
+#include "pairwise/product/launch.cuh"
+#include "pairwise/product/values.cuh"
 #include "pairwise/reduce/math.cuh"
-#include "pairwise/split/parameters.cuh"
 #include "pairwise/split/ring.cuh"
-
-constexpr int TILE_M = 64 * WARPGROUPS;
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-
-// Laid out by kernlib/families/pairwise/lowering/product.py.
-struct ProductLaunch {
-    // written at each launch, as the beginning of Parameters
-    Gate* gate;
-    const unsigned char* packed_a;
-    const unsigned char* packed_b;       // or lines
-    const PointInfo* a_info;
-    const PointInfo* b_info;
-    const unsigned char* packed_v;
-    Parameters parameters;
-    // fixed by the plan; strides of batch entries
-    i64 a_packed_stride, b_packed_stride, a_info_stride, b_info_stride, v_packed_stride;
-    int splits, padding;
-};
-static_assert(sizeof(ProductLaunch) == PARAMETER_BYTES, "as lowering lays it out");
-
-// n from n0 on, of which `columns` exist.
-struct Tile {
-    i64 n0;
-    int columns;
-};
-
-constexpr bool IS_FOLDED = FOLDED;
-#if FEATURES
-#include "pairwise/product/sums_on_lanes.cuh"
-#elif FOLDED
-#include "pairwise/product/sums_folded.cuh"
-#else
-#include "pairwise/product/sums_of_words.cuh"
-#endif
-
-constexpr int STAGE_BYTES = POINT_BYTES + V_BYTES;
-static_assert(DYNAMIC_BYTES == A_BYTES + STAGES * STAGE_BYTES, "as lowering counts it");
 
 // Whether this kernel does the work. Of folded exponents unless a point is too far; behind those of
 // what is left, where not too many pairs are doubtful.
+template <class Sums>
 __device__ __forceinline__ bool is_needed(Gate& gate) {
     if (gate.closed) return false;
-    if (IS_FOLDED) return !gate.far;
-    if (BEHIND_FOLDED && !gate.far) return false;
-    if (gate.doubtful <= DOUBTFUL) return true;
+    if (Sums::IS_FOLDED) return !gate.far;
+    if (Config::BEHIND_FOLDED && !gate.far) return false;
+    if (gate.doubtful <= Config::DOUBTFUL) return true;
     gate.closed = CLOSED;
     return false;
 }
 
-struct Shared {
-    unsigned char *resident, *stages;
-    u64 *full, *empty, *resident_full;
-};
-
+template <class Sums>
 __device__ __forceinline__ void produce(const ProductLaunch& p, const Shared& s, const Part& part,
                                         i64 l) {
+    constexpr int A_BYTES = Sums::A_BYTES, WORD_BYTES = Sums::WORD_BYTES;
+    constexpr int POINT_BYTES = Sums::POINT_BYTES, STAGE_BYTES = POINT_BYTES + V_BYTES;
     Ring<STAGES> stage(1);
     i64 tile = part.first / TILE_N;
-#if FEATURES
-    const unsigned char* b = p.packed_b + l * p.b_packed_stride + tile * POINT_BYTES;
-#else
     const unsigned char* b = p.packed_b + l * p.b_packed_stride + tile * WORD_BYTES;
     const PointInfo* points = p.b_info + l * p.b_info_stride + part.first;
-    barrier_expect(s.resident_full, A_BYTES);
-    load_bytes(s.resident, p.packed_a + l * p.a_packed_stride + part.m0 / TILE_M * A_BYTES,
-               s.resident_full, A_BYTES);
-#endif
+    if (A_BYTES > 0) {
+        barrier_expect(s.resident_full, A_BYTES);
+        load_bytes(s.resident, p.packed_a + l * p.a_packed_stride + part.m0 / TILE_M * A_BYTES,
+                   s.resident_full, A_BYTES);
+    }
     const unsigned char* v = p.packed_v + l * p.v_packed_stride + tile * V_BYTES;
 #pragma unroll 1
     for (i64 n0 = part.first; n0 < part.last; n0 += TILE_N, v += V_BYTES) {
@@ -108,15 +56,10 @@ __device__ __forceinline__ void produce(const ProductLaunch& p, const Shared& s,
         u64* barrier = &s.full[stage.place];
         barrier_wait(&s.empty[stage.place], stage.parity);
         barrier_expect(barrier, STAGE_BYTES);
-#if FEATURES
-        load_bytes(to, b, barrier, POINT_BYTES);
-        b += POINT_BYTES;
-#else
         load_bytes(to, b, barrier, WORD_BYTES);
-        if (INFO_BYTES > 0) load_bytes(to + WORD_BYTES, points, barrier, INFO_BYTES);
+        if (Sums::INFO_BYTES > 0) load_bytes(to + WORD_BYTES, points, barrier, Sums::INFO_BYTES);
         b += WORD_BYTES;
         points += TILE_N;
-#endif
         load_bytes(to + POINT_BYTES, v, barrier, V_BYTES);
         stage.advance();
     }
@@ -145,6 +88,7 @@ __device__ __forceinline__ void multiply_words(float (&run)[SUMS], const Words& 
 }
 
 // What a consumer's functions share.
+template <class Rows>
 struct Consumer {
     const Rows& rows;
     const Finish& finish;
@@ -154,17 +98,13 @@ struct Consumer {
 
 // Takes a tile of sums, whose v lies at `address`. With CAREFUL values are zeros where there is no
 // such pair, for a sum of anything else would spoil them.
-template <bool CAREFUL>
+template <class Sums, bool CAREFUL>
 __device__ __forceinline__ void take_tile(Totals& totals, Scales& scales, float (&values)[VALUES],
-                                          const Consumer& c, const Tile& tile, u32 address,
-                                          int accumulate) {
+                                          const Consumer<typename Sums::Rows>& c, const Tile& tile,
+                                          u32 address, int accumulate) {
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-#if FOLDED
-        float value = exp2_approximate(values[i]);
-#else
-        float value = c.finish(values[i]);
-#endif
+        float value = Sums::IS_FOLDED ? exp2_approximate(values[i]) : c.finish(values[i]);
         bool exists = !CAREFUL || (column_of(i) < tile.columns && c.rows.m[row_of(i)] < c.m);
         values[i] = exists ? value : 0.0f;
     }
@@ -181,9 +121,9 @@ __device__ __forceinline__ void take_tile(Totals& totals, Scales& scales, float 
 }
 
 // A scaled sum that is out of float's range closes the gate: the sum itself may well be in it.
+template <class Rows>
 __device__ __forceinline__ void store(const Totals& totals, const Scales& scales, const Rows& rows,
-                                      const ProductLaunch& launch, const Part& part, i64 l) {
-    const Parameters& p = launch.parameters;
+                                      const ProductLaunch& p, const Part& part, i64 l) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         i64 m = rows.m[row], n = m + p.diagonal;
@@ -191,7 +131,7 @@ __device__ __forceinline__ void store(const Totals& totals, const Scales& scales
         float back = 1.0f / scales.factor[row];
         float diagonal = 0.0f;
         const InputT* v = p.v + l * p.v_view.batch_stride + n * p.v_view.row_stride;
-        bool crosses = REGULARIZED && n >= part.first && n < part.last;
+        bool crosses = Config::REGULARIZED && n >= part.first && n < part.last;
         if (crosses) diagonal = ReadScalar{p, l}(REGULARIZATION);
         float* out = p.out + ((part.split * p.batch + l) * p.m + m) * p.out_columns;
 #pragma unroll
@@ -199,7 +139,7 @@ __device__ __forceinline__ void store(const Totals& totals, const Scales& scales
             int column = column_of(i);
             if (row_of(i) != row || column >= p.columns) continue;
             float total = totals.total[i], value = total * back;
-            if (!(fabsf(total) < infinity(total))) launch.gate->closed = CLOSED;
+            if (!(fabsf(total) < infinity(total))) p.gate->closed = CLOSED;
             if (crosses)
                 value = fmaf(diagonal, convert<float>(v[column * p.v_view.column_stride]), value);
             out[column] = value;
@@ -207,18 +147,19 @@ __device__ __forceinline__ void store(const Totals& totals, const Scales& scales
     }
 }
 
-__device__ __forceinline__ void consume(const ProductLaunch& launch, const Shared& s,
-                                        const Part& part, i64 l) {
-    const Parameters& p = launch.parameters;
+template <class Sums>
+__device__ __forceinline__ void consume(const ProductLaunch& p, const Shared& s, const Part& part,
+                                        i64 l) {
+    constexpr int POINT_BYTES = Sums::POINT_BYTES, STAGE_BYTES = POINT_BYTES + V_BYTES;
     Ring<STAGES> stage(0);
-    Rows rows(launch, l, part.m0 + (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4);
+    typename Sums::Rows rows(p, l, part.m0 + (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4);
     Scales scales;
     Totals totals;
     ReadScalar read{p, l};
     Finish finish(read);
     bool rows_end = part.m0 + TILE_M > p.m;
-    if (A_BYTES > 0) barrier_wait(s.resident_full, 0);
-    Consumer consumer = {rows, finish, p.m, &launch.gate->closed};
+    if (Sums::A_BYTES > 0) barrier_wait(s.resident_full, 0);
+    Consumer<typename Sums::Rows> consumer = {rows, finish, p.m, &p.gate->closed};
     int group = 0;
 #pragma unroll 1
     for (i64 n0 = part.first; n0 < part.last; n0 += TILE_N) {
@@ -226,12 +167,12 @@ __device__ __forceinline__ void consume(const ProductLaunch& launch, const Share
         Tile tile = {n0, int(min(part.last - n0, i64(TILE_N)))};
         barrier_wait(&s.full[stage.place], stage.parity);
         float values[VALUES];
-        sum_tile(values, rows, s.resident, from, p, tile);
+        Sums::sum_tile(values, rows, s.resident, from, p, tile);
         u32 v = shared_address(from + POINT_BYTES);
         if (rows_end || tile.columns < TILE_N) {
-            take_tile<true>(totals, scales, values, consumer, tile, v, group > 0);
+            take_tile<Sums, true>(totals, scales, values, consumer, tile, v, group > 0);
         } else {
-            take_tile<false>(totals, scales, values, consumer, tile, v, group > 0);
+            take_tile<Sums, false>(totals, scales, values, consumer, tile, v, group > 0);
         }
         if (++group == GROUP_TILES || n0 + TILE_N >= part.last) {
             auto at = from + POINT_BYTES + STEPS * V_STEP;
@@ -241,34 +182,33 @@ __device__ __forceinline__ void consume(const ProductLaunch& launch, const Share
         barrier_arrive_by_warp(&s.empty[stage.place]);
         stage.advance();
     }
-    store(totals, scales, rows, launch, part, l);
+    store(totals, scales, rows, p, part, l);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-pairwise_product_main(const __grid_constant__ ProductLaunch launch) {
+template <class Sums>
+__device__ __forceinline__ void multiply_values(const ProductLaunch& launch) {
+    constexpr int STAGE_BYTES = Sums::POINT_BYTES + V_BYTES;
+    static_assert(Config::DYNAMIC_BYTES == Sums::A_BYTES + STAGES * STAGE_BYTES,
+                  "as the host counts it");
     extern __shared__ __align__(128) unsigned char dynamic[];
-    __shared__ u64 barriers[2 * STAGES + 1];
+    __shared__ u64 barriers[BARRIERS];
     __shared__ bool closed;              // another block may close the gate at any moment
-    Shared s = {dynamic, dynamic + A_BYTES, barriers, barriers + STAGES, barriers + 2 * STAGES};
+    Shared s = {dynamic, dynamic + Sums::A_BYTES, barriers, barriers + STAGES,
+                barriers + 2 * STAGES};
     if (threadIdx.x == 0) {
-        closed = !is_needed(*launch.gate);
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], 4 * WARPGROUPS);
-        }
-        barrier_init(s.resident_full, 1);
-        fence_barrier_init();
+        closed = !is_needed<Sums>(*launch.gate);
+        begin_barriers(s);
     }
     __syncthreads();
     if (closed) return;
-    u32 rows = launch.parameters.row_blocks, inside = blockIdx.x % (rows * launch.splits);
+    u32 rows = launch.row_blocks, inside = blockIdx.x % (rows * launch.splits);
     i64 l = blockIdx.x / (rows * launch.splits);
-    Part part(launch.parameters, i64(inside % rows) * TILE_M, int(inside / rows));
+    Part part(launch, i64(inside % rows) * TILE_M, int(inside / rows));
     if (threadIdx.x < 128) {
-        release_registers<(WARPGROUPS == 2 ? 40 : WARPGROUPS == 3 ? 32 : 24)>();
-        if (threadIdx.x == 0) produce(launch, s, part, l);
+        release_registers<OF_PRODUCERS>();
+        if (threadIdx.x == 0) produce<Sums>(launch, s, part, l);
     } else {
-        take_registers<(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 160 : 112)>();
-        consume(launch, s, part, l);
+        take_registers<OF_CONSUMERS>();
+        consume<Sums>(launch, s, part, l);
     }
 }

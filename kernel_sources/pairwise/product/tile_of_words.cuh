@@ -5,6 +5,7 @@
 #include "pairwise/product/values.cuh"
 #include "pairwise/split/direct.cuh"
 
+constexpr int DEPTH = Config::DEPTH;    // features of a sum as padded
 constexpr int A_COPY = TILE_M * DEPTH * 2, B_COPY = TILE_N * DEPTH * 2;
 constexpr int A_BYTES = COPIES * A_COPY, WORD_BYTES = COPIES * B_COPY;
 constexpr int INFO_BYTES = TILE_N * sizeof(PointInfo);

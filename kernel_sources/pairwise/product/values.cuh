@@ -4,7 +4,8 @@
 // lane / 4 + 8 (h % 2) of its warp's sixteen.
 #pragma once
 
-#include "common/hopper.cuh"
+#include "common/math.cuh"
+#include "pairwise/product/block.cuh"
 
 constexpr int VALUES = TILE_N / 2;      // of a thread
 constexpr int STEPS = TILE_N / STEP;    // of a tile

@@ -17,32 +17,28 @@
 //   l1, K = 10, both, points alone      55 slots   (difference, sum, sign, comparison, sum each)
 //                                                  19 ms, 4.8
 //
-// The generated source defines, besides K, ROWS, PARTNERS, STAGE, SCALARS, OPERATION, INNER and
-// Finish as for reduce/small.cuh:
-//   ROLE           see above
-//   SLOPE          a struct of gradient/slopes.cuh: of the inner stage
-//   COLUMNS        of g and v, 1 to 4
-//   WEIGHTED       whether there is a v; sums have ones in its place
-//   POINTS, VALUES whether gradients of the rows' points and of v are wanted
-//   HYPER          hyperparameters whose gradients are
-//   CURVED         whether a sum that is NaN makes its slope NaN too
-//   DOT            whether OPERATION is a product
-//   Slopes         of Finish, by its sum and by hyperparameters: see
-//                  kernlib/families/pairwise/lowering/backward_source.py
+// Facts, struct Fixed, Finish, and Slopes, by the sum of Finish and by hyperparameters: class
+// Backward of kernlib/families/pairwise/kernels/backward.py.
 #pragma once
 
 #include "pairwise/gradient/slopes.cuh"
+#include "pairwise/reduce/fill.cuh"
 #include "pairwise/reduce/math.cuh"
+#include "pairwise/reduce/rows.cuh"
+#include "pairwise/role.cuh"
 #include "pairwise/scalars.cuh"
-#include "pairwise/terms.cuh"
 #include "pairwise/totals.cuh"
 
-using Inner = INNER;
-using Term = OPERATION<Inner>;
-using Slope = SLOPE;
-
-#include "pairwise/reduce/fill.cuh"
-#include "pairwise/reduce/rows.cuh"
+using Slope = Config::Slope;                // a struct of gradient/slopes.cuh: of the inner stage
+constexpr Role ROLE = Config::ROLE;         // see above
+constexpr int COLUMNS = Config::COLUMNS;    // of g and v, 1 to 4
+constexpr bool WEIGHTED = Config::WEIGHTED;  // whether there is a v; sums have ones in its place
+constexpr bool POINTS = Config::POINTS;     // whether gradients of the rows' points are wanted,
+constexpr bool VALUES = Config::VALUES;     // and of v
+constexpr int HYPER = Config::HYPER;        // hyperparameters whose gradients are
+constexpr bool CURVED = Config::CURVED;     // whether a sum that is NaN makes its slope NaN too
+constexpr bool DOT = Config::DOT;           // whether Term is a product
+constexpr int SCALARS = Config::SCALARS;
 
 constexpr bool BOTH = ROLE == Role::both;
 constexpr bool FIRST = ROLE == Role::first;
@@ -66,9 +62,7 @@ constexpr int OUTPUTS = POINT_SUMS + (VALUES ? COLUMNS : 0);  // sums of a row
 constexpr int COUNT = (ROWS * OUTPUTS + HYPER + 3) / 4 * 4;
 constexpr int TOTALS = HYPER > 0 ? HYPER : 1;
 
-// Laid out by kernlib/families/pairwise/lowering/backward.py.
-struct Parameters {
-    // written at each launch
+struct Operands {
     const InputT* a;
     const InputT* b;
     const InputT* g;
@@ -76,16 +70,10 @@ struct Parameters {
     AccT* points;   // (splits, batch, M, K)
     AccT* values;   // (splits, batch, M, columns)
     AccT* totals;   // (blocks, batch, HYPER)
-    Scalar scalars[SCALARS];
-    // fixed by the plan
-    i64 scalar_strides[SCALARS];
-    View a_view, b_view, g_view, v_view;  // of rows, of lines, and of the caller's g and v
-    i64 m, n, batch;
-    i64 per_split;                        // n of a block, less for the last one
-    double factor;                        // of the inner stage's slope
-    int row_blocks, columns;              // columns: of g and v that exist
-    int times_p, times_scale;             // whether p and inner_scale belong to the factor
 };
+
+struct Parameters : Operands, ScalarValues<SCALARS>, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Hyperparameters of batch entry l, each read once: what Finish and Slopes make of the same numbers
 // is then computed once.

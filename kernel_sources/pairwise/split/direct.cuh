@@ -29,15 +29,9 @@ __device__ __forceinline__ float sum_directly(const Parameters& p, i64 l, i64 m,
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if constexpr (ROOTED) {
-        if (Range(2.0f, p.k).excludes(float(sum))) {
-            // By float's root, in units of 2^100 or 2^-100.
-            bool small = sum < 1.0;
-            float unit = small ? 7.88860905e-31f : 1.26765060e30f;
-            double back = small ? 1.6069380442589903e60 : 6.2230152778611417e-61;
-            float root = sqrtf(float(sum * back));
-            return 0.0f - root * unit;
-        }
-    }
-    return float(sum);
+    if (!ROOTED || !Range(2.0f, p.k).excludes(float(sum))) return float(sum);
+    // By float's root, in units of 2^100 or 2^-100.
+    bool small = sum < 1.0;
+    float root = sqrtf(float(sum * (small ? 1.6069380442589903e60 : 6.2230152778611417e-61)));
+    return 0.0f - root * (small ? 7.88860905e-31f : 1.26765060e30f);
 }

@@ -3,14 +3,34 @@
 // of its warp's sixteen. Only a column's PointInfo and line of v pass through shared memory.
 #pragma once
 
-#include "pairwise/split/direct.cuh"
+#include "pairwise/topk/nearest.cuh"  // ahead of what asks for a reducer's members
 
-// What a thread keeps of its two rows.
-struct Rows {
+#include "pairwise/reduce/reduce.cuh"
+#include "pairwise/split/direct.cuh"
+#include "pairwise/split/tile.cuh"
+
+constexpr bool ROLLED = Config::ROLLED;  // a tile is reduced in a loop: the code of Finish is long
+constexpr bool LISTED = KEPT > 0;        // the reducer is a list of topk/nearest.cuh
+
+// What a thread keeps of its two rows. Functions are templates, as lists have more members than
+// other reducers.
+template <class R>
+struct RowsOf {
     i64 l, m[2];
     PointInfo info[2];
-    Reducer reducers[2];
+    R reducers[2];
 };
+using Rows = RowsOf<Reducer>;
+
+// The lists of a thread's rows, of which each has `count` entries, among those of all threads.
+template <class R>
+__device__ __forceinline__ void begin_lists(RowsOf<R>& rows, u64* lists, int count) {
+    if constexpr (LISTED) {
+        lists += threadIdx.x - 128;
+        rows.reducers[0].begin(lists, count);
+        rows.reducers[1].begin(lists + LISTS / 2, count);
+    }
+}
 
 // Columns n0 .. n0 + columns of which the sums are; `base` is the place of n0 in the block's part.
 struct Tile {
@@ -62,9 +82,9 @@ __device__ __forceinline__ void rotate(float (&sums)[SUMS]) {
     for (int i = 0; i < COUNT; ++i) sums[SUMS - COUNT + i] = first[i];
 }
 
-#ifdef HAS_LISTS
 // Takes what passes of two columns, for which lists may have no room.
-__device__ __forceinline__ void take_values(Rows& rows, const AccT (&values)[4], int place) {
+template <class R>
+__device__ __forceinline__ void take_values(RowsOf<R>& rows, const AccT (&values)[4], int place) {
     bool any = false;
 #pragma unroll
     for (int e = 0; e < 4; ++e)
@@ -73,12 +93,12 @@ __device__ __forceinline__ void take_values(Rows& rows, const AccT (&values)[4],
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.reducers[e / 2].add(values[e], place + e % 2, nullptr);
 }
-#endif
 
 // Takes a tile that exists as a whole. Whether none of the thread's sums is doubtful; what the
 // reducers took is worth nothing otherwise.
-__device__ __forceinline__ bool reduce_quickly(Rows& rows, float (&sums)[SUMS], const Tile& tile,
-                                               const Finish& finish) {
+template <class R>
+__device__ __forceinline__ bool reduce_quickly(RowsOf<R>& rows, float (&sums)[SUMS],
+                                               const Tile& tile, const Finish& finish) {
     constexpr int STEP = ROLLED ? GROUP : TILE_N;
     bool fine = true;
 #pragma unroll 1
@@ -87,29 +107,23 @@ __device__ __forceinline__ bool reduce_quickly(Rows& rows, float (&sums)[SUMS], 
 #pragma unroll
         for (int c = 0; c < STEP / 8; ++c) {
             Columns right(tile, place + c * 8);
-#ifdef HAS_LISTS
             AccT values[4];
-#endif
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 PairSum sum(sums[c * 4 + e], rows.info[e / 2], right.info.element[e % 2]);
                 fine = fine && !is_doubtful(sum.value, sum.norms);
-#ifdef HAS_LISTS
-                values[e] = finish(sum.value);
-#else
-                rows.reducers[e / 2].add(finish(sum.value), tile.base + place + c * 8 + e % 2,
-                                         right.weights + e % 2 * Reducer::COLUMNS);
-#endif
+                if constexpr (LISTED) {
+                    values[e] = finish(sum.value);
+                } else {
+                    rows.reducers[e / 2].add(finish(sum.value), tile.base + place + c * 8 + e % 2,
+                                             right.weights + e % 2 * R::COLUMNS);
+                }
             }
-#ifdef HAS_LISTS
-            take_values(rows, values, tile.base + place + c * 8);
-#endif
+            if constexpr (LISTED) take_values(rows, values, tile.base + place + c * 8);
         }
         if (ROLLED) rotate(sums);
     }
-#ifdef HAS_LISTS
-    fine = fine && !rows.reducers[0].missed && !rows.reducers[1].missed;
-#endif
+    if constexpr (LISTED) fine = fine && !rows.reducers[0].missed && !rows.reducers[1].missed;
     return fine;
 }
 
@@ -130,15 +144,13 @@ struct Diagonal {
 
 // Adds a value behind those of later columns. As part of a run, for a row that coincides with
 // thousands of points would merge each of them into its total, off by 1.5e-8 of it each time.
-__device__ __forceinline__ void add_late(Reducer& reducer, AccT value, const Tile& tile,
-                                         int column) {
-#ifdef HAS_LISTS
-    reducer.add_late(value, tile.base + column);
-    return;
-#endif
-    const float* weights = tile.weights + column * Reducer::COLUMNS;
-    if constexpr (Reducer::INDEXED) {  // which adds in order
-        Reducer one(tile.base + column);
+template <class R>
+__device__ __forceinline__ void add_late(R& reducer, AccT value, const Tile& tile, int column) {
+    const float* weights = tile.weights + column * R::COLUMNS;
+    if constexpr (LISTED) {
+        reducer.add_late(value, tile.base + column);
+    } else if constexpr (R::INDEXED) {  // which adds in order
+        R one(tile.base + column);
         one.add(value, tile.base + column, weights);
         reducer.merge(one);
     } else {
@@ -183,11 +195,11 @@ __device__ __forceinline__ void reduce_carefully(Rows& rows, float (&sums)[SUMS]
     Diagonal diagonal(parameters, rows, tile.n0);
 #pragma unroll 1
     for (int first = 0; first < TILE_N; first += GROUP) {
-#ifdef HAS_LISTS
-        static_assert(WAITING >= GROUP / 4, "what a thread adds of a row between two settlements");
-        rows.reducers[0].settle();
-        rows.reducers[1].settle();
-#endif
+        if constexpr (LISTED) {
+            static_assert(WAITING >= GROUP / 4 || !LISTED, "of what a thread adds meanwhile");
+            rows.reducers[0].settle();
+            rows.reducers[1].settle();
+        }
         u32 flags = 0;
 #pragma unroll
         for (int c = 0; c < GROUP / 8; ++c) {
@@ -214,20 +226,22 @@ __device__ __forceinline__ void reduce_carefully(Rows& rows, float (&sums)[SUMS]
     }
 }
 
-__device__ __forceinline__ void reduce_tile(Rows& rows, float (&sums)[SUMS],
+template <class R>
+__device__ __forceinline__ void reduce_tile(RowsOf<R>& rows, float (&sums)[SUMS],
                                             const Parameters& parameters, const Tile& tile,
                                             const Finish& finish, bool crossing) {
     bool fine = false;
     if (tile.columns == TILE_N && !crossing) {
-        Rows before = rows;
+        RowsOf<R> before = rows;
         fine = __all_sync(~0u, reduce_quickly(rows, sums, tile, finish));
         if (!fine) rows = before;
     }
     if (!fine) reduce_carefully(rows, sums, parameters, tile, finish);
-#ifdef HAS_LISTS
-    bool room = rows.reducers[0].has_room(WAITING / 2) && rows.reducers[1].has_room(WAITING / 2);
-    if (__all_sync(~0u, room)) return;
-#endif
+    if constexpr (LISTED) {
+        constexpr int HALF = WAITING / 2;
+        bool room = rows.reducers[0].has_room(HALF) && rows.reducers[1].has_room(HALF);
+        if (__all_sync(~0u, room)) return;
+    }
     rows.reducers[0].settle();
     rows.reducers[1].settle();
 }
@@ -245,22 +259,23 @@ __device__ __forceinline__ T from_lane(const T& value, int step) {
 }
 
 // Puts the four threads of each row together; the first one writes it.
-__device__ __forceinline__ void store_rows(Rows& rows, const Parameters& parameters,
+template <class R>
+__device__ __forceinline__ void store_rows(RowsOf<R>& rows, const Parameters& parameters,
                                            const Part& part) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-#ifdef HAS_LISTS
-        rows.reducers[i].settle();
-        if (rows.m[i] >= parameters.m) continue;
-        i64 list = part.split * 4 + threadIdx.x % 4;
-        i64 at = ((list * parameters.batch + rows.l) * parameters.m + rows.m[i]) *
-                 parameters.columns;
-        rows.reducers[i].store(parameters.out + at, parameters.indices + at, part.first);
-        continue;
-#endif
-        rows.reducers[i].merge(from_lane(rows.reducers[i], 1));
-        rows.reducers[i].merge(from_lane(rows.reducers[i], 2));
-        if (threadIdx.x % 4 == 0)
-            store_row(rows.reducers[i], parameters, part, rows.l, rows.m[i]);
+        if constexpr (LISTED) {
+            rows.reducers[i].settle();
+            if (rows.m[i] >= parameters.m) continue;
+            i64 list = part.split * 4 + threadIdx.x % 4;
+            i64 at = ((list * parameters.batch + rows.l) * parameters.m + rows.m[i]) *
+                     parameters.columns;
+            rows.reducers[i].store(parameters.out + at, parameters.indices + at, part.first);
+        } else {
+            rows.reducers[i].merge(from_lane(rows.reducers[i], 1));
+            rows.reducers[i].merge(from_lane(rows.reducers[i], 2));
+            if (threadIdx.x % 4 == 0)
+                store_row(rows.reducers[i], parameters, part, rows.l, rows.m[i]);
+        }
     }
 }

@@ -1,8 +1,8 @@
 """First gradients of products and sums with a kernel matrix, of more features than
-:mod:`kernlib.families.pairwise.lowering.backward` takes, of squared distances and dot products
+:mod:`kernlib.families.pairwise.kernels.backward` takes, of squared distances and dot products
 (kernel_sources/pairwise/points/points.cuh). Nothing of the matrix is stored.
 
-On sm_90a a launch of :mod:`kernlib.families.pairwise.lowering.backward` is five here: the centre
+On sm_90a a launch of :mod:`kernlib.families.pairwise.kernels.backward` is five here: the centre
 and the packing of points (pack.py), that of lines, products by tensor cores, and behind their gate
 the kernel of the lanes. Elsewhere, and of a descriptor that is to be ``direct``, it is that kernel
 alone. Both leave the same partial results: those of hyperparameters one for each row.
@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import pack, reduce
+from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering.backward import OPERANDS, Problem
 from kernlib.families.pairwise.lowering.backward_source import (
     Derivatives,
@@ -91,9 +91,9 @@ class Gradient(PairKernel):
             "PARAMETER_BYTES": Parameters(POINTERS, fields(scalars).format, scalars).size,
             **facts,
         }
-        fixed = reduce.fields(scalars).text(), fields(scalars).text("PointsFixed")
+        fixed = fields(scalars).text()
         includes = (*TYPES, "pairwise/reduce/math.cuh", "pairwise/role.cuh")
-        return self.source(every, *fixed, *_plain(self, variant), *texts, includes=includes)
+        return self.source(every, fixed, *texts, includes=includes)
 
     def words(self, variant: Variant) -> list[str]:
         """What sets a kernel apart from others of its descriptor."""
@@ -175,14 +175,6 @@ class Pack(Gradient):
 
 
 MAIN, DIRECT, PACK = Points(), Direct(), Pack()
-
-
-def _plain(kernel: Gradient, variant: Variant) -> tuple[str, ...]:
-    """Constants that headers of product/ take from the source."""
-    text = f"constexpr int WIDTH = {variant.width}, V_COPIES = {variant.copies};\n"
-    if isinstance(kernel, Points):
-        text += f"constexpr int COPIES = {variant.copies}, DEPTH = {variant.depth};\n"
-    return (text,)
 
 
 def _functions(descriptor: Pairwise, derivatives: Derivatives, variant: Variant) -> str:

@@ -3,7 +3,7 @@ problem to kernels, grids and parameters.
 
 Kinds of kernel as in :mod:`kernlib.families.pairwise.kernels.reduce`, with a list of each row in
 shared memory: ``small``, up to SMALL_K features, and ``tile``; and products of tensor cores for up
-to PRODUCT_KEPT entries, as in :mod:`kernlib.families.pairwise.lowering.split_reduce`. The n of a
+to PRODUCT_KEPT entries, as in :mod:`kernlib.families.pairwise.kernels.split_reduce`. The n of a
 row are divided among blocks, and the threads of a tile; another kernel merges their lists.
 
 Two floors bound the choice of splits. 1e10 pairs of 3 features take 7 issue slots each, or 2.4 ms
@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.kernels import split_reduce as products
 from kernlib.families.pairwise.kernels.reduce import (
     Reduction,
     code_words,
@@ -24,7 +25,6 @@ from kernlib.families.pairwise.kernels.reduce import (
     tile_facts,
 )
 from kernlib.families.pairwise.lowering import pack, reduce
-from kernlib.families.pairwise.lowering import split_reduce as products
 from kernlib.families.pairwise.lowering.finish import lists
 from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
@@ -180,7 +180,7 @@ def _merge_step(problem: Problem, memory: _Memory, largest: bool, arch: str) -> 
 def _by_products(
     descriptor, problem: Problem, largest: bool, arch: str, multiprocessors: int, strides, precision
 ) -> Lowered:
-    """The launches of :mod:`kernlib.families.pairwise.lowering.split_reduce`, whose reducers are
+    """The launches of :mod:`kernlib.families.pairwise.kernels.split_reduce`, whose reducers are
     lists, and the merge."""
     behind = variant(problem, largest, arch)._replace(places=products.LISTS)
     made = products.default(descriptor, _without_lists(problem), precision)

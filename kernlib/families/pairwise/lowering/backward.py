@@ -1,38 +1,17 @@
-"""From first gradients of a product or a sum with a kernel matrix to a KernelSpec, a grid and
-parameters: ``pairwise_reduce_gradient``, for up to SMALL_K features and COLUMNS columns, which
-stores no entry of the matrix (``kernel_sources/pairwise/reduce/gradient.cuh``)."""
+"""First gradients of a product or a sum with a kernel matrix by the kernel for up to SMALL_K
+features and COLUMNS columns (:mod:`kernlib.families.pairwise.kernels.backward`): the problem, which
+code computes it, and how its pairs are divided."""
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
-from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import reduce
-from kernlib.families.pairwise.lowering.backward_source import (
-    Derivatives,
-    SlopeSource,
-    is_curved,
-    slopes,
-)
-from kernlib.families.pairwise.lowering.finish import finish_reduced
 from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import (
-    MAX_BATCH_BLOCKS,
-    THREADS,
-    inner_codes,
-    scalar_count,
-    short,
-    terms,
-    types,
-)
+from kernlib.families.pairwise.lowering.problem import THREADS
 from kernlib.families.pairwise.lowering.reduce import Cut, Work
-from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import config
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.division import Sums, split
-from kernlib.lowering.names import named
-from kernlib.lowering.steps import Lowered, Step
 
 COLUMNS = 4  # of g and v that a launch takes
 WIDTHS = (1, 2, 4)
@@ -100,34 +79,11 @@ class Variant(NamedTuple):
         return round_up(self.k + self.columns * (2 if self.role == "both" else 1), 4) * 4
 
 
-def lower(
-    descriptor: Pairwise,
-    derivatives: Derivatives,
-    problem: Problem,
-    arch: str,
-    multiprocessors: int,
-    scalar_strides: tuple[int, ...],
-    rows: int | None = None,
-) -> Lowered:
-    """The launch for a problem of 1 feature or more. Each row gets ``parts`` partial sums, and each
-    block leaves totals of the hyperparameters, one after the other. ``rows`` overrides the rows of
-    a thread."""
-    hyper = len(derivatives.others)
-    made = variant(problem, hyper, rows)
-    work = work_of(problem, made, hyper, multiprocessors)
+def cut_of(work: Work, made: Variant, fixed: bool) -> Cut:
+    """How pairs are divided, of rows that are ``fixed`` or may be fewer."""
     if work.is_large(made.rows):
-        cut = Cut(made.rows, 1, whole_split(work, made.rows))
-    else:
-        cut = reduce.small_cut(work, made.rows, fixed=rows is not None)
-    made = made._replace(rows=cut.rows, partners=cut.partners)
-    row_blocks, per_split = work.row_blocks(cut), cut.per_split
-    splits = ceil_div(problem.n, per_split)
-    fixed = fixed_parameters(problem, per_split, row_blocks, scalar_strides)
-    grid = (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS))
-    pointers = tuple((name, 0) for name in OPERANDS)
-    made = spec(descriptor, derivatives, made)
-    step = Step(made, grid, fixed, pointers, scalar_count(descriptor))
-    return Lowered((step,), parts=splits, per_part=per_split)
+        return Cut(made.rows, 1, whole_split(work, made.rows))
+    return reduce.small_cut(work, made.rows, fixed=fixed)
 
 
 def work_of(problem: Problem, made: Variant, hyper: int, multiprocessors: int) -> Work:
@@ -196,82 +152,3 @@ def stage_of(made: Variant, hyper: int) -> int:
         return STAGE
     fit = (STATIC_BYTES - _totals_bytes(made, hyper)) // made.line_bytes // STAGE * STAGE
     return min(fit, reduce.stage_of(made.partners, made.line_bytes))
-
-
-def spec(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> KernelSpec:
-    """The KernelSpec of a variant."""
-    wanted = [name for name in ("points", "values") if getattr(made, name)]
-    words = [descriptor.describe(), "gradient", made.role, *wanted]
-    words += [f"hyperparameters={len(derivatives.others)}"] * bool(derivatives.others)
-    words += [f"K={made.k} C={made.columns * made.weighted} rows={made.rows}"]
-    words += [f"partners={made.partners}"] * (made.partners > 1)
-    words += [f"p={made.inner}"] * (made.inner != "any") + ["epsilon"] * made.epsilon
-    specification = KernelSpec(
-        "pairwise",
-        source(descriptor, derivatives, made),
-        "pairwise_reduce_gradient",
-        THREADS,
-        0,
-        description=" ".join(words),
-    )
-    return named(specification, *short(descriptor), *words[1:], epilogue=descriptor.epilogue)
-
-
-def source(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str:
-    """The generated CUDA text: a few defines, ``Finish``, ``Slopes``, one include."""
-    dot = descriptor.operator == "dot"
-    swapped = made.role == "second" and not dot
-    flags = {
-        "WEIGHTED": made.weighted,
-        "POINTS": made.points,
-        "VALUES": made.values,
-        "CURVED": is_curved(derivatives),
-        "DOT": dot,
-    }
-    numbers = {
-        "SCALARS": scalar_count(descriptor),
-        "COLUMNS": made.columns,
-        "HYPER": len(derivatives.others),
-    }
-    rows = {
-        "K": made.k,
-        "THREADS": THREADS,
-        "ROWS": made.rows,
-        "PARTNERS": made.partners,
-        "STAGE": stage_of(made, len(derivatives.others)),
-    }
-    constants = [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-    constants += [f"constexpr bool {name} = {str(on).lower()};" for name, on in flags.items()]
-    lines = "\n".join(constants)
-    return f"""#include "common/types.cuh"
-#include "pairwise/reduce/math.cuh"
-#include "pairwise/terms.cuh"
-
-{config.text({**types("float32"), **terms(descriptor, made, swapped), "BY_NORM": False, **rows})}
-using InputT = float;
-using AccT = float;
-
-enum class Role {{ {", ".join(ROLES)} }};
-constexpr Role ROLE = Role::{made.role};
-{lines}
-
-#define OPERATION {"Swapped" * swapped}{"Dot" if dot else "Difference"}
-#define INNER {inner_codes(descriptor)[made.inner]}
-#define SLOPE {made.slope}
-{finish_reduced(descriptor, made, SlopeSource)}
-{slopes(descriptor, derivatives, made.root)}
-#include "pairwise/reduce/gradient.cuh"
-"""
-
-
-def fixed_parameters(
-    problem: Problem, per_split: int, row_blocks: int, scalar_strides: tuple[int, ...]
-) -> bytes:
-    """What follows the numbers in struct Parameters of reduce/gradient.cuh."""
-    layouts = (problem.a, problem.b, problem.g, problem.v)
-    views = [x for v in layouts for x in (v.batch, v.rows, v.columns)]
-    return struct.pack(
-        f"<{len(scalar_strides)}q12q4qd4i",
-        *scalar_strides, *views, problem.m, problem.n, problem.batch, per_split, problem.factor,
-        row_blocks, problem.columns, problem.times_p, problem.times_scale,
-    )  # fmt: skip

@@ -129,7 +129,10 @@ def gated(spec: KernelSpec) -> KernelSpec:
     """A direct kernel, for the case that the gate is open to it."""
     name = f"{spec.entry}_gated"
     source = spec.source.replace(spec.entry, name, 1)
-    source = source.replace("int GATED = 0;", f"int GATED = {DOUBTFUL};", 1)
+    if "int GATED = 0;" in source:
+        source = source.replace("int GATED = 0;", f"int GATED = {DOUBTFUL};", 1)
+    else:
+        source = f"#define GATED {DOUBTFUL}\n{source}"
     return spec._replace(entry=name, source=source, description=f"{spec.description} gated")
 
 

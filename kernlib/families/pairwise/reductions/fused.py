@@ -1,5 +1,5 @@
 """First gradients of products and sums with a kernel matrix by kernels that store no entry of it,
-of few features (:mod:`kernlib.families.pairwise.lowering.backward`) or of many
+of few features (:mod:`kernlib.families.pairwise.kernels.backward`) or of many
 (:mod:`kernlib.families.pairwise.kernels.points`): which calls they take, and their launches.
 Memory is O(M + N), and that of partial sums, 128 MB at most."""
 

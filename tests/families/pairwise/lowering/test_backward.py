@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernlib as kl
+from kernlib.families.pairwise.kernels import backward
 from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.lowering import reduce
 from kernlib.families.pairwise.lowering.problem import scalar_count
@@ -43,7 +44,7 @@ def lowered(
     if role == "second":
         derivatives = derivatives._replace(others=())
     strides = (0,) * scalar_count(descriptor)
-    return lowering.lower(descriptor, derivatives, problem, HERE, processors, strides, rows)
+    return backward.lower(descriptor, derivatives, problem, HERE, processors, strides, rows)
 
 
 def source(*args, **changes):

@@ -5,7 +5,8 @@ import struct
 import pytest
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import pack, product
+from kernlib.families.pairwise.kernels import product
+from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering import wide as variants
 from kernlib.families.pairwise.lowering.layout import Layout

@@ -5,9 +5,9 @@ import struct
 import pytest
 
 import kernlib as kl
+from kernlib.families.pairwise.kernels import split_reduce as split
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering import split_reduce as split
 from kernlib.families.pairwise.lowering.problem import scalar_count
 from kernlib.jit import targets
 from tests.families.pairwise.lowering.cases import constant, problem

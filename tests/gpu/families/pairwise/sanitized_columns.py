@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import product
+from kernlib.families.pairwise.kernels import product
 from tests.gpu.families.pairwise.sanitized_products import SHAPES, points
 
 

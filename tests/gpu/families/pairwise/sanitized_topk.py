@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import split_reduce
+from kernlib.families.pairwise.kernels import split_reduce
 from kernlib.runtime.plan import forget_plans
 
 

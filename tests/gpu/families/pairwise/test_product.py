@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import product
+from kernlib.families.pairwise.kernels import product
 from tests.gpu.families.pairwise.cases import lowered_by
 from tests.gpu.watched import capture
 from tests.support.gpus import on_hopper

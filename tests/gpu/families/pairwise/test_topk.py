@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering import split_reduce
+from kernlib.families.pairwise.kernels import split_reduce
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, request_of, shape_of
 from kernlib.runtime.plan import forget_plans

@@ -1,25 +1,31 @@
-"""Products of a kernel matrix with many columns by tensor cores
-(kernel_sources/pairwise/product/product.cuh), sm_90a.
+"""Products of a kernel matrix with many columns by tensor cores, sm_90a.
 
 A call is the packing of v and of points (for sums of words by pack.py, for folded exponents one
 more), the product, and behind gates what takes the calls that it leaves: where points are too far
 from each other for folded exponents a product without them, and for what is not finite kernels of
-:mod:`kernlib.families.pairwise.lowering.reduce` for every 16 columns. All leave the same partial
+:mod:`kernlib.families.pairwise.kernels.reduce` for every 16 columns. All leave the same partial
 results.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.kernels import reduce
-from kernlib.families.pairwise.lowering import pack, product_source
+from kernlib.families.pairwise.kernels.product_pack import ProductFold, ProductPack
+from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
+from kernlib.families.pairwise.lowering.finish import finish_reduced
 from kernlib.families.pairwise.lowering.pack import ARCH
-from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, scalar_count
-from kernlib.families.pairwise.lowering.product_source import FIXED, FOLD_POINTS, PACK_PARAMETERS
+from kernlib.families.pairwise.lowering.problem import (
+    MAX_BATCH_BLOCKS,
+    TYPES,
+    PairKernel,
+    scalar_count,
+    terms,
+    types,
+)
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.lowering.wide import (
     GROUP,
@@ -32,16 +38,145 @@ from kernlib.families.pairwise.lowering.wide import (
     pays,
     variants,
 )
+from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
+from kernlib.lowering.fields import Fields
+from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.lowering.wgmma import multiply
 
 __all__ = ["WIDTHS", "lower", "pays", "takes", "variants", "widths"]
 
-FAR, CLOSED = 4, 8  # bytes from the count of doubtful pairs on: struct Gate
-EIGHT = 8  # columns that a block packs
+CLOSED = 8  # bytes from the count of doubtful pairs on: struct Gate
 MAX_BLOCKS = 2**31 - 1
+POINTERS = 6  # before those of struct Parameters of reduce/parameters.cuh
+BEHIND = Fields((  # what a plan fixes behind it; strides of batch entries
+    "i64 a_packed_stride", "i64 b_packed_stride", "i64 a_info_stride", "i64 b_info_stride",
+    "i64 v_packed_stride",
+    "int splits", "int padding",
+))  # fmt: skip
+
+
+class _Main(PairKernel):
+    """Values of a tile in registers, where they become words that are multiplied by those of v."""
+
+    role = "reduction"
+    entry = "pairwise_product_main"
+    Variant = Variant
+
+    def facts(self, variant: Variant) -> dict:
+        """Facts of the way of summing."""
+        return {"DEPTH": variant.depth}
+
+    def multiply(self) -> str:
+        """CUDA text of the product of points."""
+        return multiply("float16", TILE_N, False)
+
+    def step(
+        self,
+        descriptor: Pairwise,
+        problem: Problem,
+        strides: tuple[int, ...],
+        place: Place,
+        variant: Variant,
+        per_split: int,
+    ) -> Step:
+        """The launch of a variant."""
+        splits, points = ceil_div(problem.n, per_split), place.points
+        row_blocks = ceil_div(problem.m, variant.rows)
+        a, b, a_stride, b_stride = {
+            "lanes": (0, place.lines, 0, 4 * place.lines_stride),
+            "words": (points.packed_a, points.packed_b, points.a_stride, points.b_stride),
+            "folded": (place.folded_a, place.folded_b, place.a_stride, place.b_stride),
+        }[variant.sums]
+        fixed = direct.fixed_parameters(problem, per_split, row_blocks, tuple(strides))
+        fixed += BEHIND.pack(
+            a_packed_stride=a_stride,
+            b_packed_stride=b_stride,
+            a_info_stride=points.a_points,
+            b_info_stride=points.b_points,
+            v_packed_stride=place.v_stride,
+            splits=splits,
+            padding=0,
+        )
+        offsets = (points.doubtful, a, b, points.a_info, points.b_info, place.v)
+        pointers = (
+            *((WORKSPACE, offset) for offset in offsets),
+            *((name, 0) for name in direct.OPERANDS),
+        )
+        grid = (row_blocks * splits * problem.batch, 1)
+        spec = self.spec(descriptor, variant, ARCH)
+        return Step(spec, grid, fixed, pointers, scalar_count(descriptor))
+
+    def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
+        """The specification of a variant."""
+        scalars = scalar_count(descriptor)
+        fields = direct.fields(scalars)
+        pointers, fixed = POINTERS + len(direct.OPERANDS), fields.format + BEHIND.letters
+        facts = {
+            **types(variant.dtype),
+            **terms(descriptor, variant),
+            **self.facts(variant),
+            "DIFFERENCE": descriptor.operator == "difference",
+            "WARPGROUPS": variant.warpgroups,
+            "STAGES": variant.stages,
+            "WIDTH": variant.width,
+            "COPIES": variant.copies,
+            "V_COPIES": variant.v_copies,
+            "REGULARIZED": variant.regularized,
+            # Whether folded exponents are computed where no point is too far.
+            "BEHIND_FOLDED": variant.behind and variant.sums != "folded",
+            "DOUBTFUL": pack.DOUBTFUL,  # of the sample, above which nothing is done
+            "DYNAMIC_BYTES": variant.shared_bytes,
+            "PARAMETER_BYTES": Parameters(pointers, fixed, scalars).size,
+        }
+        texts = [fields.text(), BEHIND.text("FixedBehind")]
+        texts += [multiply("float16", variant.width, True), self.multiply()]
+        texts.append(finish_reduced(descriptor, variant))
+        source = self.source(facts, *texts, includes=(*TYPES, "pairwise/reduce/math.cuh"))
+        words = [f"columns={variant.width}", variant.dtype, f"{variant.sums}={variant.depth}"]
+        words += [f"words={variant.copies}x{variant.v_copies} rows={variant.rows}"]
+        words += [flag for flag in ("epsilon", "regularized", "behind") if getattr(variant, flag)]
+        threads = 128 * (variant.warpgroups + 1)
+        return self.described(descriptor, source, threads, variant.shared_bytes, words)
+
+
+class ProductOnLanes(_Main):
+    """Sums on the lanes, of few features."""
+
+    name = "product on lanes"
+    header = "pairwise/product/sums_on_lanes.cuh"
+
+    def facts(self, variant: Variant) -> dict:
+        """Features of a sum."""
+        return {"FEATURES": variant.features}
+
+    def multiply(self) -> str:
+        """No product."""
+        return ""
+
+
+class ProductFolded(_Main):
+    """Sums that are exponents, norms and scale among their entries."""
+
+    name = "product folded"
+    header = "pairwise/product/sums_folded.cuh"
+
+
+class ProductOfWords(_Main):
+    """Sums of products of words."""
+
+    name = "product of words"
+    header = "pairwise/product/sums_of_words.cuh"
+
+
+MAIN: dict[str, _Main] = {
+    "lanes": ProductOnLanes(),
+    "folded": ProductFolded(),
+    "words": ProductOfWords(),
+}
 
 
 class Place(NamedTuple):
@@ -146,11 +281,11 @@ def lower(
     sums = direct.sums_of(problem)
     per_split = per_split or division.split(sums, row_blocks, GROUP, multiprocessors)
     given = descriptor, problem, scalar_strides, place
-    main = [_main_step(*given, each, per_split) for each in (variant, second) if each]
+    main = [MAIN[one.sums].step(*given, one, per_split) for one in (variant, second) if one]
     steps = (
         *_point_steps(descriptor, problem, second or variant, place),
-        *([_fold_step(*given, variant)] if second else ()),
-        _pack_step(problem, second or variant, place),
+        *([ProductFold().step(*given, variant)] if second else ()),
+        ProductPack().step(problem, second or variant, place),
         *main,
         *_steps_behind(*given, arch, multiprocessors, per_split),
     )
@@ -162,62 +297,6 @@ def _point_steps(descriptor, problem: Problem, variant: Variant, place: Place) -
     if variant.sums == "words":
         return pack.steps(descriptor, problem, variant, place.points)
     return (pack.opening(problem, place.points, variant.behind),)
-
-
-def _fold_step(descriptor, problem: Problem, strides, place: Place, variant: Variant) -> Step:
-    sides, blocks = [], 0
-    for layout, count, tile, stride in (
-        (problem.a, problem.m, variant.rows, place.a_stride),
-        (problem.b, problem.n, TILE_N, place.b_stride),
-    ):
-        own = round_up(count, tile) // FOLD_POINTS
-        sides += (*pack.view(layout), count, stride, tile, own)
-        blocks += own
-    parameters = product_source.fold_parameters(descriptor)
-    centre = place.points.centre_pitch if place.points.centres > 1 else 0
-    fixed = parameters.pack(*strides, *sides, centre, problem.k, 0)
-    offsets = (place.points.centre, place.points.doubtful + FAR, place.folded_a, place.folded_b)
-    pointers = (("a", 0), ("b", 0), *((WORKSPACE, offset) for offset in offsets))
-    entries = problem.batch if place.a_stride or place.b_stride else 1
-    made = product_source.fold_spec(descriptor, problem, variant)
-    return Step(made, (blocks, entries), fixed, pointers, scalar_count(descriptor))
-
-
-def _pack_step(problem: Problem, variant: Variant, place: Place) -> Step:
-    fixed = PACK_PARAMETERS.pack(
-        *pack.view(problem.b), *pack.view(problem.v),
-        problem.n, place.v_stride, place.lines_stride, place.groups, problem.columns,
-    )  # fmt: skip
-    parts = variant.width // EIGHT + (variant.features > 0)
-    entries = problem.batch if place.v_stride or place.lines_stride else 1
-    pointers = (
-        ("b", 0), ("v", 0),
-        *((WORKSPACE, offset) for offset in (place.points.doubtful, place.v, place.lines)),
-    )  # fmt: skip
-    return Step(product_source.pack_spec(variant), (place.groups * parts, entries), fixed, pointers)
-
-
-def _main_step(
-    descriptor, problem: Problem, strides, place: Place, variant: Variant, per_split: int
-) -> Step:
-    splits, points = ceil_div(problem.n, per_split), place.points
-    row_blocks = ceil_div(problem.m, variant.rows)
-    a, b, a_stride, b_stride = {
-        "lanes": (0, place.lines, 0, 4 * place.lines_stride),
-        "words": (points.packed_a, points.packed_b, points.a_stride, points.b_stride),
-        "folded": (place.folded_a, place.folded_b, place.a_stride, place.b_stride),
-    }[variant.sums]
-    fixed = direct.fixed_parameters(problem, per_split, row_blocks, tuple(strides)) + struct.pack(
-        FIXED, a_stride, b_stride, points.a_points, points.b_points, place.v_stride, splits, 0
-    )
-    offsets = (points.doubtful, a, b, points.a_info, points.b_info, place.v)
-    pointers = (
-        *((WORKSPACE, offset) for offset in offsets),
-        *((name, 0) for name in direct.OPERANDS),
-    )
-    made = product_source.spec(descriptor, variant, pack.is_difference(descriptor, problem))
-    grid = (row_blocks * splits * problem.batch, 1)
-    return Step(made, grid, fixed, pointers, scalar_count(descriptor))
 
 
 def _steps_behind(

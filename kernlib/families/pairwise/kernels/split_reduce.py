@@ -1,31 +1,36 @@
-"""Reductions of matrices of squared distances and dot products by tensor cores
-(kernel_sources/pairwise/split/reduce.cuh), sm_90a.
+"""Reductions of matrices of squared distances and dot products by tensor cores, sm_90a.
 
-A call is the launches of :mod:`kernlib.families.pairwise.lowering.split` with a kernel that reduces
+A call is the launches of :mod:`kernlib.families.pairwise.kernels.split` with a kernel that reduces
 in the place of the one that stores, and behind the gate a kernel of
-:mod:`kernlib.families.pairwise.lowering.reduce`, which leaves the same partial results.
+:mod:`kernlib.families.pairwise.kernels.reduce`, which leaves the same partial results.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.kernels import reduce
+from kernlib.families.pairwise.kernels.split import split_facts
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm, lists
+from kernlib.families.pairwise.lowering.finish import finish_reduced, lists
 from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES, PRECISIONS
-from kernlib.families.pairwise.lowering.problem import inner_codes, scalar_count, short, terms
+from kernlib.families.pairwise.lowering.problem import (
+    TYPES,
+    PairKernel,
+    scalar_count,
+    terms,
+    types,
+)
 from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.names import named
+from kernlib.lowering.fields import Fields
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
@@ -33,9 +38,12 @@ from kernlib.lowering.wgmma import multiply
 INFOS = 3  # tiles whose PointInfo and lines of v are in shared memory
 MAX_STAGES = 8
 MAX_BLOCKS = 2**31 - 1
-# What struct SplitLaunch holds behind Parameters, and Parameters behind strides of its numbers.
-FIXED, REDUCE_FIXED = "<4q2i", "9q5q4i"
-POINTERS = 5  # of SplitLaunch, before those of Parameters
+POINTERS = 5  # before those of struct Parameters of reduce/parameters.cuh
+BEHIND = Fields((  # what a plan fixes behind it
+    "i64 a_packed_stride", "i64 b_packed_stride",  # of batch entries
+    "i64 a_info_stride", "i64 b_info_stride",
+    "int stages", "int splits",  # stages of a tile
+))  # fmt: skip
 SINGLE_K = 64  # features whose products may be summed in one go, at fp32's accuracy
 LISTS, WAITING = 4, 16  # of a row that is chosen from, and what waits for a place in each
 NARROW = 4  # columns of v up to which registers hold a wide tile; log-sum-exp's code is long
@@ -45,55 +53,102 @@ SHORT |= {"maximum", "minimum"}
 L2_BYTES = 1 << 24  # of rows of a that blocks at work at a time may share
 
 
-class Variant(NamedTuple):
-    """Everything that code generation chooses besides the descriptor."""
+class SplitReduce(PairKernel):
+    """Products of words, reduced over n in registers."""
 
-    reducer: str
-    dtype: str
-    copies: int  # words of a number
-    warpgroups: int  # of 64 rows each
-    columns: int  # of a tile
-    depth: int  # features of a stage
-    resident: int  # stages of a that stay in shared memory
-    promote: int  # stages whose products are summed in one go; 0 for all
-    ordered: bool  # warpgroups take turns
-    inner: float | str
-    outer: float | str
-    root: bool
-    epsilon: bool
-    regularized: bool
-    kept: int = 0  # entries of the lists of a Nearest, of which a row has LISTS
-    largest: bool = False
+    role = "reduction"
+    name = "split reduce"
+    header = "pairwise/split/reduce.cuh"
+    entry = "pairwise_split_reduce"
 
-    @property
-    def rows(self) -> int:
-        return 64 * self.warpgroups
+    class Variant(NamedTuple):
+        """Everything that code generation chooses besides the descriptor."""
 
-    @property
-    def width(self) -> int:
-        """Columns of v."""
-        return int(self.reducer[7:-1]) if self.reducer.startswith("Matmul") else 0
+        reducer: str
+        dtype: str
+        copies: int  # words of a number
+        warpgroups: int  # of 64 rows each
+        columns: int  # of a tile
+        depth: int  # features of a stage
+        resident: int  # stages of a that stay in shared memory
+        promote: int  # stages whose products are summed in one go; 0 for all
+        ordered: bool  # warpgroups take turns
+        inner: float | str
+        outer: float | str
+        root: bool
+        epsilon: bool
+        regularized: bool
+        kept: int = 0  # entries of the lists of a Nearest, of which a row has LISTS
+        largest: bool = False
 
-    @property
-    def stage_bytes(self) -> int:
-        rows = self.columns + (0 if self.resident else self.rows)
-        return 2 * self.copies * self.depth * rows
+        @property
+        def rows(self) -> int:
+            return 64 * self.warpgroups
 
-    @property
-    def stages(self) -> int:
-        """As many as fit into shared memory."""
-        limit = targets.SHARED_BYTES[ARCH] - BARRIER_BYTES
-        return min(MAX_STAGES, (limit - self._beside) // self.stage_bytes)
+        @property
+        def width(self) -> int:
+            """Columns of v."""
+            return int(self.reducer[7:-1]) if self.reducer.startswith("Matmul") else 0
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + self._beside
+        @property
+        def stage_bytes(self) -> int:
+            rows = self.columns + (0 if self.resident else self.rows)
+            return 2 * self.copies * self.depth * rows
 
-    @property
-    def _beside(self) -> int:
-        resident = self.resident * 2 * self.copies * self.depth * self.rows
-        lists = LISTS * self.rows * (self.kept + WAITING) * 8 if self.kept else 0
-        return resident + INFOS * self.columns * (pack.INFO_BYTES + 4 * self.width) + lists
+        @property
+        def stages(self) -> int:
+            """As many as fit into shared memory."""
+            limit = targets.SHARED_BYTES[ARCH] - BARRIER_BYTES
+            return min(MAX_STAGES, (limit - self._beside) // self.stage_bytes)
+
+        @property
+        def shared_bytes(self) -> int:
+            return self.stages * self.stage_bytes + self._beside
+
+        @property
+        def _beside(self) -> int:
+            resident = self.resident * 2 * self.copies * self.depth * self.rows
+            lists = LISTS * self.rows * (self.kept + WAITING) * 8 if self.kept else 0
+            return resident + INFOS * self.columns * (pack.INFO_BYTES + 4 * self.width) + lists
+
+    def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
+        """The specification of the products and what reduces them."""
+        scalars, kept = scalar_count(descriptor), variant.kept
+        fields, text = direct.fields(scalars), finish_reduced(descriptor, variant)
+        fixed = f"{fields.format}{BEHIND.letters}"
+        size = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars).size
+        facts = {
+            **types(variant.dtype),
+            **terms(descriptor, variant),
+            **split_facts(variant),
+            **lists(kept, WAITING, LISTS * variant.rows, variant.largest),
+            "DIFFERENCE": descriptor.operator == "difference",
+            "Reducer": variant.reducer,
+            "REGULARIZED": variant.regularized,
+            "WARPGROUPS": variant.warpgroups,
+            "INFOS": INFOS,
+            "RESIDENT": variant.resident,
+            "ROLLED": _is_long(text),
+            "PARAMETER_BYTES": size,
+        }
+        texts = (
+            fields.text(),
+            BEHIND.text("FixedBehind"),
+            multiply("float16", variant.columns, False),
+        )
+        includes = *TYPES, "pairwise/reduce/kinds.cuh", "pairwise/reduce/math.cuh"
+        source = self.source(facts, *texts, text, includes=includes)
+        words = [variant.reducer, variant.dtype]
+        words += [f"split words={variant.copies} tile={variant.rows}x{variant.columns}"]
+        words += [f"resident={variant.resident}", f"promote={variant.promote}"]
+        flags = ("ordered", "epsilon", "regularized", "largest")
+        words += [flag for flag in flags if getattr(variant, flag)]
+        words += [f"kept={kept}"] * (kept > 0)
+        threads = 128 * (variant.warpgroups + 1)
+        return self.described(descriptor, source, threads, variant.shared_bytes, words)
+
+
+KERNEL = SplitReduce()
 
 
 def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
@@ -119,7 +174,7 @@ def pays(problem: Problem) -> bool:
     return products < pairs * ((2.5e-7 if few else 2.4e-6) + problem.k * 6e-8)
 
 
-def default(descriptor: Pairwise, problem: Problem, precision: str) -> Variant:
+def default(descriptor: Pairwise, problem: Problem, precision: str) -> SplitReduce.Variant:
     """The variant of a call. Sums of all features in one go leave registers for a wider tile, and
     few features shared memory for those of a."""
     exact, copies = precision == "fp32", PRECISIONS[precision]
@@ -138,7 +193,7 @@ def default(descriptor: Pairwise, problem: Problem, precision: str) -> Variant:
         # 4.8 ms in place of 5.3 at 100000 x 100000 x 64; four columns of v have no registers left.
         warpgroups, columns = 3, 192
     width = width_of(problem.columns)
-    return Variant(
+    return SplitReduce.Variant(
         REDUCERS.get(problem.reduction, f"Matmul<{width}>"),
         problem.dtype, copies, warpgroups, columns, depth, resident, promote,
         resident == 2 and warpgroups == 2,
@@ -176,16 +231,16 @@ def lower(
     return Lowered(steps, place.size, parts=behind.parts, per_part=per_split)
 
 
-def least_splits(variant: Variant, place: pack.Workspace, multiprocessors: int) -> int:
+def least_splits(variant: SplitReduce.Variant, place: pack.Workspace, multiprocessors: int) -> int:
     """Splits of n for which rows of a that are read at a time stay in L2."""
     rows_bytes = variant.rows * place.centre_pitch * 2 * variant.copies * multiprocessors
     return 1 if variant.resident else ceil_div(rows_bytes, L2_BYTES)
 
 
 def main_step(
-    descriptor,
+    descriptor: Pairwise,
     problem: Problem,
-    variant: Variant,
+    variant: SplitReduce.Variant,
     place: pack.Workspace,
     per_split: int,
     row_blocks: int,
@@ -193,77 +248,23 @@ def main_step(
 ) -> Step:
     """The launch of the products and what reduces them."""
     splits = ceil_div(problem.n, per_split)
-    fixed = direct.fixed_parameters(problem, per_split, row_blocks, tuple(strides)) + struct.pack(
-        FIXED,
-        place.a_stride, place.b_stride, place.a_points, place.b_points, place.stages, splits,
-    )  # fmt: skip
+    fixed = direct.fixed_parameters(problem, per_split, row_blocks, tuple(strides))
+    fixed += BEHIND.pack(
+        a_packed_stride=place.a_stride,
+        b_packed_stride=place.b_stride,
+        a_info_stride=place.a_points,
+        b_info_stride=place.b_points,
+        stages=place.stages,
+        splits=splits,
+    )
     offsets = (place.doubtful, place.packed_a, place.packed_b, place.a_info, place.b_info)
     pointers = (
         *((WORKSPACE, offset) for offset in offsets),
         *((name, 0) for name in direct.OPERANDS),
     )
-    made = spec(descriptor, variant, pack.is_difference(descriptor, problem))
+    spec = KERNEL.spec(descriptor, variant, ARCH)
     grid = (row_blocks * splits * problem.batch, 1)
-    return Step(made, grid, fixed, pointers, scalar_count(descriptor))
-
-
-def spec(descriptor: Pairwise, variant: Variant, difference: bool) -> KernelSpec:
-    """The KernelSpec of the products and what reduces them."""
-    words = [descriptor.describe(), variant.reducer, variant.dtype]
-    words += [f"split words={variant.copies} tile={variant.rows}x{variant.columns}"]
-    words += [f"resident={variant.resident}", f"promote={variant.promote}"]
-    flags = ("ordered", "epsilon", "regularized", "largest")
-    words += [flag for flag in flags if getattr(variant, flag)]
-    words += [f"kept={variant.kept}"] * (variant.kept > 0)
-    made = KernelSpec(
-        "pairwise",
-        source(descriptor, variant, difference),
-        "pairwise_split_reduce",
-        128 * (variant.warpgroups + 1),
-        variant.shared_bytes,
-        description=" ".join(words),
-    )
-    return named(made, *short(descriptor), *words[1:], epilogue=descriptor.epilogue)
-
-
-def source(descriptor: Pairwise, variant: Variant, difference: bool) -> str:
-    """The generated CUDA text of the products and what reduces them."""
-    scalars = scalar_count(descriptor)
-    fixed = f"<{scalars}q{REDUCE_FIXED}{FIXED.removeprefix('<')}"
-    parameters = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars)
-    text = finish_reduced(descriptor, variant)
-    if variant.kept:
-        text += '#define HAS_LISTS\n#include "pairwise/topk/nearest.cuh"\n'
-    kept = lists(variant.kept, WAITING, LISTS * variant.rows, variant.largest)
-    facts = {
-        **terms(descriptor, variant), **kept,
-        "Reducer": variant.reducer, "REGULARIZED": variant.regularized,
-    }  # fmt: skip
-    fixed = direct.fields(scalars).text()
-    head = pack.constants(variant.dtype, difference, parameters.size, fixed, **facts)
-    return f"""{head}
-#include "pairwise/reduce/math.cuh"
-
-constexpr int WARPGROUPS = {variant.warpgroups};
-constexpr int TILE_N = {variant.columns};
-constexpr int DEPTH = {variant.depth};
-constexpr int STAGES = {variant.stages};
-constexpr int RESIDENT = {variant.resident};
-constexpr int COPIES = {variant.copies};
-constexpr bool ORDERED = {str(variant.ordered).lower()};
-constexpr bool ROLLED = {str(_is_long(text)).lower()};
-constexpr int SCALARS = {scalars};
-constexpr int DYNAMIC_BYTES = {variant.shared_bytes};
-constexpr int DOUBTFUL = {pack.DOUBTFUL};
-#define PROMOTE {variant.promote}
-#define OPERATION {"Difference" if difference else "Dot"}
-#define INNER {inner_codes(descriptor)[variant.inner]}
-{"#define NORMS" * is_norm(descriptor, variant)}
-
-{multiply("float16", variant.columns, False)}
-{text}
-#include "pairwise/split/reduce.cuh"
-"""
+    return Step(spec, grid, fixed, pointers, scalar_count(descriptor))
 
 
 def _is_long(text: str) -> bool:

@@ -1,0 +1,148 @@
+"""First gradients of products and sums with a kernel matrix, of few features on the lanes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.lowering import backward as lowering
+from kernlib.families.pairwise.lowering.backward import Problem, Variant, stage_of
+from kernlib.families.pairwise.lowering.backward_source import (
+    Derivatives,
+    SlopeSource,
+    is_curved,
+    slopes,
+)
+from kernlib.families.pairwise.lowering.finish import finish_reduced
+from kernlib.families.pairwise.lowering.problem import (
+    MAX_BATCH_BLOCKS,
+    THREADS,
+    TYPES,
+    PairKernel,
+    scalar_count,
+    terms,
+    types,
+)
+from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.config import Constant
+from kernlib.lowering.fields import Fields
+from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.steps import Lowered, Step
+
+
+class Backward(PairKernel):
+    """Rows in registers, as of a reduction."""
+
+    role = "gradient of a reduction"
+    name = "small"
+    header = "pairwise/reduce/gradient.cuh"
+    entry = "pairwise_reduce_gradient"
+    Variant = Variant
+
+    def spec_of(self, descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> KernelSpec:
+        """The specification of a variant."""
+        scalars, hyper = scalar_count(descriptor), len(derivatives.others)
+        fields = _fields(scalars)
+        pointers = len(lowering.OPERANDS)
+        swapped = made.role == "second" and descriptor.operator != "dot"
+        facts = {
+            **types(made.dtype),
+            **terms(descriptor, made, swapped),
+            "BY_NORM": False,
+            "K": made.k,
+            "THREADS": THREADS,
+            "ROWS": made.rows,
+            "PARTNERS": made.partners,
+            "STAGE": stage_of(made, hyper),
+            "ROLE": Constant(f"Role::{made.role}"),
+            "Slope": made.slope,
+            "COLUMNS": made.columns,
+            "WEIGHTED": made.weighted,
+            "POINTS": made.points,
+            "VALUES": made.values,
+            "HYPER": hyper,
+            "CURVED": is_curved(derivatives),
+            "DOT": descriptor.operator == "dot",
+            "PARAMETER_BYTES": Parameters(pointers, fields.format, scalars).size,
+        }
+        texts = [fields.text(), finish_reduced(descriptor, made, SlopeSource)]
+        texts.append(slopes(descriptor, derivatives, made.root))
+        own = "pairwise/gradient/slopes.cuh", "pairwise/reduce/math.cuh", "pairwise/role.cuh"
+        source = self.source(facts, *texts, includes=(*TYPES, *own))
+        words = ["gradient", made.role]
+        words += [name for name in ("points", "values") if getattr(made, name)]
+        words += [f"hyperparameters={hyper}"] * bool(hyper)
+        words += [f"K={made.k} C={made.columns * made.weighted} rows={made.rows}"]
+        words += [f"partners={made.partners}"] * (made.partners > 1)
+        words += [f"p={made.inner}"] * (made.inner != "any") + ["epsilon"] * made.epsilon
+        return self.described(descriptor, source, THREADS, 0, words)
+
+
+KERNEL = Backward()
+
+
+def lower(
+    descriptor: Pairwise,
+    derivatives: Derivatives,
+    problem: Problem,
+    arch: str,
+    multiprocessors: int,
+    scalar_strides: tuple[int, ...],
+    rows: int | None = None,
+) -> Lowered:
+    """The launch for a problem of 1 feature or more. Each row gets ``parts`` partial sums, and each
+    block leaves totals of the hyperparameters, one after the other. ``rows`` overrides the rows of
+    a thread."""
+    hyper = len(derivatives.others)
+    made = lowering.variant(problem, hyper, rows)
+    work = lowering.work_of(problem, made, hyper, multiprocessors)
+    cut = lowering.cut_of(work, made, fixed=rows is not None)
+    made = made._replace(rows=cut.rows, partners=cut.partners)
+    row_blocks, per_split = work.row_blocks(cut), cut.per_split
+    splits = ceil_div(problem.n, per_split)
+    step = Step(
+        KERNEL.spec_of(descriptor, derivatives, made),
+        (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS)),
+        fixed_parameters(problem, per_split, row_blocks, scalar_strides),
+        tuple((name, 0) for name in lowering.OPERANDS),
+        scalar_count(descriptor),
+    )
+    return Lowered((step,), parts=splits, per_part=per_split)
+
+
+@cache
+def _fields(scalars: int) -> Fields:
+    """What a plan fixes."""
+    return Fields((
+        f"i64 scalar_strides[{scalars}]",
+        # of rows, of lines, and of the caller's g and v
+        "View a_view", "View b_view", "View g_view", "View v_view",
+        "i64 m", "i64 n", "i64 batch",
+        "i64 per_split",  # n of a block, less for the last one
+        "double factor",  # of the inner stage's slope
+        "int row_blocks", "int columns",  # columns: of g and v that exist
+        "int times_p", "int times_scale",  # whether p and inner_scale belong to the factor
+    ))  # fmt: skip
+
+
+def fixed_parameters(
+    problem: Problem, per_split: int, row_blocks: int, scalar_strides: tuple[int, ...]
+) -> bytes:
+    """Its bytes."""
+    return _fields(len(scalar_strides)).pack(
+        scalar_strides=scalar_strides,
+        a_view=problem.a[:3],
+        b_view=problem.b[:3],
+        g_view=problem.g[:3],
+        v_view=problem.v[:3],
+        m=problem.m,
+        n=problem.n,
+        batch=problem.batch,
+        per_split=per_split,
+        factor=problem.factor,
+        row_blocks=row_blocks,
+        columns=problem.columns,
+        times_p=problem.times_p,
+        times_scale=problem.times_scale,
+    )
