@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.kernels.pack import PROBES, Centre, Pack
 from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, Problem, types
 from kernlib.jit.spec import KernelSpec
@@ -24,6 +23,7 @@ ARCH = "sm_90a"
 PRECISIONS = {"fp32": 2, "tf32": 1, "bf16": 1}  # copies: two words of a number, or one
 BARRIER_BYTES = 256  # at most, of static shared memory
 INFO_BYTES = 8  # of a point
+PROBES = 64 * 64  # pairs of the sample
 DOUBTFUL = PROBES // 64  # probed pairs above which the direct kernel does the work
 ALIGNMENT = 256  # of what lies in the workspace
 MAX_WORKSPACE = 2**32
@@ -108,6 +108,8 @@ def steps(
     names: tuple[str, str] = ("a", "b"),
 ) -> tuple[Step, Step]:
     """The centre, then the packing; ``names`` are the operands in the caller's words."""
+    from kernlib.families.pairwise.kernels.pack import Centre, Pack
+
     difference = is_difference(descriptor, problem)
     return (
         Centre().step(problem, place, names, difference),
@@ -117,6 +119,8 @@ def steps(
 
 def opening(problem: Problem, place: Workspace, centred: bool) -> Step:
     """What opens the gate, and finds the centre if asked to, where no points are packed."""
+    from kernlib.families.pairwise.kernels.pack import Centre
+
     return Centre().step(problem, place, ("a", "b"), centred)
 
 
