@@ -273,7 +273,7 @@ pairwise_reduce_gradient(const __grid_constant__ Parameters parameters) {
         Slopes slopes(read);
         InnerNumbers<AccT> numbers = {read(INNER_P), read(INNER_SCALE)};
         Exponents<AccT> exponents = {numbers.p, numbers.p - AccT(1), numbers.scale * LOG2_E,
-                               AccT(1.17549435e-38)};
+                                     AccT(1.17549435e-38)};
         Rows rows;
         Words words;
         read_rows(rows, parameters, l, m0);

@@ -243,9 +243,9 @@ class Double(PairKernel):
 
     def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant."""
-        scalars, own = scalar_count(descriptor), STRIDES if variant.products else Fields(())
+        scalars, strides = scalar_count(descriptor), STRIDES if variant.products else Fields(())
         fixed = direct.fields(scalars)
-        layout = "<" + fixed.format[1:] + own.format[1:]
+        layout = "<" + fixed.format[1:] + strides.format[1:]
         pointers = len(direct.OPERANDS) + POINTERS * variant.products
         facts = {
             **types(variant.dtype),
@@ -257,7 +257,7 @@ class Double(PairKernel):
             "POWERS": takes_powers(descriptor, variant),
             "PARAMETER_BYTES": Parameters(pointers, layout, scalars).size,
         }
-        texts = fixed.text(), own.text("PackedStrides"), finish_double(descriptor, variant)
+        texts = fixed.text(), strides.text("PackedStrides"), finish_double(descriptor, variant)
         words = ["sums" if variant.summed else "products", variant.dtype]
         words += ["tensor"] * variant.products
         words += [f"p={variant.inner}"] * (variant.inner != "any")
@@ -280,8 +280,8 @@ class Pack(Kernel):
         source = self.source({"CENTRED": centred}, *texts, includes=("pairwise/view.cuh",))
         words = ["centred"] * centred
         line, size = " ".join(["pairwise double pack", *words]), THREADS * NUMBER_BYTES
-        made = KernelSpec("pairwise", source, self.entry, THREADS, size, description=line)
-        return named(made, *words)
+        spec = KernelSpec("pairwise", source, self.entry, THREADS, size, description=line)
+        return named(spec, *words)
 
 
 DOUBLE, PACK = Double(), Pack()

@@ -81,8 +81,8 @@ class Few(PairKernel):
         problem = call.problem
         tiles = ceil_div(problem.m, SMALL_TILE) * ceil_div(problem.n, SMALL_TILE) * problem.batch
         walked = ceil_div(tiles, gpu.multiprocessors) * TILE_NS * (problem.k + TILE_EXTRA)
-        own = _time_ns(problem, gpu.multiprocessors)
-        return own / 1e3 if own < walked else float("inf")
+        time_ns = _time_ns(problem, gpu.multiprocessors)
+        return time_ns / 1e3 if time_ns < walked else float("inf")
 
     def launch(
         self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, int]

@@ -67,25 +67,27 @@ class Gradient(PairKernel):
     role = "step"
     Variant = Variant
 
-    def text(self, descriptor: Pairwise, made: Variant, facts: dict[str, Fact], *texts: str) -> str:
-        """The source of a variant with facts of its own."""
+    def text(
+        self, descriptor: Pairwise, variant: Variant, facts: dict[str, Fact], *texts: str
+    ) -> str:
+        """The source of a variant with further facts."""
         scalars = scalar_count(descriptor)
         every = {
-            **types(made.dtype),
-            **terms(descriptor, made),
+            **types(variant.dtype),
+            **terms(descriptor, variant),
             "BY_NORM": False,
-            "DIFFERENCE": made.difference,
-            "ROLE": Constant(f"Role::{made.role}"),
-            "COLUMNS": made.sets,
-            "HYPER": made.hyper,
-            "WIDTH": made.width,
-            "V_COPIES": made.copies,
-            "COPIES": made.copies,
-            "DEPTH": made.depth,
-            "WEIGHTED": made.weighted,
-            "WANTS_POINTS": made.points,
-            "WANTS_VALUES": made.values,
-            "COUNTED": made.counted,
+            "DIFFERENCE": variant.difference,
+            "ROLE": Constant(f"Role::{variant.role}"),
+            "COLUMNS": variant.sets,
+            "HYPER": variant.hyper,
+            "WIDTH": variant.width,
+            "V_COPIES": variant.copies,
+            "COPIES": variant.copies,
+            "DEPTH": variant.depth,
+            "WEIGHTED": variant.weighted,
+            "WANTS_POINTS": variant.points,
+            "WANTS_VALUES": variant.values,
+            "COUNTED": variant.counted,
             "PARAMETER_BYTES": Parameters(POINTERS, fields(scalars).format, scalars).size,
             **facts,
         }
@@ -93,13 +95,13 @@ class Gradient(PairKernel):
         includes = (*TYPES, "pairwise/reduce/math.cuh", "pairwise/role.cuh")
         return self.source(every, fixed, *texts, includes=includes)
 
-    def words(self, made: Variant) -> list[str]:
+    def words(self, variant: Variant) -> list[str]:
         """What sets a kernel apart from others of its descriptor."""
-        wanted = [name for name in ("points", "values") if getattr(made, name)]
-        words = [f"gradient of points {self.name}", made.role, *wanted]
-        words += [*[f"hyperparameters={made.hyper}"] * bool(made.hyper)]
-        words += [f"K={max(made.width, made.depth)} C={made.sets * made.weighted}"]
-        return words + ["counted"] * made.counted + ["epsilon"] * made.epsilon
+        leaves = [name for name in ("points", "values") if getattr(variant, name)]
+        words = [f"gradient of points {self.name}", variant.role, *leaves]
+        words += [*[f"hyperparameters={variant.hyper}"] * bool(variant.hyper)]
+        words += [f"K={max(variant.width, variant.depth)} C={variant.sets * variant.weighted}"]
+        return words + ["counted"] * variant.counted + ["epsilon"] * variant.epsilon
 
 
 class Points(Gradient):
@@ -109,19 +111,24 @@ class Points(Gradient):
     header = "pairwise/points/points.cuh"
     entry = "pairwise_points_main"
 
-    def spec(self, subject: tuple[Pairwise, Derivatives], made: Variant, arch: str) -> KernelSpec:
+    def spec(
+        self, subject: tuple[Pairwise, Derivatives], variant: Variant, arch: str
+    ) -> KernelSpec:
         """The specification of a variant."""
         facts = {
-            "WARPGROUPS": made.warpgroups,
-            "STAGES": made.stages,
+            "WARPGROUPS": variant.warpgroups,
+            "STAGES": variant.stages,
             "DOUBTFUL": DOUBTFUL,
-            "DYNAMIC_BYTES": made.shared_bytes,
+            "DYNAMIC_BYTES": variant.shared_bytes,
         }
-        products = multiply("float16", made.width, True), multiply("float16", TILE_N, False)
-        functions = _functions(*subject, made).replace(BOUNDED, "s")
-        source = self.text(subject[0], made, facts, *products, functions)
-        words, threads = [*self.words(made), f"rows={made.rows}"], 128 * (made.warpgroups + 1)
-        return self.described(subject[0], source, threads, made.shared_bytes, words)
+        products = multiply("float16", variant.width, True), multiply("float16", TILE_N, False)
+        functions = _functions(*subject, variant).replace(BOUNDED, "s")
+        source = self.text(subject[0], variant, facts, *products, functions)
+        words, threads = (
+            [*self.words(variant), f"rows={variant.rows}"],
+            128 * (variant.warpgroups + 1),
+        )
+        return self.described(subject[0], source, threads, variant.shared_bytes, words)
 
 
 class Direct(Gradient):
@@ -138,13 +145,13 @@ class Direct(Gradient):
         gated: bool
 
     def spec(
-        self, subject: tuple[Pairwise, Derivatives], made: Direct.Variant, arch: str
+        self, subject: tuple[Pairwise, Derivatives], variant: Direct.Variant, arch: str
     ) -> KernelSpec:
         """The specification of a variant."""
-        each = made.points
-        facts = {"GATED": made.gated, "DYNAMIC_BYTES": each.direct_bytes}
+        each = variant.points
+        facts = {"GATED": variant.gated, "DYNAMIC_BYTES": each.direct_bytes}
         source = self.text(subject[0], each, facts, _functions(*subject, each))
-        words = [*self.words(each), *["gated"] * made.gated]
+        words = [*self.words(each), *["gated"] * variant.gated]
         return self.described(subject[0], source, DIRECT_THREADS, each.direct_bytes, words)
 
 
@@ -155,12 +162,12 @@ class Pack(Gradient):
     header = "pairwise/points/pack.cuh"
     entry = "pairwise_points_pack"
 
-    def spec(self, descriptor: Pairwise, made: Variant, arch: str) -> KernelSpec:
+    def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant."""
-        source = self.text(descriptor, made._replace(values=False, hyper=0), {})
-        words = [made.role, f"K={made.width} C={made.sets * made.weighted}"]
-        words += ["numbers"] * (not made.points) + ["dot"] * (not made.difference)
-        words += ["counted"] * made.counted
+        source = self.text(descriptor, variant._replace(values=False, hyper=0), {})
+        words = [variant.role, f"K={variant.width} C={variant.sets * variant.weighted}"]
+        words += ["numbers"] * (not variant.points) + ["dot"] * (not variant.difference)
+        words += ["counted"] * variant.counted
         words.append(f"scalars={scalar_count(descriptor)}")
         line = f"pairwise points pack {' '.join(words)}"
         spec = KernelSpec("pairwise", source, self.entry, PACK_THREADS, description=line)
@@ -170,10 +177,10 @@ class Pack(Gradient):
 MAIN, DIRECT, PACK = Points(), Direct(), Pack()
 
 
-def _functions(descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> str:
+def _functions(descriptor: Pairwise, derivatives: Derivatives, variant: Variant) -> str:
     """Finish and Slopes."""
-    text = finish_reduced(descriptor, made, SlopeSource)
-    return f"{text}\n{slopes(descriptor, derivatives, made.root)}"
+    text = finish_reduced(descriptor, variant, SlopeSource)
+    return f"{text}\n{slopes(descriptor, derivatives, variant.root)}"
 
 
 def _step(
@@ -280,13 +287,13 @@ def lower(
     per_split = division.split(shape, ceil_div(problem.m, rows), unit, slots)
     place = workspace(problem, made) if products else None
     subject, behind = (descriptor, derivatives), Direct.Variant(made, place is not None)
-    given = problem, tuple(scalar_strides), place, made, per_split
-    steps = [_step(DIRECT, DIRECT.spec(subject, behind, arch), *given)]
+    rest = problem, tuple(scalar_strides), place, made, per_split
+    steps = [_step(DIRECT, DIRECT.spec(subject, behind, arch), *rest)]
     if place is not None:
         steps = [
             *pack.steps(descriptor, problem, made, place.points),
-            _step(PACK, PACK.spec(descriptor, made, arch), *given),
-            _step(MAIN, MAIN.spec(subject, made, arch), *given),
+            _step(PACK, PACK.spec(descriptor, made, arch), *rest),
+            _step(MAIN, MAIN.spec(subject, made, arch), *rest),
             *steps,
         ]
     parts = ceil_div(problem.n, per_split)

@@ -46,7 +46,7 @@ class Reduction(PairKernel):
     Variant = Variant
 
     def text(self, descriptor: Pairwise, base: Variant, facts: dict[str, Fact]) -> str:
-        """The source of a variant with facts of its own."""
+        """The source of a variant with further facts."""
         double = base.dtype == "float64"
         every = {
             **types(base.dtype),
@@ -58,8 +58,8 @@ class Reduction(PairKernel):
             **facts,
         }
         texts = fields(scalar_count(descriptor)).text(), finish_reduced(descriptor, base)
-        own = "pairwise/access.cuh", "pairwise/reduce/kinds.cuh", "pairwise/reduce/math.cuh"
-        return self.source(every, *texts, includes=(*TYPES, *own))
+        names = "pairwise/access.cuh", "pairwise/reduce/kinds.cuh", "pairwise/reduce/math.cuh"
+        return self.source(every, *texts, includes=(*TYPES, *names))
 
     def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant."""
@@ -68,12 +68,12 @@ class Reduction(PairKernel):
         words += [f"p={variant.inner}"] * (variant.inner != "any")
         words += flags(variant, "long_k", "epsilon", "regularized")
         source = self.text(descriptor, variant, self.facts(variant))
-        made = KernelSpec(
+        spec = KernelSpec(
             "pairwise", source, self.entry, THREADS, shared(variant),
             description=" ".join([descriptor.describe(), *words]),
         )  # fmt: skip
         words[1:2] = []
-        return named(made, *short(descriptor), *words, epilogue=descriptor.epilogue)
+        return named(spec, *short(descriptor), *words, epilogue=descriptor.epilogue)
 
     def facts(self, variant: Variant) -> dict[str, Fact]:
         """Facts of a variant that others of the role lack."""

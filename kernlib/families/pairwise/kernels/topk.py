@@ -272,13 +272,13 @@ class TopK(Reduction):
         order = f"{variant.kept} {'largest' if variant.largest else 'smallest'}"
         words = [base.dtype, *code_words(base)] + [f"p={base.inner}"] * (base.inner != "any")
         words += flags(base, "long_k", "epsilon", "regularized")
-        kept = lists(variant.kept, variant.waiting, variant.lists, variant.largest)
-        source = self.text(descriptor, base, {**kept, **self.facts(variant)})
-        made = KernelSpec(
+        facts = lists(variant.kept, variant.waiting, variant.lists, variant.largest)
+        source = self.text(descriptor, base, {**facts, **self.facts(variant)})
+        spec = KernelSpec(
             "pairwise", source, self.entry, variant.threads, shared(variant),
             description=" ".join([descriptor.describe(), order, base.kind, *words]),
         )  # fmt: skip
-        return named(made, *short(descriptor), order, *words, epilogue=descriptor.epilogue)
+        return named(spec, *short(descriptor), order, *words, epilogue=descriptor.epilogue)
 
 
 class Small(TopK):
@@ -316,8 +316,8 @@ class Merge(Kernel):
         """The specification for lists in one of two orders."""
         text = self.source({"THREADS": THREADS, "LARGEST": largest}, MERGE_FIELDS.text())
         word = "largest" if largest else "smallest"
-        made = KernelSpec("pairwise", text, self.entry, THREADS, description=f"merge of {word}")
-        return named(made, word)
+        spec = KernelSpec("pairwise", text, self.entry, THREADS, description=f"merge of {word}")
+        return named(spec, word)
 
 
 SMALL, TILE, MERGE = Small(), Tile(), Merge()
