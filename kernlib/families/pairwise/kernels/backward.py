@@ -43,7 +43,7 @@ class Backward(PairKernel):
     def spec_of(self, descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> KernelSpec:
         """The specification of a variant."""
         scalars, hyper = scalar_count(descriptor), len(derivatives.others)
-        fields = _fields(scalars)
+        members = fields(scalars)
         pointers = len(lowering.OPERANDS)
         swapped = made.role == "second" and descriptor.operator != "dot"
         facts = {
@@ -64,9 +64,9 @@ class Backward(PairKernel):
             "HYPER": hyper,
             "CURVED": is_curved(derivatives),
             "DOT": descriptor.operator == "dot",
-            "PARAMETER_BYTES": Parameters(pointers, fields.format, scalars).size,
+            "PARAMETER_BYTES": Parameters(pointers, members.format, scalars).size,
         }
-        texts = [fields.text(), finish_reduced(descriptor, made, SlopeSource)]
+        texts = [members.text(), finish_reduced(descriptor, made, SlopeSource)]
         texts.append(slopes(descriptor, derivatives, made.root))
         own = "pairwise/gradient/slopes.cuh", "pairwise/reduce/math.cuh", "pairwise/role.cuh"
         source = self.source(facts, *texts, includes=(*TYPES, *own))
@@ -112,7 +112,7 @@ def lower(
 
 
 @cache
-def _fields(scalars: int) -> Fields:
+def fields(scalars: int) -> Fields:
     """What a plan fixes."""
     return Fields((
         f"i64 scalar_strides[{scalars}]",
@@ -130,7 +130,7 @@ def fixed_parameters(
     problem: Problem, per_split: int, row_blocks: int, scalar_strides: tuple[int, ...]
 ) -> bytes:
     """Its bytes."""
-    return _fields(len(scalar_strides)).pack(
+    return fields(len(scalar_strides)).pack(
         scalar_strides=scalar_strides,
         a_view=problem.a[:3],
         b_view=problem.b[:3],

@@ -4,9 +4,10 @@ and ``columns`` of a tile, and ``depth`` (features of a stage)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.pack import PROBES, Workspace
 from kernlib.families.pairwise.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -16,14 +17,10 @@ from kernlib.lowering.kernel import Kernel
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
 
-if TYPE_CHECKING:
-    from kernlib.families.pairwise.lowering.pack import Workspace
-
 GROUP = 8  # points of a block
 CENTRE_COLUMNS, CENTRE_THREADS = 32, 1024
 SAMPLES = 512  # of each operand, for the centre
 PACK_WARPS = 8
-PROBES = 64 * 64
 SAMPLE = Fields(("i64 step", "int points", "int padding"))  # points 0, step, 2 step ...
 CENTRE = Fields(
     (

@@ -9,13 +9,13 @@ waits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from math import inf
 from typing import Any, NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.kernels.direct import DIRECT
-from kernlib.families.pairwise.kernels.pack import Centre, Pack
 from kernlib.families.pairwise.lowering.finish import finish, is_norm, outer_kinds
 from kernlib.families.pairwise.lowering.pack import (
     ARCH,
@@ -162,7 +162,7 @@ class Split(PairKernel):
         strides: tuple[int, ...],
     ) -> Step:
         tiles = tile_count(descriptor, problem, variant)
-        fixed = _fields(len(strides)).pack(
+        fixed = fields(len(strides)).pack(
             scalar_strides=strides,
             a_view=problem.a[:3],
             b_view=problem.b[:3],
@@ -219,6 +219,8 @@ class Split(PairKernel):
 
     def specs(self, descriptor: Pairwise, scope: Scope, arch: str) -> list[KernelSpec]:
         """With those of all steps."""
+        from kernlib.families.pairwise.kernels.pack import Centre, Pack
+
         every, difference = [], descriptor.operator == "difference"
         for one in self.variants(descriptor, scope):
             pack = Pack.Variant(one.dtype, one.copies, one.depth, difference)
@@ -233,7 +235,7 @@ class Split(PairKernel):
     def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant."""
         scalars = scalar_count(descriptor)
-        fields = _fields(scalars)
+        members = fields(scalars)
         facts = {
             **types(variant.dtype, variant.out_dtype),
             **split_facts(variant),
@@ -246,11 +248,11 @@ class Split(PairKernel):
             "INFOS": INFOS,
             "RESIDENT": 0,
             "SYMMETRIC": descriptor.symmetric,
-            "PARAMETER_BYTES": Parameters(POINTERS, fields.format, scalars).size,
+            "PARAMETER_BYTES": Parameters(POINTERS, members.format, scalars).size,
         }
         source = self.source(
             facts,
-            fields.text(),
+            members.text(),
             multiply("float16", variant.columns, False),
             f"using AccT = Config::AccT;\n{finish(descriptor, variant, root='square_root')}",
             includes=(*TYPES, "pairwise/split/root.cuh"),
@@ -321,7 +323,9 @@ def tile_count(descriptor: Pairwise, problem: Problem, variant: Split.Variant) -
     return sum(each) * problem.batch
 
 
-def _fields(scalars: int) -> Fields:
+@cache
+def fields(scalars: int) -> Fields:
+    """What a plan fixes."""
     return Fields((
         f"i64 scalar_strides[{scalars}]",
         # (batch, point, feature) of a and b, (batch, m, n) of out

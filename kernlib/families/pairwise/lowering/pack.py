@@ -11,11 +11,8 @@ from typing import NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.kernels.pack import PROBES, Centre, Pack
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, Problem, types
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, Problem
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import config
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import FLOAT_SUMS
 from kernlib.lowering.steps import WORKSPACE, Step
@@ -24,6 +21,7 @@ ARCH = "sm_90a"
 PRECISIONS = {"fp32": 2, "tf32": 1, "bf16": 1}  # copies: two words of a number, or one
 BARRIER_BYTES = 256  # at most, of static shared memory
 INFO_BYTES = 8  # of a point
+PROBES = 64 * 64  # pairs of the sample
 DOUBTFUL = PROBES // 64  # probed pairs above which the direct kernel does the work
 ALIGNMENT = 256  # of what lies in the workspace
 MAX_WORKSPACE = 2**32
@@ -108,6 +106,8 @@ def steps(
     names: tuple[str, str] = ("a", "b"),
 ) -> tuple[Step, Step]:
     """The centre, then the packing; ``names`` are the operands in the caller's words."""
+    from kernlib.families.pairwise.kernels.pack import Centre, Pack
+
     difference = is_difference(descriptor, problem)
     return (
         Centre().step(problem, place, names, difference),
@@ -117,22 +117,16 @@ def steps(
 
 def opening(problem: Problem, place: Workspace, centred: bool) -> Step:
     """What opens the gate, and finds the centre if asked to, where no points are packed."""
+    from kernlib.families.pairwise.kernels.pack import Centre
+
     return Centre().step(problem, place, ("a", "b"), centred)
-
-
-def view(layout: Layout) -> tuple[int, int, int]:
-    """struct View of a tensor."""
-    return layout.batch, layout.rows, layout.columns
 
 
 def gated(spec: KernelSpec) -> KernelSpec:
     """A direct kernel, for the case that the gate is open to it."""
     name = f"{spec.entry}_gated"
     source = spec.source.replace(spec.entry, name, 1)
-    if "int GATED = 0;" in source:
-        source = source.replace("int GATED = 0;", f"int GATED = {DOUBTFUL};", 1)
-    else:
-        source = f"#define GATED {DOUBTFUL}\n{source}"
+    source = source.replace("int GATED = 0;", f"int GATED = {DOUBTFUL};", 1)
     return spec._replace(entry=name, source=source, description=f"{spec.description} gated")
 
 
@@ -140,18 +134,3 @@ def gated_step(step: Step, place: Workspace) -> Step:
     """The launch of a direct kernel behind the gate."""
     pointers = ((WORKSPACE, place.doubtful), *step.pointers)
     return step._replace(spec=gated(step.spec), pointers=pointers)
-
-
-def constants(dtype: str, difference: bool, parameter_bytes: int, fixed="", **facts) -> str:
-    """What each of the sources begins with."""
-    facts = {**types(dtype), "DIFFERENCE": difference, "BY_NORM": False, **facts}
-    return f"""#include "common/types.cuh"
-{'#include "pairwise/terms.cuh"' if "Term" in facts else ""}
-{'#include "pairwise/reduce/kinds.cuh"' if "Reducer" in facts else ""}
-{'#include "pairwise/view.cuh"' if fixed else ""}
-{config.text(facts)}
-{fixed}
-using InputT = Config::InputT;
-using AccT = Config::AccT;
-constexpr int PARAMETER_BYTES = {parameter_bytes};
-"""
