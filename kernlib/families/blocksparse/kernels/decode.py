@@ -83,7 +83,7 @@ class Decode(Kernel):
     ) -> Lowered:
         """The launch of a problem."""
         values, dense, blocks = problem.values, problem.dense, problem.blocks
-        fixed = fixed_of(epilogue).pack(
+        fixed = _fixed(epilogue).pack(
             value_batch=values.batch,
             value_slot=values.slot,
             value_row=values.row,
@@ -128,7 +128,7 @@ class Decode(Kernel):
         dtype, lines, depth, columns, warps, along_lines = variant
         words = [f"{lines}x{depth}", f"{TILE_LINES}x{columns}", f"{warps}warps"]
         words += ["along_lines"] * along_lines
-        fields = fixed_of(epilogue)
+        fields = _fixed(epilogue)
         parameters = text.parameters(len(OPERANDS), fields.format, epilogue)
         facts = {
             **text.facts(dtype, dtype, epilogue),
@@ -145,7 +145,7 @@ class Decode(Kernel):
         return self.named_spec(source, 32 * warps, shared, dtype, words, epilogue)
 
 
-def fixed_of(epilogue: tuple[Epilogue, ...]) -> Fields:
+def _fixed(epilogue: tuple[Epilogue, ...]) -> Fields:
     return Fields((*FIXED, *summands.members(epilogue)))
 
 

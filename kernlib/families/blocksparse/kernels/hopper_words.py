@@ -98,7 +98,7 @@ class HopperWords(Kernel):
         ordered = hopper.is_ordered(problem, count, TILE_COLUMNS)
         packed, grid = _packed(problem, ordered), min(count, _tiles(problem))
         words = ((WORKSPACE, place) for place in packed.places[:-1])
-        numbers = _fields(epilogue).values(
+        numbers = _fixed(epilogue).values(
             **_strides(problem, packed),
             **hopper.numbers(problem, count, TILE_COLUMNS),
         )
@@ -149,7 +149,7 @@ class HopperWords(Kernel):
             "PARAMETER_BYTES": _parameters(epilogue).size,
         }
         texts = (
-            _fields(epilogue).text(),
+            _fixed(epilogue).text(),
             text.typed_finish(epilogue),
             multiply("float16", TILE_COLUMNS, False),
         )
@@ -159,13 +159,13 @@ class HopperWords(Kernel):
         )
 
 
-def _fields(epilogue: tuple[Epilogue, ...]) -> Fields:
+def _fixed(epilogue: tuple[Epilogue, ...]) -> Fields:
     return hopper.fields(epilogue, *STRIDES)
 
 
 def _parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
     """Packed operands, the result, the layout's bits and ranks, the epilogue's, strides, sizes."""
-    return text.parameters(POINTERS, _fields(epilogue).format, epilogue)
+    return text.parameters(POINTERS, _fixed(epilogue).format, epilogue)
 
 
 def _strides(problem: Spmm, packed: Packed) -> dict[str, int]:

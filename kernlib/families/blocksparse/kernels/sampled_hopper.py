@@ -100,7 +100,7 @@ class SampledHopper(Kernel):
         """The launch of a problem."""
         blocks, slots = problem.blocks, int(choice["slots"])
         tiles, lines = _tiles(problem, slots), operands.lines_last(problem)
-        numbers = _fields(epilogue).values(
+        numbers = _fixed(epilogue).values(
             **summands.values(problem.summands),
             tiles=tiles,
             groups=tiles // problem.batch,
@@ -149,7 +149,7 @@ class SampledHopper(Kernel):
             "PARAMETER_BYTES": _parameters(epilogue).size,
         }
         texts = (
-            _fields(epilogue).text(),
+            _fixed(epilogue).text(),
             text.typed_finish(epilogue),
             multiply(dtype, cols, False, left, right),
         )
@@ -158,13 +158,13 @@ class SampledHopper(Kernel):
         return self.named_spec(source, hopper.THREADS, shared, dtype, words, epilogue)
 
 
-def _fields(epilogue: tuple[Epilogue, ...]) -> Fields:
+def _fixed(epilogue: tuple[Epilogue, ...]) -> Fields:
     return Fields((*summands.members(epilogue), *FIXED))
 
 
 def _parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
     """Maps, the layout's slots, the epilogue's, sizes."""
-    return text.parameters(len(LISTS), _fields(epilogue).format, epilogue, maps=3)
+    return text.parameters(len(LISTS), _fixed(epilogue).format, epilogue, maps=3)
 
 
 def _slots(rows: int, cols: int) -> list[int]:

@@ -92,7 +92,7 @@ class Stationary(Kernel):
         a_unit = panels_a_unit(problem, gpu.multiprocessors)
         splits = ceil_div(panels, a_unit)
         units = _row_groups(problem) * splits
-        numbers = _fields(epilogue).values(
+        numbers = _fixed(epilogue).values(
             **summands.values(problem.summands),
             batch_step=problem.values.batch,
             units=units,
@@ -147,7 +147,7 @@ class Stationary(Kernel):
         # Of a stage two barriers, and in front of all what lies before whole 1024 bytes.
         stage = ring["STAGE_BYTES"] + 2 * 8 + 4 * ring["WORDS"]
         shared = ring["STAGES"] * stage + ring["OUT_BYTES"] + 1024
-        texts = _fields(epilogue).text(), text.typed_finish(epilogue)
+        texts = _fixed(epilogue).text(), text.typed_finish(epilogue)
         source = self.source(facts, *texts, includes=("common/math.cuh", summands.HEADER))
         return self.named_spec(source, THREADS, shared, dtype, words, epilogue)
 
@@ -178,13 +178,13 @@ def _ring(block: int, depth: int) -> dict[str, int]:
     }
 
 
-def _fields(epilogue: tuple[Epilogue, ...]) -> Fields:
+def _fixed(epilogue: tuple[Epilogue, ...]) -> Fields:
     return Fields((*summands.members(epilogue), *FIXED))
 
 
 def _parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
     """Maps, the layout's words, the result, the epilogue's, sizes."""
-    return text.parameters(len(LISTS), _fields(epilogue).format, epilogue, maps=2)
+    return text.parameters(len(LISTS), _fixed(epilogue).format, epilogue, maps=2)
 
 
 def _depths(summands: int) -> tuple[int, ...]:
