@@ -76,8 +76,7 @@ class InSlabs(ProductKernel):
         return None
 
     def plan(self, problem: Problem, gpu: Gpu) -> Plan | None:
-        """How a problem is cut; None where another kernel takes it: of one run, without room for
-        matrices, or with more tickets than a counter has."""
+        """How a problem is cut; None where it is one run, or there is no room for matrices."""
         kind = grouping.product_of(problem)
         groups = grouping.groups(self.of_run, kind, gpu.arch)
         if groups is None or len(groups) < 2:
@@ -93,13 +92,16 @@ class InSlabs(ProductKernel):
             for run, part in zip(runs, variant.parts, strict=True)
         )
         count, lag = ceil_div(problem.columns, columns), ceil_div(DISTANCE * blocks, tickets)
-        if (problem.batch * count + len(runs) * lag) * tickets >= MOST_TICKETS:
-            return None
         return Plan(runs, variant, columns, count, tickets, lag, blocks)
 
     def takes(self, problem: Problem, arch: str) -> bool:
-        """Whether several runs are one launch, on any GPU of an arch."""
-        return self.plan(problem, Gpu(arch, targets.MULTIPROCESSORS[arch][1])) is not None
+        """Whether there are several runs, with no more tickets on any GPU of an arch than a counter
+        has."""
+        plan = self.plan(problem, Gpu(arch, targets.MULTIPROCESSORS[arch][1]))
+        if plan is None:
+            return False
+        slabs = problem.batch * plan.count + len(plan.runs) * plan.lag
+        return slabs * plan.tickets < MOST_TICKETS
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Problem, gpu: Gpu, choice: Choice
