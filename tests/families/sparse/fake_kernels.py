@@ -121,7 +121,7 @@ def install(monkeypatch) -> fakes.Gpus:
     """Put GPUs and lowering in place; ``lowering`` of what is returned notes the problems."""
     made = fakes.install(monkeypatch)
     made.lowering = simulated = Simulated()
-    monkeypatch.setattr(choose, "kernels", lambda format: (simulated,))
+    monkeypatch.setattr(choose, "kernels", lambda format: (simulated,) * (format != "dense"))
 
     def launched(config, function, arguments, extra):
         answer = made.launch(config, function, arguments, extra)

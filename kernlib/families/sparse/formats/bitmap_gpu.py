@@ -32,8 +32,8 @@ def decode(
     """The dense matrix of chunks."""
     out = torch.empty(shape, dtype=dtype, device=data.device)
     if out.numel():
-        whole = shape[1] * dtype.itemsize % 16 == 0
-        launch(Decode(), (*shape, dtype.itemsize, whole), data, offsets, out)
+        vectors = shape[1] * dtype.itemsize % 16 == 0
+        launch(Decode(), (*shape, dtype.itemsize, vectors), data, offsets, out)
     return out
 
 

@@ -119,15 +119,15 @@ class Bitmap(Kernel):
         ranges, variant = _ranges(problem, warps), _variant(problem, warps, False)
         if not has_all_ranges(problem, variant, ranges, *gpu):
             variant = variant._replace(sums=True)
-        own = () if variant.sums else epilogue
+        finish = () if variant.sums else epilogue
         operands = (*OPERANDS[:-1], WORKSPACE) if variant.sums else OPERANDS
         fixed, ctas = _fixed(problem, variant, ranges, *gpu)
         main = Step(
-            self.spec(own, variant, gpu.arch),
+            self.spec(finish, variant, gpu.arch),
             (ctas, 1),
             fixed,
-            text.pointers(operands, own),
-            text.scalar_count(own),
+            text.pointers(operands, finish),
+            text.scalar_count(finish),
             overlaps=problem.frozen and gpu.arch in OVERLAPPING,
         )
         if not variant.sums:
@@ -252,8 +252,10 @@ def _warps(problem: Problem, arch: str) -> int:
     """Warps of a CTA: of those that leave room for two stages the fewest that make as few ranges as
     any, as others stand idle."""
     every = WARPS_OF_CODES if codes_of(problem.format) else WARPS
-    known = (_variant(problem, warps) for warps in every)
-    fitting = [v.warps for v in known if _has_registers(v, arch) and _stages(problem, v, arch) >= 2]
+    variants = (_variant(problem, warps) for warps in every)
+    fitting = [
+        v.warps for v in variants if _has_registers(v, arch) and _stages(problem, v, arch) >= 2
+    ]
     return min(fitting or every[-1:], key=lambda warps: (_ranges(problem, warps), warps))
 
 

@@ -103,14 +103,14 @@ class Macko(Kernel):
             columns=problem.columns,
             rows_of_cta=rows_of_cta,
         )
-        own = () if variant.ranges else epilogue
+        finish = () if variant.ranges else epilogue
         operands = (*OPERANDS[:-1], WORKSPACE) if variant.ranges else OPERANDS
         main = Step(
-            self.spec(own, variant, gpu.arch),
+            self.spec(finish, variant, gpu.arch),
             (ctas, ceil_div(problem.columns, variant.columns)),
             fixed,
-            text.pointers(operands, own),
-            text.scalar_count(own),
+            text.pointers(operands, finish),
+            text.scalar_count(finish),
         )
         if not variant.ranges:
             return Lowered((main,))
