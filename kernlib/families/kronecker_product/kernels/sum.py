@@ -73,9 +73,9 @@ class Sum(Kernel):
             "AccT": sums.cuda,
             "FACTORS": factors,
             "MATRICES": matrices,
-            "PARAMETER_BYTES": Parameters(1 + 2 * factors, _fields(factors, matrices).format).size,
+            "PARAMETER_BYTES": Parameters(1 + 2 * factors, _fixed(factors, matrices).format).size,
         }
-        texts = FACTOR.text("Factor"), MATRIX.text("Matrix"), _fields(factors, matrices).text()
+        texts = FACTOR.text("Factor"), MATRIX.text("Matrix"), _fixed(factors, matrices).text()
         threads, line = LANES * GROUPS, f"kronecker_product sum {dtype} {words}"
         source, shared = self.source(facts, *texts), sums.bytes * (threads + MOST_MERGED)
         spec = KernelSpec(
@@ -111,13 +111,13 @@ class Sum(Kernel):
             numbers += MATRIX.values(**matrix._asdict(), block=blocks)
             blocks += matrix.blocks
         count, batches = len(problem.factors), 1 if is_one_sum else problem.batch
-        fixed = _fields(count, len(matrices)).pack(shapes=shapes, matrices=numbers, batches=batches)
+        fixed = _fixed(count, len(matrices)).pack(shapes=shapes, matrices=numbers, batches=batches)
         names = [(f"{kind}{i}", 0) for kind in ("to_factor", "factor") for i in range(count)]
         spec = self.spec(None, self.Variant(problem.dtype, count, len(matrices)), "")
         return Step(spec, (blocks, min(batches, GRID_BATCH)), fixed, (workspace, *names))
 
 
-def _fields(factors: int, matrices: int) -> Fields:
+def _fixed(factors: int, matrices: int) -> Fields:
     members = f"Factor shapes[{factors}]", f"Matrix matrices[{matrices}]", "i64 batches"
     return Fields(members, {"Factor": FACTOR, "Matrix": MATRIX})
 

@@ -93,7 +93,7 @@ class Few(PairKernel):
         variant = self.Variant(
             problem.dtype, problem.out_dtype, problem.inner, problem.outer, problem.root
         )
-        fixed = _fields(len(call.strides)).pack(
+        fixed = _fixed(len(call.strides)).pack(
             scalar_strides=call.strides,
             a_view=view(problem.a),
             b_view=view(problem.b),
@@ -136,7 +136,7 @@ class Few(PairKernel):
             **terms(descriptor, variant),
             "SYMMETRIC": descriptor.symmetric,
         }
-        texts = _fields(scalar_count(descriptor)).text(), finish(descriptor, variant)
+        texts = _fixed(scalar_count(descriptor)).text(), finish(descriptor, variant)
         source = self.source(facts, *texts, includes=TYPES)
         words = ["->".join(dict.fromkeys((variant.dtype, variant.out_dtype)))]
         words += exponents(descriptor, variant)
@@ -146,7 +146,7 @@ class Few(PairKernel):
 
 
 @cache
-def _fields(scalars: int) -> Fields:
+def _fixed(scalars: int) -> Fields:
     """What a plan fixes."""
     return Fields((
         f"i64 scalar_strides[{scalars}]",
