@@ -11,17 +11,13 @@
 //   PARTIAL      whether a tile has but a part of the depth
 #pragma once
 
-#include "common/types.cuh"
+#include "blocksparse/side.cuh"
 
 // The layout's words, and of them those of a line of op(S), of a row as stored; its blocks.
 struct Lists {
     const u32* row_bits;
     const int* row_ranks;
     const u32* col_bits;
-};
-struct Grid {
-    int lines, depths;          // blocks of a head's op(S), down and across
-    int line_words, row_words;  // of a line of op(S), and of a row of S
 };
 
 // Blocks along the depth.

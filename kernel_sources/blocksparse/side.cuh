@@ -1,4 +1,4 @@
-// Strides of an operand or result of block-sparse products, as plans fix them.
+// Strides and sizes of block-sparse products, as plans fix them: types of members of struct Fixed.
 #pragma once
 
 #include "common/types.cuh"
@@ -12,4 +12,9 @@ struct Side {
         return batch_index * batch + panel_index * panel + line_index * line +
                column_index * column;
     }
+};
+
+struct Grid {
+    int lines, depths;          // blocks of a head's op(S), down and across
+    int line_words, row_words;  // of a line of op(S), and of a row of S
 };

@@ -8,12 +8,15 @@ import struct
 from collections.abc import Iterable
 from functools import cached_property
 
-# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View and Side are those
-# of kernel_sources/pairwise/scalars.cuh and of kernel_sources/blocksparse/summands.cuh.
+# Of C++ types: the format of :mod:`struct`, and how many numbers that is. View is that of
+# kernel_sources/pairwise/scalars.cuh, Side and Grid those of kernel_sources/blocksparse/side.cuh,
+# the strides those of kernel_sources/blocksparse/{attention,softmax}/strides.cuh.
 FORMATS = {
     "i64": ("q", 1), "u64": ("Q", 1), "double": ("d", 1),
     "int": ("i", 1), "u32": ("I", 1), "float": ("f", 1),
-    "View": ("q", 3), "Side": ("q", 4),
+    "View": ("q", 3), "Side": ("q", 4), "Grid": ("i", 4),
+    "Strides": ("q", 3), "CapturedStrides": ("q", 4),
+    "SlotStrides": ("q", 5), "DenseStrides": ("q", 5),
 }  # fmt: skip
 _MEMBER = re.compile(r"(\w+) (\w+)(?:\[(\d+)\])?")
 

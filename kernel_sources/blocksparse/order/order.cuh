@@ -17,10 +17,10 @@
 //   PARAMETER_BYTES      what lowering makes of Parameters
 #pragma once
 
-constexpr int THREADS = 1024, MOST_UNITS = 4096;
-
-#include "blocksparse/layout/layout.cuh"
+#include "blocksparse/sums.cuh"
 #include "common/hopper.cuh"
+
+constexpr int THREADS = 1024, WARPS = THREADS / 32, MOST_UNITS = 4096;
 
 constexpr int KEYS = THREADS;                  // lengths that are told apart, each a thread's
 constexpr int TURNS = MOST_UNITS / THREADS;    // units of a thread, at most
@@ -156,7 +156,7 @@ blocksparse_order(const __grid_constant__ Parameters p) {
     own.rank(p, s);
     __syncthreads();
     int key = p.keys - 1 - int(threadIdx.x);  // the largest first
-    u32 total, sum = key >= 0 ? sum_warps(s, key) : 0, ahead = sum_ahead(sum, s.sums, total);
+    u32 total, sum = key >= 0 ? sum_warps(s, key) : 0, ahead = sum_ahead<WARPS>(sum, s.sums, total);
     if (key >= 0) s.starts[key] = ahead;
     __syncthreads();
     own.place(p, s);

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.kernels.decode import Decode
+from kernlib.families.blocksparse.kernels.portable import PORTABLE
+from kernlib.families.blocksparse.kernels.sampled import SAMPLED
 from kernlib.families.blocksparse.lowering import (
     hopper,
     hopper_words,
     narrow,
-    portable,
-    sampled,
     sampled_hopper,
     stationary,
     tiles,
@@ -74,9 +74,10 @@ class _Module(Kernel):
 
 SPMM: tuple[Kernel, ...] = (
     Decode(),
-    *map(_Module, (hopper, hopper_words, narrow, portable)),
+    *map(_Module, (hopper, hopper_words, narrow)),
+    PORTABLE,
 )
-SDD: tuple[Kernel, ...] = tuple(map(_Module, (stationary, tiles, sampled_hopper, sampled)))
+SDD: tuple[Kernel, ...] = (*map(_Module, (stationary, tiles, sampled_hopper)), SAMPLED)
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:

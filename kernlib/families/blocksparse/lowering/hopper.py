@@ -10,7 +10,8 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import order, portable, times
+from kernlib.families.blocksparse.kernels import portable
+from kernlib.families.blocksparse.lowering import order, times
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm
 from kernlib.families.blocksparse.lowering.times import fewest_rounds
 from kernlib.jit.spec import KernelSpec

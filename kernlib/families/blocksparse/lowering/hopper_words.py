@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, order, pack_words, portable
+from kernlib.families.blocksparse.kernels import portable
+from kernlib.families.blocksparse.lowering import hopper, order, pack_words
 from kernlib.families.blocksparse.lowering.pack_words import TILE_COLUMNS, Packed
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec

@@ -10,7 +10,8 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, sampled
+from kernlib.families.blocksparse.kernels import sampled
+from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
 from kernlib.families.blocksparse.lowering.times import fewest_rounds
 from kernlib.jit.spec import KernelSpec

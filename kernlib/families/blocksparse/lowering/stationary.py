@@ -12,7 +12,8 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, sampled, sampled_hopper
+from kernlib.families.blocksparse.kernels import sampled
+from kernlib.families.blocksparse.lowering import hopper, sampled_hopper
 from kernlib.families.blocksparse.lowering.problem import Sdd
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
