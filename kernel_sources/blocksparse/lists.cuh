@@ -5,7 +5,7 @@
 // words of each line's bits are looked at at a time, one such set ahead, so that empty ones cost a
 // ballot; of the next word that is not empty the ranks are read while the current one is worked on.
 //
-// The generated source defines before it includes this file:
+// Reads of struct Config:
 //   TRANSPOSED   whether op(S) is S^T: a line of blocks is a column of the layout
 //   GROUPS       lines of blocks of a tile: 1, 2, 4 or 8
 //   PARTIAL      whether a tile has but a part of the depth
@@ -25,11 +25,14 @@ struct Range {
     int begin, end;
 };
 
-constexpr u32 ALL = 0xffffffffu;  // lanes
-constexpr u32 LIVE = (1u << GROUPS) - 1;  // a bit of each line
-constexpr int WORDS_AT_ONCE = 32 / GROUPS;
+constexpr u32 ALL = 0xffffffffu;                  // lanes
+constexpr u32 LIVE = (1u << Config::GROUPS) - 1;  // a bit of each line
+constexpr int WORDS_AT_ONCE = 32 / Config::GROUPS;
 
 struct Walk {
+    static constexpr bool TRANSPOSED = Config::TRANSPOSED, PARTIAL = Config::PARTIAL;
+    static constexpr int GROUPS = Config::GROUPS;
+
     const Lists* lists;
     const Grid* grid;
     Range range;  // PARTIAL: of the blocks that count

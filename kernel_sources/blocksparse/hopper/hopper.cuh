@@ -19,44 +19,13 @@
 // Tensor copies bring pieces and panels to a ring of stages, swizzled as wgmma reads them, along
 // whichever dimension is contiguous. Results go by shared memory and tensor copies too.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of values, dense and vectors; arithmetic; storage of out
-//   LINES, DEPTH             of a block of op(S): 64 or 128 each
-//   TILE_COLUMNS             64, 128 or 256
-//   TRANSPOSED               whether op(S) is S^T: blocks are (DEPTH, LINES) in memory
-//   DEPTH_LAST               whether dense has the depth contiguous, else its columns
-//   LINES_LAST               whether out has the lines contiguous, else its columns
-//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue
-//   multiply(...)            one wgmma of 64 x TILE_COLUMNS by 16
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x TILE_COLUMNS by 16: class Hopper of
+// kernlib/families/blocksparse/kernels/hopper.py.
 #pragma once
 
-constexpr int WARPGROUPS = 2, TILE_LINES = 64 * WARPGROUPS;
-constexpr int GROUPS = TILE_LINES / LINES;  // lines of blocks of a tile
-constexpr bool BY_MAPS = true, SCALED = false, SUMS_ACROSS = false;
-
-#include "blocksparse/hopper/parameters.cuh"
+#include "blocksparse/hopper/tile.cuh"
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int SUMS = TILE_COLUMNS / 2;         // accumulators of a thread
-constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
-constexpr int STEP_DEPTH = 64, STEP = 16;      // of a stage, of one wgmma
-constexpr int PIECE_BYTES = 64 * ROW_BYTES;    // 64 x 64 elements
-constexpr int PANEL_BYTES = STEP_DEPTH * TILE_COLUMNS * 2;
-constexpr int STAGE_BYTES = WARPGROUPS * PIECE_BYTES + PANEL_BYTES;
-constexpr int STAGES = 192 * 1024 / STAGE_BYTES;  // under way: 4, 6 or 8
-constexpr int OUT_PARTS = 2;                   // of a warpgroup's result under way
-constexpr int PARTS = TILE_COLUMNS / 64;
-constexpr int WORDS = 3;                       // of a stage: live pieces, and its tile's place
-constexpr u32 BOTH = (1u << WARPGROUPS) - 1;   // a bit a warpgroup
-constexpr u32 LAST = 1u << WARPGROUPS;         // beside these: of a tile's last stage
-
-#include "blocksparse/hopper/ring.cuh"
-#include "blocksparse/hopper/schedule.cuh"
-#include "blocksparse/hopper/store.cuh"
-
-#include "blocksparse/hopper/load.cuh"
-#include "blocksparse/hopper/produce.cuh"
 
 // Everything of one tile that this warpgroup adds up. A stage is given back when the products of
 // the next one are under way; but before a step that is not this warpgroup's, lest the producer
@@ -104,53 +73,28 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[SUMS], const Shared&
     if (pending >= 0) barrier_arrive_by_warp(&s.empty[pending]);
 }
 
-__device__ __forceinline__ void store_tile(float (&sums)[SUMS], const Finisher& finisher,
-                                           const Parameters& p, unsigned char* out, int& place,
-                                           const Tile& tile, int warpgroup) {
-    int line = tile.group * TILE_LINES + warpgroup * 64, first = tile.column * TILE_COLUMNS;
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        int column = first + part * 64;
-        if (EPILOGUE) {
-#pragma unroll
-            for (int i = 0; i < 32; ++i)
-                sums[part * 32 + i] = finisher(sums[part * 32 + i], i, line, column);
-        }
-        store_part([&](int i) { return sums[part * 32 + i]; }, p, out, place, tile, warpgroup,
-                   line, column);
-    }
-}
+struct Product : Part {
+    Finish finish;
 
-__device__ __forceinline__ void consume(const Parameters& p, const Shared& s, int warpgroup) {
-    Finish finish(Read<Parameters>{p});
-    unsigned char* out = s.out + warpgroup * OUT_PARTS * PIECE_BYTES;
-    Ring ring;
-    int place = 0;
-    while (true) {
-        barrier_wait(&s.full[ring.stage], ring.parity);
-        const u32* words = s.words + ring.stage * WORDS;
-        int unit = words[1], panel = words[2];
-        if (unit < 0) break;
-        float sums[SUMS];
+    __device__ __forceinline__ Product(const Parameters& p, const Shared& s, int warpgroup)
+        : Part(p, s, warpgroup), finish(Read<Parameters>{p}) {}
+
+    __device__ __forceinline__ Tile multiply(float (&sums)[SUMS], const Shared& s, Ring& ring,
+                                             int unit, int panel) const {
         multiply_tile(sums, s, warpgroup, ring);
-        Tile tile(p, unit, panel);
-        store_tile(sums, Finisher(p, finish, tile), p, out, place, tile, warpgroup);
+        return Tile(p, unit, panel);
     }
-    if (threadIdx.x % 128 == 0) wait_for_stores();
-}
+    __device__ __forceinline__ void store(float (&sums)[SUMS], const Tile& tile) {
+        const Finisher finisher(p, finish, tile);
+        store_parts(sums, tile, [&](float* part, int line, int column) {
+            if (!Config::EPILOGUE) return;
+#pragma unroll
+            for (int i = 0; i < 32; ++i) part[i] = finisher(part[i], i, line, column);
+        });
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 blocksparse_hopper(const __grid_constant__ Parameters p) {
-    extern __shared__ unsigned char shared[];
-    Shared s(shared);
-    s.begin(1);
-    wait_for_prerequisites();  // order/order.cuh, where it is launched before
-    int warpgroup = threadIdx.x / 128;
-    if (warpgroup == WARPGROUPS) {
-        release_registers<88>();
-        if (threadIdx.x / 32 == 4 * WARPGROUPS) produce(p, s);
-    } else {
-        take_registers<208>();
-        consume(p, s, warpgroup);
-    }
+    run<Product, Copies>(p);
 }

@@ -1,12 +1,17 @@
 // Shared memory: stages that the producer fills and warpgroups multiply, and parts of results.
 //
-// The file that includes this one defines before: STAGES, STAGE_BYTES, WARPGROUPS, OUT_PARTS,
-// PIECE_BYTES, WORDS.
+// Reads of struct Config:
+//   STAGES, STAGE_BYTES   under way, and the size of one
+//   OUT_BYTES             of parts of results on their way out
+//   WORDS                 of each stage, which say what of it is multiplied
+//   WARPGROUPS            that multiply
 #pragma once
 
 #include "common/hopper.cuh"
 
 struct Shared {
+    static constexpr int STAGES = Config::STAGES;
+
     unsigned char* stages;
     unsigned char* out;
     u64 *full, *empty;
@@ -14,8 +19,8 @@ struct Shared {
 
     __device__ __forceinline__ explicit Shared(unsigned char* base) {
         stages = base + (-shared_address(base) & 1023);  // as the swizzle has it
-        out = stages + STAGES * STAGE_BYTES;
-        full = reinterpret_cast<u64*>(out + WARPGROUPS * OUT_PARTS * PIECE_BYTES);
+        out = stages + STAGES * Config::STAGE_BYTES;
+        full = reinterpret_cast<u64*>(out + Config::OUT_BYTES);
         empty = full + STAGES;
         words = reinterpret_cast<u32*>(empty + STAGES);
     }
@@ -24,7 +29,7 @@ struct Shared {
         if (threadIdx.x == 0) {
             for (int stage = 0; stage < STAGES; ++stage) {
                 barrier_init(&full[stage], arrivals);
-                barrier_init(&empty[stage], 4 * WARPGROUPS);
+                barrier_init(&empty[stage], 4 * Config::WARPGROUPS);
             }
             fence_barrier_init();
         }
@@ -35,7 +40,7 @@ struct Shared {
 struct Ring {
     int stage = 0, parity = 0;
     __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++stage == Config::STAGES) stage = 0, parity ^= 1;
     }
 };
 

@@ -1,7 +1,4 @@
 // Which tiles a CTA computes, one after the other.
-//
-// The file that includes this one defines before: WARPGROUPS, and Parameters with what place.cuh
-// has for them.
 #pragma once
 
 #include "blocksparse/hopper/place.cuh"
@@ -19,17 +16,19 @@ constexpr int NO_TILE = -1;
 // several.
 template <int WARPS>
 struct Schedule {
-    const Parameters& p;
+    const Fixed& p;
+    const Order& order;
     u32 index, taken;  // what is taken next: with an order the first thread's alone
 
-    __device__ __forceinline__ explicit Schedule(const Parameters& p)
-        : p(p), index(blockIdx.x), taken(0) {}
+    template <class P>
+    __device__ __forceinline__ explicit Schedule(const P& p)
+        : p(p), order(p), index(blockIdx.x), taken(0) {}
 
     __device__ __forceinline__ bool leads() const { return threadIdx.x % (32 * WARPS) == 0; }
     // Asks for the next tile, when the current one begins: next() comes later, and need not wait.
     __device__ __forceinline__ void take() {
         if (!p.ordered) taken = index + gridDim.x;
-        else if (leads()) taken = atomicAdd(p.order, 1u);
+        else if (leads()) taken = atomicAdd(order.order, 1u);
     }
 
     // The unit and panel of the tile, unit NO_TILE behind the last one. `shared` is a word for the
@@ -46,16 +45,16 @@ struct Schedule {
             panel = p.panels - p.last + at % p.last;
             unit = at / p.last;
         }
-        if (p.ordered) unit = p.order[1 + unit];
+        if (p.ordered) unit = order.order[1 + unit];
     }
     __device__ __forceinline__ void next(u32* shared) {
         if (WARPS == 1) {
             index = __shfl_sync(0xffffffffu, taken, 0);
         } else {
             if (leads()) *shared = taken;
-            sync_threads(1 + WARPGROUPS, 32 * WARPS);
+            sync_threads(1 + Config::WARPGROUPS, 32 * WARPS);
             index = *shared;
-            sync_threads(1 + WARPGROUPS, 32 * WARPS);
+            sync_threads(1 + Config::WARPGROUPS, 32 * WARPS);
         }
     }
 };

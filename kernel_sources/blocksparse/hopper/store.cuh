@@ -1,17 +1,16 @@
 // A warpgroup's finished tile, through shared memory, to device memory by the copy engine.
-//
-// The file that includes this one defines before, beside what stage_part.cuh asks for: PIECE_BYTES,
-// OUT_PARTS.
 #pragma once
 
 #include "blocksparse/hopper/parameters.cuh"
 #include "blocksparse/hopper/stage_part.cuh"
 
+constexpr int OUT_PARTS = 2;  // of a warpgroup's result under way
+
 // What becomes of each accumulator before it is rounded: `row` and `column` are those of the part's
 // first one, `line` and `column` of the result. 0 for what lies outside of it.
 struct Finisher {
     const Finish& finish;
-    Beside<SUMMANDS> beside;
+    Beside<Config::SUMMANDS> beside;
     int lines, columns;
 
     __device__ __forceinline__ Finisher(const Parameters& p, const Finish& finish, const Tile& tile)
@@ -23,9 +22,9 @@ struct Finisher {
         int lane = threadIdx.x % 32;
         int row = threadIdx.x % 128 / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
         int across = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        line = min(line + (SUMS_ACROSS ? across : row), lines - 1);
-        column = min(column + (SUMS_ACROSS ? row : across), columns - 1);
-        Given<SUMMANDS> given;
+        line = min(line + (Config::SUMS_ACROSS ? across : row), lines - 1);
+        column = min(column + (Config::SUMS_ACROSS ? row : across), columns - 1);
+        Given<Config::SUMMANDS> given;
         given.read(beside, line, column);
         return given.finished(finish, sum, line);
     }
@@ -45,8 +44,8 @@ __device__ __forceinline__ void store_part(const F& sums, const Parameters& p, u
     fence_shared_writes();
     sync_threads(1 + warpgroup, 128);
     if (leader && line < p.lines && column < p.columns) {
-        store_box(p.out, staged, LINES_LAST ? line : column, LINES_LAST ? column : line, tile.head,
-                  tile.batch);
+        int inner = Config::LINES_LAST ? line : column, outer = Config::LINES_LAST ? column : line;
+        store_box(p.out, staged, inner, outer, tile.head, tile.batch);
     }
     if (leader) commit_stores();
     if (++place == OUT_PARTS) place = 0;

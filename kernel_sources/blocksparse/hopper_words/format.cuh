@@ -10,7 +10,8 @@
 // an infinity would make NaN with each lo of 0, as those of small integers are.
 #pragma once
 
-constexpr int ROW = 64, ROW_BYTES = 2 * ROW;    // of words: numbers along the depth, swizzled bytes
+#include "blocksparse/hopper/pieces.cuh"
+
 constexpr int SQUARE = 64;                      // rows that one CTA packs
 constexpr int SQUARE_BYTES = SQUARE * ROW_BYTES;
 constexpr int PIECE_WORDS = 2 * SQUARE_BYTES;   // 64 lines of a block: hi, then lo

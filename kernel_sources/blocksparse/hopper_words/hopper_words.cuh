@@ -20,37 +20,19 @@
 // 192 of 208 registers. While one warpgroup adds, in 192 instructions of a thread, the other one's
 // 768 clocks of wgmma go on. Stages are 64 KB, three of them; results are stored from registers.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    float
-//   LINES, DEPTH             of a block of op(S): 64 or 128 each
-//   TRANSPOSED               whether op(S) is S^T: a line of its blocks is a column of the layout
-//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue
-//   multiply(...)            one wgmma of 64 x 128 by 16, operands along the depth
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x 128 by 16, operands along the depth:
+// class HopperWords of kernlib/families/blocksparse/kernels/hopper_words.py.
 #pragma once
 
-constexpr int WARPGROUPS = 2, TILE_LINES = 64 * WARPGROUPS;
-constexpr int GROUPS = TILE_LINES / LINES;  // lines of blocks of a tile
-
-#include "blocksparse/hopper_words/format.cuh"
-#include "blocksparse/hopper_words/parameters.cuh"
-#include "common/hopper.cuh"
-
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int SUMS = TILE_COLUMNS / 2;           // accumulators of a thread
-constexpr int STEP_DEPTH = ROW, STEP = 16;       // of a stage, of one wgmma
-constexpr int PIECE_SCALES = 4 * SQUARE, PANEL_SCALES = 4 * TILE_COLUMNS;  // bytes
-constexpr int PIECE_BYTES = PIECE_WORDS + PIECE_SCALES;
-constexpr int PANEL_BYTES = PANEL_WORDS + PANEL_SCALES;
-constexpr int STAGE_BYTES = WARPGROUPS * PIECE_WORDS + PANEL_WORDS;
-constexpr int SCALES_BYTES = WARPGROUPS * PIECE_SCALES + PANEL_SCALES;
-constexpr int STAGES = 3, OUT_PARTS = 0;         // under way; results take no shared memory
-constexpr int WORDS = 3;                         // of a stage: live pieces, and its tile's place
-constexpr u32 BOTH = (1u << WARPGROUPS) - 1;     // a bit a warpgroup
-constexpr u32 LAST = 1u << WARPGROUPS;           // beside these: of a tile's last stage
-
-#include "blocksparse/hopper/ring.cuh"
+#include "blocksparse/hopper/run.cuh"
 #include "blocksparse/hopper_words/store.cuh"
+
+constexpr int LINES = Config::LINES, DEPTH = Config::DEPTH;  // of a block of op(S): 64 or 128 each
+constexpr int WORDS = Config::WORDS, STAGES = Config::STAGES, STAGE_BYTES = Config::STAGE_BYTES;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int PIECE_SCALES = 4 * SQUARE, PANEL_SCALES = 4 * TILE_COLUMNS;  // bytes
+constexpr int SCALES_BYTES = WARPGROUPS * PIECE_SCALES + PANEL_SCALES;
+static_assert(STAGE_BYTES == WARPGROUPS * PIECE_WORDS + PANEL_WORDS, "as the host lays it out");
 
 // Of a stage the words of each warpgroup's piece, then those of the panel. Scales have twice as
 // many places, behind the barriers: in each those of the warpgroups' lines, then of the columns.
@@ -61,31 +43,35 @@ __device__ __forceinline__ unsigned char* scales_of(const Shared& s, const Ring&
     return s.stages + SCALES_AT + (ring.parity * STAGES + ring.stage) * SCALES_BYTES;
 }
 
-// One stage: the pieces that are stored, each asked for by a lane of its own, to which the walk has
-// given its line's slot, and the panel.
-__device__ __forceinline__ void load_stage(const Parameters& p, const Shared& s, const Tile& tile,
-                                           const Ring& ring, int slot, u32 live, int block,
-                                           int part) {
-    int lane = threadIdx.x % 32;
-    u64* full = &s.full[ring.stage];
-    unsigned char *to = s.stages + ring.stage * STAGE_BYTES, *scales = scales_of(s, ring);
-    if (lane < WARPGROUPS && live >> lane & 1) {
-        int half = LINES == 64 ? 0 : lane;
-        i64 piece = (i64(slot) * (LINES / 64) + half) * (DEPTH / STEP_DEPTH) + part;
-        piece += tile.batch * p.piece_batch;
-        load_bytes(to + lane * PIECE_WORDS, p.piece_words + piece * PIECE_WORDS, full, PIECE_WORDS);
-        load_bytes(scales + lane * PIECE_SCALES, p.piece_scales + piece * SQUARE, full,
-                   PIECE_SCALES);
-    } else if (lane == WARPGROUPS) {
-        i64 panel = i64(tile.column) * p.depths + block * (DEPTH / STEP_DEPTH) + part;
-        panel += tile.batch * p.panel_batch + tile.head * p.panel_head;
-        load_bytes(to + PANEL_AT, p.panel_words + panel * PANEL_WORDS, full, PANEL_WORDS);
-        load_bytes(scales + WARPGROUPS * PIECE_SCALES, p.panel_scales + panel * TILE_COLUMNS, full,
-                   PANEL_SCALES);
-    }
-}
+struct Copies {
+    static constexpr int BYTES_A_PIECE = PIECE_WORDS + PIECE_SCALES;
+    static constexpr int BYTES_A_PANEL = PANEL_WORDS + PANEL_SCALES;
 
-#include "blocksparse/hopper/produce.cuh"
+    // One stage: the pieces that are stored, each asked for by a lane of its own, to which the walk
+    // has given its line's slot, and the panel.
+    __device__ __forceinline__ static void load(const Parameters& p, const Shared& s,
+                                                const Tile& tile, const Ring& ring, int slot,
+                                                u32 live, int block, int part) {
+        int lane = threadIdx.x % 32;
+        u64* full = &s.full[ring.stage];
+        unsigned char *to = s.stages + ring.stage * STAGE_BYTES, *scales = scales_of(s, ring);
+        if (lane < WARPGROUPS && live >> lane & 1) {
+            int half = LINES == 64 ? 0 : lane;
+            i64 piece = (i64(slot) * (LINES / 64) + half) * (DEPTH / STEP_DEPTH) + part;
+            piece += tile.batch * p.piece_batch;
+            load_bytes(to + lane * PIECE_WORDS, p.piece_words + piece * PIECE_WORDS, full,
+                       PIECE_WORDS);
+            load_bytes(scales + lane * PIECE_SCALES, p.piece_scales + piece * SQUARE, full,
+                       PIECE_SCALES);
+        } else if (lane == WARPGROUPS) {
+            i64 panel = i64(tile.column) * p.depths + block * (DEPTH / STEP_DEPTH) + part;
+            panel += tile.batch * p.panel_batch + tile.head * p.panel_head;
+            load_bytes(to + PANEL_AT, p.panel_words + panel * PANEL_WORDS, full, PANEL_WORDS);
+            load_bytes(scales + WARPGROUPS * PIECE_SCALES, p.panel_scales + panel * TILE_COLUMNS,
+                       full, PANEL_SCALES);
+        }
+    }
+};
 
 // Begins the products of a stage, at an address in shared memory: of high words, and crosswise.
 __device__ __forceinline__ void multiply_stage(float (&sums)[SUMS], float (&cross)[SUMS], u32 at,
@@ -152,32 +138,27 @@ __device__ __forceinline__ void multiply_tile(float (&total)[SUMS], const Shared
     } while (!(word & LAST));
 }
 
-__device__ __forceinline__ void consume(const Parameters& p, const Shared& s, int warpgroup) {
-    Finish finish(Read<Parameters>{p});
-    Ring ring;
-    while (true) {
-        barrier_wait(&s.full[ring.stage], ring.parity);
-        const u32* words = s.words + ring.stage * WORDS;
-        int unit = words[1], panel = words[2];
-        if (unit < 0) break;
-        float total[SUMS];
+struct Product {
+    static constexpr int SUMS = ::SUMS;
+    const Parameters& p;
+    Finish finish;
+    int warpgroup;
+
+    __device__ __forceinline__ Product(const Parameters& p, const Shared&, int warpgroup)
+        : p(p), finish(Read<Parameters>{p}), warpgroup(warpgroup) {}
+
+    __device__ __forceinline__ Tile multiply(float (&total)[SUMS], const Shared& s, Ring& ring,
+                                             int unit, int panel) const {
         multiply_tile(total, s, warpgroup, ring);
-        store_tile(total, finish, p, Tile(p, unit, panel), warpgroup);
+        return Tile(p, unit, panel);
     }
-}
+    __device__ __forceinline__ void store(const float (&total)[SUMS], const Tile& tile) const {
+        store_tile(total, finish, p, tile, warpgroup);
+    }
+    __device__ __forceinline__ void end() const {}
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 blocksparse_words(const __grid_constant__ Parameters p) {
-    extern __shared__ unsigned char shared[];
-    Shared s(shared);
-    s.begin(1);
-    wait_for_prerequisites();  // pack.cuh, and order/order.cuh where it is launched before
-    int warpgroup = threadIdx.x / 128;
-    if (warpgroup == WARPGROUPS) {
-        release_registers<88>();
-        if (threadIdx.x / 32 == 4 * WARPGROUPS) produce(p, s);
-    } else {
-        take_registers<208>();
-        consume(p, s, warpgroup);
-    }
+    run<Product, Copies>(p);  // behind pack.cuh
 }

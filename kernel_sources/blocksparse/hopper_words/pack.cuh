@@ -7,11 +7,11 @@
 // each, so 256 bytes, at a time. What is contiguous along rows is turned in shared memory. Slots
 // that hold no block are not read.
 //
-// The generated source defines before it includes this file:
-//   PARAMETER_BYTES      what lowering makes of Parameters
+// Struct Fixed: class PackWords of kernlib/families/blocksparse/kernels/pack_words.py.
 #pragma once
 
 #include "blocksparse/hopper_words/format.cuh"
+#include "blocksparse/side.cuh"
 #include "common/hopper.cuh"
 
 constexpr int THREADS = 256, LANES = 16;        // threads of a row
@@ -20,28 +20,16 @@ constexpr int TURNS = SQUARE * LANES / THREADS; // rows of a thread
 constexpr int PITCH = SQUARE + 1;               // of shared memory: 2 threads a bank, either way
 constexpr float LARGEST = 3.402823466e38f;      // that is finite
 
-// An operand from one batch, one head or slot, row and depth to the next, in elements.
-struct Source {
-    i64 batch, panel, row, depth;
-};
-
-struct Parameters {
-    // written at each launch
+struct Operands {
     const float *dense, *values;
     const int* counts;                  // of the layout: the first says how many slots hold a block
     unsigned char* panels;              // words of the dense operand, and its scales
     float* panel_scales;
     unsigned char* pieces;              // those of the stored blocks
     float* piece_scales;
-    // fixed by the plan
-    Source of_dense, of_values;
-    u32 squares;                        // of the dense operand; behind them those of values
-    int columns, column_squares;        // of a head's dense operand
-    int depth_squares, heads;           // of it, that are packed
-    int capacity, lines, depths;        // slots; squares of a block of op(S), down and across
-    int dense_whole, values_whole;      // whether 16 bytes can be read at a time
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // What a CTA packs, and where to.
 struct Square {
@@ -60,14 +48,14 @@ __device__ __forceinline__ Square square_of_dense(const Parameters& p, u32 index
     int k = index % p.depth_squares;
     index /= p.depth_squares;
     int head = index % p.heads, batch = index / p.heads, half = column % 2;
-    const Source& by = p.of_dense;
+    const Side& by = p.of_dense;
     i64 panel = i64(batch) * p.heads + head;
     panel = (panel * (p.column_squares / 2) + column / 2) * p.depth_squares + k;
     Square made;
-    made.from = p.dense + batch * by.batch + head * by.panel + i64(k) * ROW * by.depth +
-                i64(column) * SQUARE * by.row;
-    made.row = by.row;
-    made.depth = by.depth;
+    made.from = p.dense + batch * by.batch + head * by.panel + i64(k) * ROW * by.column +
+                i64(column) * SQUARE * by.line;
+    made.row = by.line;
+    made.depth = by.column;
     made.rows = p.columns - column * SQUARE;
     made.whole = p.dense_whole;
     made.exists = true;
@@ -85,12 +73,12 @@ __device__ __forceinline__ Square square_of_values(const Parameters& p, u32 inde
     int half = index % p.lines;
     index /= p.lines;
     int slot = index % p.capacity, batch = index / p.capacity;
-    const Source& by = p.of_values;
+    const Side& by = p.of_values;
     Square made;
-    made.from = p.values + batch * by.batch + slot * by.panel + i64(half) * SQUARE * by.row +
-                i64(part) * ROW * by.depth;
-    made.row = by.row;
-    made.depth = by.depth;
+    made.from = p.values + batch * by.batch + slot * by.panel + i64(half) * SQUARE * by.line +
+                i64(part) * ROW * by.column;
+    made.row = by.line;
+    made.depth = by.column;
     made.rows = SQUARE;
     made.whole = p.values_whole;
     made.exists = slot < p.counts[0];

@@ -1,11 +1,12 @@
 // What a launch of hopper_words.cuh is given.
-//
-// The generated source defines before it includes this file, beside what these files list:
-//   PARAMETER_BYTES   what lowering makes of Parameters
 #pragma once
 
 #include "blocksparse/hopper/place.cuh"
+#include "blocksparse/hopper_words/format.cuh"
 #include "blocksparse/summands.cuh"
+
+using OutputT = Config::OutputT;
+constexpr int SUMMANDS = Config::SUMMANDS;
 
 // Written at each launch: what pack.cuh made, and the result.
 struct Packed {
@@ -16,20 +17,14 @@ struct Packed {
     OutputT* out;
 };
 
-struct Strides {
-    i64 out_batch, out_head, out_line, out_column;
-    i64 piece_batch, panel_batch, panel_head;  // in pieces and panels; 0 where one serves all
-    int depths;                                // panels of a column of tiles
-    int pairs;                                 // whether two columns can be written at a time
-};
-
 struct Parameters : Packed,
                     Lists,
                     Order,
-                    VectorPointers<VECTORS>,
+                    VectorPointers<Config::VECTORS>,
                     SummandPointers<SUMMANDS>,
-                    Scalars<SCALARS>,
-                    SummandSides<SUMMANDS>,
-                    Strides,
+                    Scalars<Config::SCALARS>,
                     Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
+
+constexpr int WARPGROUPS = Config::WARPGROUPS, TILE_LINES = 64 * WARPGROUPS;
+constexpr int SUMS = TILE_COLUMNS / 2;  // accumulators of a thread

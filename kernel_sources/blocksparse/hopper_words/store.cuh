@@ -21,7 +21,7 @@ struct Line {
           step(p.out_column), line(line), column(column), columns(p.columns) {}
 
     __device__ __forceinline__ float finished(float sum, int across) const {
-        if (!EPILOGUE) return sum * RESULT_FACTOR;
+        if (!Config::EPILOGUE) return sum * RESULT_FACTOR;
         Given<SUMMANDS> given;
         given.read(beside, line, column + across);
         return given.finished(finish, sum * RESULT_FACTOR, line);

@@ -12,34 +12,26 @@
 // what is of the runs of warps before, and ahead of it in its own warp's. No atomics, so that the
 // order is one and the same each time.
 //
-// The generated source defines before it includes this file:
-//   GROUP                of lines of blocks
-//   PARAMETER_BYTES      what lowering makes of Parameters
+// Facts and struct Fixed: class Order of kernlib/families/blocksparse/kernels/order.py.
 #pragma once
 
 #include "blocksparse/sums.cuh"
 #include "common/hopper.cuh"
 
-constexpr int THREADS = 1024, WARPS = THREADS / 32, MOST_UNITS = 4096;
-
+constexpr int THREADS = Config::THREADS, WARPS = THREADS / 32;
+constexpr int GROUP = Config::GROUP;  // lines of blocks of a tile
+constexpr int MOST_UNITS = 4096;
 constexpr int KEYS = THREADS;                  // lengths that are told apart, each a thread's
 constexpr int TURNS = MOST_UNITS / THREADS;    // units of a thread, at most
 // Units whose bits are under way to a thread. Two of 8 lines spill by NVRTC 12.8.
 constexpr int AT_ONCE = GROUP < 4 ? 4 : GROUP < 8 ? 2 : 1;
 
-struct Parameters {
-    // written at each launch
+struct Operands {
     const u32* bits;  // of lines of blocks
     u32* order;
-    // fixed by the plan
-    int groups, units, lines, words;  // of a head, of all; lines of blocks of a head, their words
-    u32 first;                        // tile that the counter gives first
-    int share;                        // 1 << share lanes count a unit, as many as it has words
-    int shift, keys;                  // steps >> shift is a unit's key in its group; all keys
-    // units of a group, which follow each other; the last group, that has the rest too; keys of one
-    int per_group, last_group, group_keys;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 struct Shared {
     u32 sums[WARPS];
@@ -156,7 +148,8 @@ blocksparse_order(const __grid_constant__ Parameters p) {
     own.rank(p, s);
     __syncthreads();
     int key = p.keys - 1 - int(threadIdx.x);  // the largest first
-    u32 total, sum = key >= 0 ? sum_warps(s, key) : 0, ahead = sum_ahead<WARPS>(sum, s.sums, total);
+    u32 total, sum = key >= 0 ? sum_warps(s, key) : 0;
+    u32 ahead = sum_ahead<WARPS>(sum, s.sums, total);
     if (key >= 0) s.starts[key] = ahead;
     __syncthreads();
     own.place(p, s);

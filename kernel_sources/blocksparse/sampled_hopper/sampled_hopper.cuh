@@ -13,19 +13,22 @@
 // Few blocks are tiles of fewer slots: 102 of 128 in pairs would be 51 multiprocessors' 48 KB a
 // step, one by one they are 102 multiprocessors' 32 KB.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of a, b and vectors; arithmetic; storage of values
-//   ROWS, COLS               of a block: 64 or 128 each
-//   SLOTS                    of a tile: 1, 2, or 4 of blocks of 64 x 64
-//   LEFT_LINES               whether a has the rows contiguous, else the depth
-//   RIGHT_LINES              whether b has the columns contiguous, else the depth
-//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue; without vectors
-//   multiply(...)            one wgmma of 64 x COLS by 16
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x COLS by 16: class SampledHopper of
+// kernlib/families/blocksparse/kernels/sampled_hopper.py.
 #pragma once
 
+#include "blocksparse/hopper/ring.cuh"
+#include "blocksparse/hopper/stage_part.cuh"
 #include "blocksparse/summands.cuh"
-#include "common/hopper.cuh"
+
+constexpr int ROWS = Config::ROWS, COLS = Config::COLS;  // of a block: 64 or 128 each
+constexpr int SLOTS = Config::SLOTS;                     // of a tile: 1, 2, or 4 of 64 x 64
+constexpr bool LEFT_LINES = Config::LEFT_LINES;    // a has the rows contiguous, else the depth
+constexpr bool RIGHT_LINES = Config::RIGHT_LINES;  // b has the columns contiguous, else the depth
+constexpr int SUMMANDS = Config::SUMMANDS;
+constexpr int WARPGROUPS = Config::WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int STAGE_BYTES = Config::STAGE_BYTES;
+constexpr int WORDS = Config::WORDS;  // of a stage: see Word; whether it is the tile's last
 
 // Written at each launch.
 struct Maps {
@@ -34,36 +37,21 @@ struct Maps {
 struct Lists {
     const int *rows, *cols;
 };
-struct Fixed {
-    u32 tiles;
-    int groups, steps, capacity, grid_rows;          // tiles and steps of 64 along the depth; slots
-    int a_heads, a_batches, b_heads, b_batches;      // 0 where one serves all, else 1
-};
 struct Parameters : Maps,
                     Lists,
-                    VectorPointers<VECTORS>,
+                    VectorPointers<Config::VECTORS>,
                     SummandPointers<SUMMANDS>,
-                    Scalars<SCALARS>,
-                    SummandSides<SUMMANDS>,
+                    Scalars<Config::SCALARS>,
                     Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
-constexpr int WARPGROUPS = 2, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
-constexpr int STEP_DEPTH = 64, STEP = 16;      // of a stage, of one wgmma
-constexpr int PIECE_BYTES = 64 * ROW_BYTES;    // 64 x 64 elements
 constexpr int HIGH = ROWS / 64, WIDE = COLS / 64;                      // pieces of a block
 constexpr int OWN = (SLOTS * HIGH + 1) / 2;                            // slots of a warpgroup
 constexpr bool ALONE = SLOTS * HIGH == 1;                              // one warpgroup stores
 constexpr int LEFT_PIECES = SLOTS * HIGH, RIGHT_PIECES = SLOTS * WIDE;
-constexpr int STAGE_BYTES = (LEFT_PIECES + RIGHT_PIECES) * PIECE_BYTES;
-constexpr int STAGES = 192 * 1024 / STAGE_BYTES, OUT_PARTS = 2;
-constexpr int WORDS = 2;  // of a stage: see Word; whether it is the tile's last
-constexpr bool SUMS_ACROSS = false, LINES_LAST = false;
+constexpr int OUT_PARTS = 2;  // of a warpgroup's result under way
+static_assert(STAGE_BYTES == (LEFT_PIECES + RIGHT_PIECES) * PIECE_BYTES, "as the host has it");
 static_assert(LEFT_PIECES <= 4 && RIGHT_PIECES <= 4 && OWN * COLS <= 256, "as stages have room");
-
-#include "blocksparse/hopper/ring.cuh"
-#include "blocksparse/hopper/stage_part.cuh"
 
 // What is said of a stage: for each slot, in four bits, whether it holds a block and which of the
 // lines that were brought it reads.
@@ -227,7 +215,7 @@ __device__ __forceinline__ void store_tile(Sums& sums, const Word& word, const F
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         int own = slot_of(i, warpgroup), slot = tile.first + own;
-        if (EPILOGUE && word.live(own)) {
+        if (Config::EPILOGUE && word.live(own)) {
             Beside<SUMMANDS> beside(p, finish, tile.batch, slot, row, lane % 4 * 2);
 #pragma unroll
             for (int k = 0; k < COLS / 2; ++k) {

@@ -16,42 +16,14 @@
 // on an H100 at 4096 in all dimensions and density .1, .25, .5: 388, 716 and 931 TFLOP/s; at 8192
 // 769, 1014 and 1095.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of out, float, and storage of out
-//   TILE_COLUMNS             128 or 256
-//   LINES_LAST               whether out has the lines contiguous, else its columns
-//   SUMMANDS, Finish         no epilogue
-//   multiply(...)            one wgmma of 64 x 64 by 32
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x 64 by 32: class Scaled of
+// kernlib/families/blocksparse/kernels/scaled.py.
 #pragma once
 
-constexpr int WARPGROUPS = 2, LINES = 128, DEPTH = 64;
-constexpr int TILE_LINES = 64 * WARPGROUPS, GROUPS = 1;
-constexpr bool BY_MAPS = true, SCALED = true, SUMS_ACROSS = false;
-constexpr bool TRANSPOSED = false, DEPTH_LAST = true;
-
-#include "blocksparse/hopper/parameters.cuh"
+#include "blocksparse/hopper/tile.cuh"
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int SUMS = TILE_COLUMNS / 2;         // accumulators of a thread
-constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
-constexpr int STEP_DEPTH = 64, STEP = 16;      // of a stage, of one wgmma
-constexpr int PIECE_BYTES = 64 * ROW_BYTES;    // 64 x 64 elements
-constexpr int PANEL_BYTES = STEP_DEPTH * TILE_COLUMNS * 2;
-constexpr int STAGE_BYTES = WARPGROUPS * PIECE_BYTES + PANEL_BYTES;
-constexpr int STAGES = 192 * 1024 / STAGE_BYTES;  // under way: 4 or 6
-constexpr int OUT_PARTS = 2;                   // of a warpgroup's result under way
-constexpr int QUARTERS = TILE_COLUMNS / 64;    // 2 or 4: those of which products are under way
-constexpr int PARTS = QUARTERS;
-constexpr int WORDS = 4;                       // of a stage: live pieces, its tile's place, slot
-constexpr u32 BOTH = (1u << WARPGROUPS) - 1;   // a bit a warpgroup
-constexpr u32 LAST = 1u << WARPGROUPS;         // beside these: of a tile's last stage
-
-#include "blocksparse/hopper/ring.cuh"
-#include "blocksparse/hopper/schedule.cuh"
-#include "blocksparse/hopper/store.cuh"
-#include "blocksparse/hopper/load.cuh"
-#include "blocksparse/hopper/produce.cuh"
+constexpr int QUARTERS = TILE_COLUMNS / 64;  // 2 or 4: those of which products are under way
 
 // Numbers of a stage's products with a quarter's 64 columns of the panel, which wgmma sums up by
 // itself.
@@ -120,50 +92,25 @@ __device__ __forceinline__ void scale_columns(float* sums, const Parameters& p, 
     }
 }
 
-__device__ __forceinline__ void store_tile(float (&sums)[SUMS], const Parameters& p,
-                                           unsigned char* out, int& place, const Tile& tile,
-                                           int warpgroup) {
-    int line = tile.group * TILE_LINES + warpgroup * 64, first = tile.column * TILE_COLUMNS;
-    const float* scales =
-        p.column_scales + tile.batch * p.column_batch + tile.head * p.column_head;
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        int column = first + part * 64;
-        scale_columns(sums + part * 32, p, scales, column);
-        store_part([&](int i) { return sums[part * 32 + i]; }, p, out, place, tile, warpgroup,
-                   line, column);
-    }
-}
+struct Product : Part {
+    using Part::Part;
 
-__device__ __forceinline__ void consume(const Parameters& p, const Shared& s, int warpgroup) {
-    unsigned char* out = s.out + warpgroup * OUT_PARTS * PIECE_BYTES;
-    Ring ring;
-    int place = 0;
-    while (true) {
-        barrier_wait(&s.full[ring.stage], ring.parity);
-        const u32* words = s.words + ring.stage * WORDS;
-        int unit = words[1], panel = words[2];
-        if (unit < 0) break;
-        float sums[SUMS];
+    __device__ __forceinline__ Tile multiply(float (&sums)[SUMS], const Shared& s, Ring& ring,
+                                             int unit, int panel) const {
         Tile tile(p, unit, panel);
         multiply_tile(sums, s, p.slot_scales + tile.batch * p.slot_batch, warpgroup, ring);
-        store_tile(sums, p, out, place, tile, warpgroup);
+        return tile;
     }
-    if (threadIdx.x % 128 == 0) wait_for_stores();
-}
+    __device__ __forceinline__ void store(float (&sums)[SUMS], const Tile& tile) {
+        const float* scales =
+            p.column_scales + tile.batch * p.column_batch + tile.head * p.column_head;
+        store_parts(sums, tile, [&](float* part, int, int column) {
+            scale_columns(part, p, scales, column);
+        });
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 blocksparse_scaled(const __grid_constant__ Parameters p) {
-    extern __shared__ unsigned char shared[];
-    Shared s(shared);
-    s.begin(1);
-    wait_for_prerequisites();  // order/order.cuh, where it is launched before
-    int warpgroup = threadIdx.x / 128;
-    if (warpgroup == WARPGROUPS) {
-        release_registers<88>();
-        if (threadIdx.x / 32 == 4 * WARPGROUPS) produce(p, s);
-    } else {
-        take_registers<208>();
-        consume(p, s, warpgroup);
-    }
+    run<Product, Copies>(p);
 }

@@ -33,14 +33,7 @@
 //
 // Sums are in order of depth, one after the other: bits depend on neither layout nor batch.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of a, b and summands; arithmetic; storage of values
-//   BLOCK                    rows and columns of a block: 16, 32 or 64
-//   DEPTH                    64 or 128: at most so many; the copy engine fills up with zeros
-//   LEFT_LINES               whether a has the rows contiguous, else the depth
-//   RIGHT_LINES              whether b has the columns contiguous, else the depth
-//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue; without vectors
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts and struct Fixed: class Stationary of kernlib/families/blocksparse/kernels/stationary.py.
 #pragma once
 
 #include "blocksparse/stationary/fragments.cuh"
@@ -107,7 +100,7 @@ __device__ __forceinline__ void multiply_line(const Rows& rows, const Parameters
         u32 first = (__ffs(int(bits)) - 1) * (BLOCK / 16);
         Beside<SUMMANDS> beside(p, finish, rows.batch, slot,
                                 warp * WARP_ROWS % BLOCK + lane / 4, lane % 4 * 2);
-#pragma unroll(EPILOGUE || DEPTH > 64 ? 1 : 2)  // as there are registers
+#pragma unroll(Config::EPILOGUE || DEPTH > 64 ? 1 : 2)  // as there are registers
         for (int group = 0; group < BLOCK / 16; ++group) {
             Sums sums;
             Columns columns;
@@ -164,7 +157,7 @@ blocksparse_stationary(const __grid_constant__ Parameters p) {
         if (threadIdx.x / 32 == WARPS) produce(p, s);
     } else {
         take_registers<112>();
-        clear_rest(p);
+        clear_rest<BLOCK, WARPS>(p);
         consume(p, s);
     }
 }

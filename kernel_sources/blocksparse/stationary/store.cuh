@@ -2,8 +2,8 @@
 // columns, sums[j][e]: row g + 8 (e / 2), column 8 j + 2 t + e % 2.
 #pragma once
 
-#include "blocksparse/stationary/parameters.cuh"
 #include "blocksparse/clear.cuh"
+#include "blocksparse/stationary/parameters.cuh"
 #include "common/mma_half.cuh"
 
 // The epilogue of 16 rows by 16 columns, from a row and column of what `beside` begins at on. Four
@@ -11,7 +11,7 @@
 // that belong to 32 rows are 32 registers, more than there are.
 __device__ __forceinline__ void finish_sums(float (&sums)[2][4], const Finish& finish,
                                             const Beside<SUMMANDS>& beside, int row, int column) {
-    if constexpr (EPILOGUE) {
+    if constexpr (Config::EPILOGUE) {
         if (SUMMANDS && BLOCK > 16) __syncwarp();
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -49,8 +49,9 @@ __device__ __forceinline__ void store_sums(const float (&sums)[2][4], OutputT* t
     }
 }
 
-// Larger blocks: a warp's 32 rows of a block, in rows of shared memory whose 16-byte chunks change
-// places, so that eight rows of a chunk lie in different banks, and so do the chunks of 128 bytes.
+// Larger blocks: a warp's 32 rows of a block, in 2 or 4 KB of shared memory. 16-byte chunks of its
+// rows change places, so that eight rows of a chunk lie in different banks, and so do the chunks of
+// 128 bytes.
 constexpr int CHUNKS = BLOCK / 8, ROWS_AT_ONCE = 32 / CHUNKS;  // of a row; of a store of the warp
 
 __device__ __forceinline__ u32 staged(int row, int chunk) {

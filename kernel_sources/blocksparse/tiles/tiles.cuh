@@ -17,18 +17,21 @@
 //
 // Sums are in order of depth, one after the other: bits depend on neither layout nor batch.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of a, b; arithmetic; storage of values
-//   BLOCK                    rows and columns of a block: 16, 32 or 64
-//   LEFT_LINES               whether a has the rows contiguous, else the depth
-//   RIGHT_LINES              whether b has the columns contiguous, else the depth
-//   VECTORS, SCALARS, Finish   the epilogue; without vectors and summands
-//   multiply(...)            one wgmma of 64 x 256 by 16
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// Facts, struct Fixed and multiply(...), one wgmma of 64 x 256 by 16: class Tiles of
+// kernlib/families/blocksparse/kernels/tiles.py.
 #pragma once
 
-#include "common/hopper.cuh"
+#include "blocksparse/clear.cuh"
+#include "blocksparse/hopper/ring.cuh"
+#include "blocksparse/hopper/stage_part.cuh"
 #include "common/parameters.cuh"
+
+using OutputT = Config::OutputT;      // storage of values
+constexpr int BLOCK = Config::BLOCK;  // rows and columns of a block: 16, 32 or 64
+constexpr bool LEFT_LINES = Config::LEFT_LINES;    // a has the rows contiguous, else the depth
+constexpr bool RIGHT_LINES = Config::RIGHT_LINES;  // b has the columns contiguous, else the depth
+constexpr int WARPGROUPS = Config::WARPGROUPS, STAGE_BYTES = Config::STAGE_BYTES;
+constexpr int WORDS = Config::WORDS;  // of a stage: its tile; whether it is the last
 
 // Written at each launch.
 struct Maps {
@@ -40,30 +43,20 @@ struct Lists {
     const u32* counts;  // of which the first is how many slots hold a block
     OutputT* out;
 };
-struct Fixed {
-    i64 batch_step;                              // of values, in elements; slots lie side by side
-    u32 tiles;
-    int groups, panels, steps;                   // tiles down and across a head; of 64 of the depth
-    int grid_rows, row_words, heads, capacity, batch;
-    int a_heads, a_batches, b_heads, b_batches;  // 0 where one serves all, else 1
-};
-struct Parameters : Maps, Lists, VectorPointers<VECTORS>, Scalars<SCALARS>, Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Maps,
+                    Lists,
+                    VectorPointers<Config::VECTORS>,
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 constexpr u32 ALL = 0xffffffffu;  // lanes
-constexpr int WARPGROUPS = 2, WARPS = 4 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int WARPS = 4 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int TILE_LINES = 64 * WARPGROUPS, TILE_COLUMNS = 256;
 constexpr int SUMS = TILE_COLUMNS / 2;            // accumulators of a thread
-constexpr int ROW_BYTES = 128;                    // of shared memory, swizzled
-constexpr int STEP_DEPTH = 64, STEP = 16;         // of a stage, of one wgmma
-constexpr int PIECE_BYTES = 64 * ROW_BYTES;       // 64 x 64 elements
 constexpr int LEFT_PIECES = WARPGROUPS, PIECES = LEFT_PIECES + TILE_COLUMNS / 64;
-constexpr int STAGE_BYTES = PIECES * PIECE_BYTES;
-constexpr int STAGES = 192 * 1024 / STAGE_BYTES;  // under way
-constexpr int OUT_PARTS = 1;                      // of a warpgroup's result in shared memory
-constexpr int WORDS = 2;                          // of a stage: its tile; whether it is the last
+static_assert(STAGE_BYTES == PIECES * PIECE_BYTES, "as the host lays it out");
 constexpr u32 NO_TILE = ALL;
-constexpr bool SUMS_ACROSS = false, LINES_LAST = false;
 
 constexpr int LINES = TILE_LINES / BLOCK;         // of blocks of a tile
 constexpr int TILE_BLOCKS = TILE_COLUMNS / BLOCK, WORD_TILES = 32 / TILE_BLOCKS;
@@ -71,10 +64,6 @@ constexpr u32 TILE_BITS = (1u << TILE_BLOCKS) - 1;
 constexpr int PART_BLOCKS = 64 / BLOCK;           // of 64 columns
 constexpr u32 PART_BITS = (1u << PART_BLOCKS) - 1;
 constexpr int CHUNKS = BLOCK / 8;                 // of 16 bytes, of a row of a block
-
-#include "blocksparse/clear.cuh"
-#include "blocksparse/hopper/ring.cuh"
-#include "blocksparse/hopper/stage_part.cuh"
 
 // 128 rows by 256 columns of a head and batch. One panel after the other, down which neighbouring
 // CTAs share columns of b.
@@ -219,7 +208,7 @@ __device__ __forceinline__ void store_tile(float (&sums)[SUMS], Line line, const
     for (int k = 0; k < TILE_COLUMNS / 64; ++k) {
         u32 live = line.bits >> (k * PART_BLOCKS) & PART_BITS;
         if (!live) continue;
-        if (EPILOGUE) {
+        if (Config::EPILOGUE) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) sums[k * 32 + i] = finish(sums[k * 32 + i], 0);
         }
@@ -259,7 +248,7 @@ blocksparse_tiles(const __grid_constant__ Parameters p) {
         if (threadIdx.x / 32 == WARPS) produce(p, s);
     } else {
         take_registers<232>();
-        clear_rest(p);
+        clear_rest<BLOCK, WARPS>(p);
         consume(p, s, warpgroup);
     }
 }

@@ -4,14 +4,15 @@ problems as lowering sees them."""
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import torch
 
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import choose, hopper
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values
+from kernlib.lowering.kernel import Kernel
 from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse import by_kernel
 from tests.families.blocksparse.emulated import Case, guarded, layout_of
 from tests.families.blocksparse.products import SampledOperands
 
@@ -29,13 +30,12 @@ class Product(SampledOperands):
         self.out = whole.fill_(math.nan).view(values)
 
     def run(
-        self, kind: ModuleType, emulator, epilogue=(), scalars=(), count=COUNT, **beside
+        self, kernel: Kernel, emulator, epilogue=(), scalars=(), count=COUNT, **beside
     ) -> torch.Tensor:
-        """The result by a kind of kernels."""
+        """The result by a kernel."""
 
         def lower(problem: Sdd) -> Lowered:
-            assert kind.takes(problem, ARCH)
-            return kind.lower(epilogue, problem, ARCH, count)
+            return by_kernel.lower(kernel, epilogue, problem, ARCH, count)
 
         return self.launched(emulator, lower, scalars, **beside)
 

@@ -99,3 +99,13 @@ class Sdd(NamedTuple):
     b: Dense
     values: Values
     summands: tuple[Values, ...] = ()
+
+
+class Scope(NamedTuple):
+    """What is known of products whose kernels are compiled ahead: rows and columns of a block,
+    dtypes, the precision of float32, None for both, and the target."""
+
+    block: tuple[int, int]
+    dtypes: tuple[str, ...]
+    precision: str | None = None
+    arch: str = ""

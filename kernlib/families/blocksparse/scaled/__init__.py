@@ -3,5 +3,5 @@ column that is multiplied.
 
 In reading order ``functions``, ``descriptor``, ``operation``, ``reference`` and ``operators``; the
 kernel is lowered by
-:mod:`kernlib.families.blocksparse.lowering.scaled`.
+:mod:`kernlib.families.blocksparse.kernels.scaled`.
 """

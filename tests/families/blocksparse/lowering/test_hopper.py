@@ -9,9 +9,11 @@ import torch
 
 import kernlib as kl
 from kernlib.families.blocksparse.layout import NAMES, Layout
-from kernlib.families.blocksparse.lowering import hopper, narrow, sampled_hopper
+from kernlib.families.blocksparse.lowering import choose, hopper
 from kernlib.families.blocksparse.lowering.problem import Sdd, Spmm
 from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse import by_kernel
+from tests.families.blocksparse.by_kernel import HALVES
 from tests.families.blocksparse.emulated import GATES, Case, error, layout_of, spmm_problem, strided
 from tests.families.blocksparse.products import Operands, SampledOperands, launch
 from tests.support.compiled_kernels import compiled
@@ -19,6 +21,8 @@ from tests.support.emulation.emulator import Emulator
 from tests.support.speeds import slow_but
 
 ARCH, WIDTHS = hopper.ARCH, hopper.WIDTHS
+WIDE, NARROW = by_kernel.kernel_of("hopper"), by_kernel.kernel_of("narrow")
+SAMPLED = by_kernel.kernel_of("hopper", choose.SDD)
 COUNT = 5  # multiprocessors, so that a block has several tiles
 EPILOGUES = {
     "none": (),
@@ -30,7 +34,7 @@ EPILOGUES = {
 
 
 def kernel_of(case: Case):
-    return narrow if case.block[0] < 64 else hopper
+    return NARROW if case.block[0] < 64 else WIDE
 
 
 def product_of(
@@ -42,11 +46,10 @@ def product_of(
 ):
     """The result of a case by its kernel, with tiles of so many columns, and in float64."""
     made, kernel = Operands(case, *orders), kernel_of(case)
-    choice = ({"columns": width},) if width else ()
+    choice = {"columns": width} if width else None
 
     def lower(problem: Spmm) -> Lowered:
-        assert kernel.takes(problem, ARCH)
-        return kernel.lower(EPILOGUES[epilogue], problem, ARCH, COUNT, *choice)
+        return by_kernel.lower(kernel, EPILOGUES[epilogue], problem, ARCH, COUNT, choice)
 
     wanted = made.wanted()
     y = strided(tuple(made.out.shape), "rows", case.dtype)
@@ -122,7 +125,7 @@ def test_epilogues(name, width, epilogue, emulator, seed):
 def test_lines_that_take_turns(block, width, emulator, seed):
     """Whose steps are the other warpgroup's for longer than the ring is: a stage is given back."""
     case = Case("float16", (block, block), (2, 40), 1.0, columns=8)
-    choice = ({"columns": width},) if width else ()
+    choice = {"columns": width} if width else None
     for period in (1, 3, 9, 20):
         turn = torch.arange(40) // period % 2 == 0
         made = Operands(case, layout=Layout(torch.stack((turn, ~turn))[None], block))
@@ -147,7 +150,8 @@ def test_a_depth_beyond_an_int(emulator, seed):
     column = torch.empty(32 * (last + 1), dtype=torch.float16)
     column[:32], column[-32:] = torch.randn(32).half(), torch.randn(32).half()
     dense, out = column.expand(1, 1, 8, -1).mT, torch.zeros(1, 1, 32, 8).half()
-    lowered = narrow.lower((), spmm_problem(case, layout, values, dense, out), ARCH, COUNT)
+    problem = spmm_problem(case, layout, values, dense, out)
+    lowered = by_kernel.lower(NARROW, (), problem, ARCH, COUNT)
     launch(emulator, lowered, layout, values=values, dense=dense, out=out)
     ends = torch.stack((column[:32], column[-32:])).double()
     wanted = (values[0].double() @ ends[..., None]).sum(0)
@@ -183,8 +187,7 @@ def sampled_product_of(
         epilogue, beside = (kl.Add(),), {"summand0": made.out}
 
     def lower(problem: Sdd) -> Lowered:
-        assert sampled_hopper.takes(problem, ARCH)
-        return sampled_hopper.lower(epilogue, problem, ARCH, COUNT, choice)
+        return by_kernel.lower(SAMPLED, epilogue, problem, ARCH, COUNT, choice)
 
     return made.launched(emulator, lower, (0.5,), **beside), wanted
 
@@ -218,30 +221,29 @@ def first_of(specs: list) -> list:
     return [pytest.param(s, marks=[pytest.mark.slow] * bool(i)) for i, s in enumerate(specs)]
 
 
-HALVES = ("float16", "bfloat16")
-WIDE = [
+WIDE_SPECS = [
     spec
     for epilogue in EPILOGUES.values()
     for block in ((64, 64), (128, 128), (64, 128))
-    for spec in kernels(hopper.variants(epilogue, block, HALVES, ARCH))
+    for spec in kernels(by_kernel.variants(WIDE, epilogue, block, HALVES, ARCH))
 ]
-NARROW = [
+NARROW_SPECS = [
     spec
     for epilogue in EPILOGUES.values()
     for block in ((16, 16), (32, 32))
-    for spec in kernels(narrow.variants(epilogue, block, HALVES, ARCH))
+    for spec in kernels(by_kernel.variants(NARROW, epilogue, block, HALVES, ARCH))
 ]
-SAMPLED = [
+SAMPLED_SPECS = [
     spec
     for epilogue in ((), (kl.Gelu(),), (kl.Add(),))
     for block in ((64, 64), (128, 128), (64, 128), (128, 64))
-    for spec in sampled_hopper.variants(epilogue, block, HALVES, ARCH)
+    for spec in by_kernel.variants(SAMPLED, epilogue, block, HALVES, ARCH)
 ]
 
 
 @pytest.mark.parametrize(
     "spec",
-    [*first_of(WIDE[::5]), *first_of(NARROW[::5]), *first_of(SAMPLED[::5])],
+    [*first_of(WIDE_SPECS[::5]), *first_of(NARROW_SPECS[::5]), *first_of(SAMPLED_SPECS[::5])],
     ids=lambda spec: spec.entry,
 )
 def test_kernels_compile(spec):
@@ -259,12 +261,12 @@ def test_what_hopper_does_not_take(seed):
     values = torch.randn(2, layout.capacity, 64, 64).half()
     dense, out = torch.randn(2, 2, 35 * 64, 72).half(), torch.zeros(2, 2, 3 * 64, 72).half()
     problem = spmm_problem(case, layout, values, dense, out)
-    assert hopper.takes(problem, ARCH) and not hopper.takes(problem, "sm_90")
-    assert not hopper.takes(problem._replace(dtype="float32"), ARCH)
-    assert not hopper.takes(problem._replace(columns=0), ARCH)
-    assert not hopper.takes(problem._replace(dense=problem.dense._replace(alignment=2)), ARCH)
-    assert not hopper.takes(problem._replace(dense=problem.dense._replace(line=73)), ARCH)
-    assert not hopper.takes(problem._replace(values=problem.values._replace(column=2)), ARCH)
+    assert WIDE.takes(problem, ARCH) and not WIDE.takes(problem, "sm_90")
+    assert not WIDE.takes(problem._replace(dtype="float32"), ARCH)
+    assert not WIDE.takes(problem._replace(columns=0), ARCH)
+    assert not WIDE.takes(problem._replace(dense=problem.dense._replace(alignment=2)), ARCH)
+    assert not WIDE.takes(problem._replace(dense=problem.dense._replace(line=73)), ARCH)
+    assert not WIDE.takes(problem._replace(values=problem.values._replace(column=2)), ARCH)
     odd = problem._replace(columns=71, out=problem.out._replace(line=80))
-    assert not hopper.takes(odd, ARCH)  # whose last 16 bytes of a line would be overwritten
-    assert not narrow.takes(problem, ARCH)
+    assert not WIDE.takes(odd, ARCH)  # whose last 16 bytes of a line would be overwritten
+    assert not NARROW.takes(problem, ARCH)

@@ -8,16 +8,18 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.lowering import choose, hopper, hopper_words
+from kernlib.families.blocksparse.kernels.hopper_words import HopperWords
+from kernlib.families.blocksparse.lowering import choose, hopper
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.lowering.steps import Lowered
+from tests.families.blocksparse import by_kernel
 from tests.families.blocksparse.emulated import Case, error, strided
 from tests.families.blocksparse.products import Operands
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import Emulator
 from tests.support.speeds import slow_but
 
-ARCH = hopper.ARCH
+ARCH, KERNEL = hopper.ARCH, HopperWords()
 COUNT = 5  # multiprocessors, so that a block has several tiles
 GATE = 2e-7  # of sums that the emulator does not truncate
 EPILOGUES = {
@@ -43,8 +45,7 @@ class Product(Operands):
 
     def run(self, emulator: Emulator, epilogue: str = "none", **beside) -> torch.Tensor:
         def lower(problem: Spmm) -> Lowered:
-            assert hopper_words.takes(problem, ARCH)
-            return hopper_words.lower(EPILOGUES[epilogue], problem, ARCH, COUNT)
+            return by_kernel.lower(KERNEL, EPILOGUES[epilogue], problem, ARCH, COUNT)
 
         scalars = (0.5,) if epilogue == "add" else ()
         return self.launched(emulator, lower, scalars, **beside)
@@ -183,7 +184,7 @@ def problem_of(block: int = 64, columns: int = 4096, capacity: int = 1024, **cha
 
 def test_what_it_takes():
     problem = problem_of()
-    takes = hopper_words.takes
+    takes = KERNEL.takes
     assert takes(problem, ARCH) and takes(problem._replace(transposed=True), ARCH)
     assert not takes(problem, "sm_90") and not takes(problem, "sm_100a")
     for other in (
@@ -219,22 +220,22 @@ def test_little_work_is_left_to_the_portable_kernel():
 def test_variants_are_of_float32_and_its_precision():
     known = choose.variants((), "dsd", (64, 64), ("float32",), ARCH, "tf32")
     assert not any("words" in spec.entry or "pack" in spec.entry for spec in known)
-    assert not hopper_words.variants((), (32, 32), ("float32",), ARCH)
+    assert not by_kernel.variants(KERNEL, (), (32, 32), ("float32",), ARCH)
 
 
-KERNELS = [
+SPECS = [
     spec
     for epilogue in EPILOGUES.values()
     for block in ((64, 64), (128, 128), (64, 128))
-    for spec in hopper_words.variants(epilogue, block, ("float32",), ARCH)
+    for spec in by_kernel.variants(KERNEL, epilogue, block, ("float32",), ARCH)
     if spec.threads != 1024
 ]
-KERNELS = list(dict.fromkeys(KERNELS))
+SPECS = list(dict.fromkeys(SPECS))
 
 
 @pytest.mark.parametrize(
     "spec",
-    [pytest.param(s, marks=[pytest.mark.slow] * (i > 1)) for i, s in enumerate(KERNELS)],
+    [pytest.param(s, marks=[pytest.mark.slow] * (i > 1)) for i, s in enumerate(SPECS)],
     ids=lambda spec: spec.entry,
 )
 def test_kernels_compile(spec):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernlib.families.blocksparse.kernels import order
+from kernlib.families.blocksparse.kernels.order import ORDER
 from kernlib.families.blocksparse.layout import NAMES
-from kernlib.families.blocksparse.lowering import hopper, order
-from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
+from kernlib.families.blocksparse.lowering import hopper
+from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Scope, Spmm, Values
 from tests.families.blocksparse.emulated import Case, blocks_of, layout_of
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation import maps
@@ -25,8 +27,8 @@ def problem_of(blocks: Blocks, transposed: bool = False) -> Spmm:
 def order_of(emulator: Emulator, problem: Spmm, known: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the kernel writes, from a workspace of what nobody wrote."""
     units = -(-problem.lines // order.TILE_LINES) * problem.blocks.heads
-    step = order.step(units, problem, FIRST)
-    found = torch.full((order.workspace(problem) // 4,), -1, dtype=torch.int32)
+    step = ORDER.step(units, problem, FIRST)
+    found = torch.full((ORDER.workspace(problem) // 4,), -1, dtype=torch.int32)
     addresses = [{**known, "workspace": found}[name].data_ptr() for name, _ in step.pointers]
     maps.launch(emulator, step, addresses)
     return found
@@ -83,7 +85,7 @@ def test_lengths_beyond_the_keys_are_told_apart_in_part(depth, emulator, seed):
     stored = torch.arange(words * 32) < lengths[:, None]
     bits = (stored.view(300, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
     found = order_of(emulator, problem_of(blocks), {"row_bits": bits})
-    shift = order.keys(depth)[0]
+    shift = order.keys(depth)["shift"]
     assert (depth >> shift < order.KEYS) and (shift == 0) == (depth < order.KEYS)
     wanted = (lengths >> shift).argsort(descending=True, stable=True)
     assert found[1:].tolist() == wanted.tolist()
@@ -98,20 +100,22 @@ def test_group_after_group_of_units(depth, emulator, seed):
     lengths = torch.randint(0, depth + 1, (77,))
     stored = torch.arange(words * 32) < lengths[:, None]
     bits = (stored.view(77, words, 32) << torch.arange(32)).sum(-1).to(torch.int32)
-    step = order.step(77, problem_of(blocks), FIRST)
     keys = order.keys(depth, 22, 2)
-    step = step._replace(fixed=order.PARAMETERS.pack(11, 77, 11, words, FIRST, 0, *keys))
+    numbers = {"groups": 11, "units": 77, "lines": 11, "words": words}
+    step = ORDER.step_of(1, "row_bits", FIRST, **numbers, **keys)
     found = torch.full((78,), -1, dtype=torch.int32)
     known = {"row_bits": bits, "workspace": found}
     maps.launch(emulator, step, [known[name].data_ptr() for name, _ in step.pointers])
     group = (torch.arange(77) // 22).clamp(max=2)
-    wanted = ((2 - group) * depth + (lengths >> keys[0])).argsort(descending=True, stable=True)
+    wanted = ((2 - group) * depth + (lengths >> keys["shift"])).argsort(
+        descending=True, stable=True
+    )
     assert found[1:].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("size", [pytest.param(16, marks=pytest.mark.slow), 32, 64, 128])
 def test_kernels_compile(size):
-    (spec,) = order.variants((size, size))
+    (spec,) = ORDER.specs((), Scope((size, size), ()), hopper.ARCH)
     made = compiled(spec, hopper.ARCH)
     assert made.spilled == 0 and made.registers <= 64
     assert made.shared <= 227 * 1024

@@ -11,16 +11,21 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.blocksparse.kernels import stationary
+from kernlib.families.blocksparse.kernels.stationary import Stationary
+from kernlib.families.blocksparse.kernels.tiles import Tiles
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose, hopper, stationary, tiles
+from kernlib.families.blocksparse.lowering import choose, hopper
+from kernlib.families.blocksparse.lowering.operands import SQUARES
 from kernlib.families.blocksparse.lowering.problem import Dense
 from kernlib.jit import targets
+from tests.families.blocksparse import by_kernel
 from tests.families.blocksparse.emulated import GATES, Case, error, guarded
 from tests.families.blocksparse.squares import ARCH, HALVES, Product, problem, taken
 from tests.support.compiled_kernels import compiled
 from tests.support.speeds import slow_but
 
-KINDS = {"stationary": stationary, "tiles": tiles}
+KINDS = {"stationary": Stationary(), "tiles": Tiles()}
 DEPTHS = {"stationary": 72, "tiles": 200}  # two steps and four, the last one not whole
 every_kind = pytest.mark.parametrize("kind", KINDS)
 EPILOGUES = {
@@ -74,13 +79,13 @@ def test_products_are_right(name, kind, emulator, seed):
 def test_deep_products_are_right(name, emulator, seed):
     case, *orders = DEEP[name]
     made = Product(case, *orders)
-    assert error(made.run(tiles, emulator), made.wanted()) <= GATES[case.numbers]
+    assert error(made.run(KINDS["tiles"], emulator), made.wanted()) <= GATES[case.numbers]
 
 
 @pytest.mark.emulated
 @every_kind
 @pytest.mark.slow
-@pytest.mark.parametrize("block", stationary.SIZES)
+@pytest.mark.parametrize("block", SQUARES)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("orders", [*itertools.product(("rows", "columns"), repeat=2)])
 def test_both_orders_of_both_operands(orders, steps, block, kind, emulator, seed):
@@ -95,7 +100,7 @@ def test_both_orders_of_both_operands(orders, steps, block, kind, emulator, seed
 @pytest.mark.emulated
 @every_kind
 @pytest.mark.parametrize("depth", slow_but((40,), (40, 104)))
-@pytest.mark.parametrize("block", slow_but((16,), stationary.SIZES))
+@pytest.mark.parametrize("block", slow_but((16,), SQUARES))
 def test_what_is_not_of_a_block_does_not_count(block, depth, kind, emulator, seed):
     """NaN in rows of a and columns of b that no block is of, and behind the depth."""
     case = Case("float16", (block, block), (9, 12), 0.3, 1, 1, depth)
@@ -162,7 +167,7 @@ def test_values_of_a_batch_may_lie_apart(kind, emulator, seed):
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("gelu", "add"), [n for n in EPILOGUES if n != "none"]))
-@pytest.mark.parametrize("block", slow_but((16, 32), stationary.SIZES))
+@pytest.mark.parametrize("block", slow_but((16, 32), SQUARES))
 def test_epilogues(block, name, emulator, seed):
     """In place where it adds: what is read and written twice would show."""
     case = Case("float16", (block, block), (300 // block, 5), 0.5, 2, 2, 48)
@@ -196,12 +201,12 @@ def test_a_summand_that_does_not_count_is_not_read(emulator, seed):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("block", slow_but((16,), stationary.SIZES))
+@pytest.mark.parametrize("block", slow_but((16,), SQUARES))
 def test_an_epilogue_of_tiles(block, emulator, seed):
     """Zeros stay zeros in slots that hold no block."""
     made = Product(Case("float16", (block, block), (192 // block, 5), 0.5, 2, 2, 136))
     wanted = torch.nn.functional.gelu(1.5 * made.wanted())
-    found = made.run(tiles, emulator, EPILOGUES["gelu"], (1.5,))
+    found = made.run(KINDS["tiles"], emulator, EPILOGUES["gelu"], (1.5,))
     assert error(found, wanted) <= 2 * GATES["float16"]
 
 
@@ -210,12 +215,12 @@ def test_an_epilogue_of_tiles(block, emulator, seed):
 
 def test_what_rows_that_stay_take():
     def takes(given, arch: str = ARCH) -> bool:
-        return stationary.takes(given, arch)
+        return KINDS["stationary"].takes(given, arch)
 
     plain = problem()
     blocks, a, values = plain.blocks, plain.a, plain.values
     assert takes(plain) and not takes(plain, "sm_90") and not takes(plain, "sm_80")
-    assert all(takes(problem(block=block, depth=128)) for block in stationary.SIZES)
+    assert all(takes(problem(block=block, depth=128)) for block in SQUARES)
     assert not takes(problem(block=128)) and not takes(problem(depth=136))
     assert not takes(plain._replace(dtype="float32"))
     assert not takes(plain._replace(blocks=blocks._replace(cols=32)))
@@ -232,11 +237,11 @@ def test_what_rows_that_stay_take():
 
 def test_what_tiles_take():
     def takes(given, arch: str = ARCH) -> bool:
-        return tiles.takes(given, arch)
+        return KINDS["tiles"].takes(given, arch)
 
     plain = problem(depth=4096)
     assert takes(plain) and not takes(plain, "sm_90") and not takes(plain, "sm_80")
-    assert all(takes(problem(block=block, depth=8)) for block in stationary.SIZES)
+    assert all(takes(problem(block=block, depth=8)) for block in SQUARES)
     assert not takes(problem(block=128)) and not takes(problem(depth=0))
     assert not takes(plain._replace(dtype="float32"))
     assert not takes(plain._replace(a=plain.a._replace(line=4100)))
@@ -273,14 +278,14 @@ def test_tiles_are_taken_where_they_pay():
 
 
 def test_summands_have_no_variant():
-    assert tiles.variants((kl.Add(),), (16, 16), HALVES, ARCH) == []
+    assert by_kernel.variants(KINDS["tiles"], (kl.Add(),), (16, 16), HALVES, ARCH) == []
 
 
 SPECS = {
     spec.description.removeprefix("blocksparse "): spec
     for kind, names in TAKEN.items()
-    for name, block in itertools.product(names, stationary.SIZES)
-    for spec in KINDS[kind].variants(EPILOGUES[name], (block, block), HALVES, ARCH)
+    for name, block in itertools.product(names, SQUARES)
+    for spec in by_kernel.variants(KINDS[kind], EPILOGUES[name], (block, block), HALVES, ARCH)
 }
 COMPILED = (
     "stationary float16 sdd 16x16 depth64 right_lines",

@@ -5,8 +5,8 @@ import torch
 
 from kernlib import ahead
 from kernlib.errors import UnsupportedError
+from kernlib.families.blocksparse.kernels.scaled import Scaled
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import scaled
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.run import run_kernel
 from kernlib.runtime import devices, driver
@@ -76,7 +76,8 @@ def test_tiles_are_as_wide_as_the_columns(gpus):
         (*_, main) = ahead.specs(LAYER, "sm_90a", tuple(given(size=size)), {})
         words.append(main.description)
     assert "128x128" in words[0] and "128x256" in words[1]
-    assert {"columns": 256} in scaled.candidates(_problem(60000)) != scaled.candidates(_problem(8))
+    many, few = (Scaled().choices(_problem(columns), "sm_90a") for columns in (60000, 8))
+    assert {"columns": 256} in many != few
     assert ahead.specs(VALUES, "sm_90a", tuple(given(VALUES, size=9)), {}) == []
 
 

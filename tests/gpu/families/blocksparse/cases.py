@@ -94,8 +94,10 @@ def build(calls) -> None:
         list(pool.map(lambda spec: service.build(spec, arch), dict.fromkeys(found)))
 
 
-def pays_as_ever(problem, multiprocessors: int) -> bool:
-    """In the place of what kernels of Hopper's say of dsd and dds: however few their tiles are."""
+def pays_as_ever(*call) -> bool:
+    """In the place of what kernels of Hopper's say of dsd and dds, whose last arguments are a
+    problem and the GPU: however few their tiles are."""
+    problem, _ = call[-2:]
     return problem.columns > hopper.FEW_COLUMNS
 
 

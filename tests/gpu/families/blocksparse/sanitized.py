@@ -11,15 +11,13 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.blocksparse import Layout, quantize, scaled_dds, scaled_dsd, softmax
-from kernlib.families.blocksparse.lowering import (
-    choose,
-    hopper,
-    hopper_words,
-    narrow,
-    sampled_hopper,
-    stationary,
-    tiles,
-)
+from kernlib.families.blocksparse.kernels.hopper import Hopper
+from kernlib.families.blocksparse.kernels.hopper_words import HopperWords
+from kernlib.families.blocksparse.kernels.narrow import Narrow
+from kernlib.families.blocksparse.kernels.sampled_hopper import SampledHopper
+from kernlib.families.blocksparse.kernels.stationary import Stationary
+from kernlib.families.blocksparse.kernels.tiles import Tiles
+from kernlib.families.blocksparse.lowering import choose
 from tests.gpu.every_lane import BY_WARP, let_every_lane_arrive
 from tests.gpu.families.blocksparse.cases import (
     BLOCKS,
@@ -54,7 +52,7 @@ def few_columns(dtype) -> None:
 def rows_that_stay(dtype) -> None:
     """Layouts too small for the kernel to pay: two groups of rows, of which one is not whole, more
     panels than a ring has stages, none of the last ones needed, and slots without blocks."""
-    with patch.object(stationary, "pays", lambda *_: True):
+    with patch.object(Stationary, "pays", lambda *_: True):
         for block, grid in ((16, (35, 70)), (32, (18, 50)), (64, (9, 27))):
             mask = torch.rand(2, *grid) < 0.2
             mask[..., grid[1] * 3 // 4 :] = False
@@ -68,7 +66,7 @@ def rows_that_stay(dtype) -> None:
 def whole_tiles(dtype) -> None:
     """Layouts too small for it to pay: more steps than a ring has stages, tiles without a block,
     and slots without one."""
-    with patch.object(tiles, "pays", lambda *_: True):
+    with patch.object(Tiles, "pays", lambda *_: True):
         for block, grid in ((16, (11, 40)), (32, (6, 20)), (64, (3, 10))):
             mask = torch.rand(*grid) < 0.3
             mask[:, grid[1] // 2 :] = False
@@ -133,8 +131,8 @@ ARRIVALS = BY_WARP | {
 
 def main(numbers: str, tool: str) -> None:
     kinds = set()
-    hopper_words.pays = sampled_hopper.pays = lambda *_: True  # for products as small as these too
-    hopper.pays = narrow.pays = pays_as_ever
+    HopperWords.pays = SampledHopper.pays = lambda *_: True  # for products as small as these too
+    Hopper.pays = Narrow.pays = pays_as_ever
     if tool == "racecheck":
         let_every_lane_arrive(ARRIVALS)
     events.subscribe(lambda e: e.name == "launch" and kinds.add(e.description.split()[1]))

@@ -10,7 +10,9 @@ import torch
 
 import kernlib as kl
 from kernlib.blocksparse import Layout, sdd
-from kernlib.families.blocksparse.lowering import hopper, stationary, tiles
+from kernlib.families.blocksparse.kernels.stationary import Stationary
+from kernlib.families.blocksparse.kernels.tiles import Tiles
+from kernlib.families.blocksparse.lowering import hopper
 from kernlib.runtime.devices import arch_of
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
@@ -28,7 +30,7 @@ from tests.gpu.families.blocksparse.cases import (
 # No other test has these grids, so that no plan by another kernel is kept for them. Two groups of
 # rows of which one is not whole, and more panels than stages, of which one is not whole.
 GRIDS = {16: (37, 141), 32: (19, 71), 64: (11, 35)}
-KINDS = {"stationary": stationary, "tiles": tiles}
+KINDS = {"stationary": Stationary, "tiles": Tiles}
 DEPTHS = {"stationary": (8, 33, 64, 72, 128), "tiles": (8, 33, 136, 520)}
 every_block = pytest.mark.parametrize("block", GRIDS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -37,8 +39,8 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @pytest.fixture
 def always(monkeypatch, kind):
     """As if one kind paid, and no other."""
-    for name, module in KINDS.items():
-        monkeypatch.setattr(module, "pays", lambda *_, name=name: name == kind)
+    for name, kernel in KINDS.items():
+        monkeypatch.setattr(kernel, "pays", lambda *_, name=name: name == kind)
     forget_plans()
 
 

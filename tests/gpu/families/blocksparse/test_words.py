@@ -9,7 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib.blocksparse import Layout, dds, dsd
-from kernlib.families.blocksparse.lowering import hopper_words
+from kernlib.families.blocksparse.kernels.hopper_words import HopperWords
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (
@@ -35,10 +35,10 @@ every_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 def words(monkeypatch, kinds):
     """Whatever a test multiplies is multiplied by the kernel, where the GPU has it."""
     forget_plans()
-    monkeypatch.setattr(hopper_words, "pays", lambda *_: True)
+    monkeypatch.setattr(HopperWords, "pays", lambda *_: True)
     yield
     forget_plans()
-    assert not on_hopper() or hopper_words.KIND in kinds
+    assert not on_hopper() or HopperWords.name in kinds
 
 
 def operands_of(mode: str, layout: Layout, size: int, batch=(), flags=(False, False)):

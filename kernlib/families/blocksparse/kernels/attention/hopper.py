@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from kernlib.families.blocksparse.kernels import order
 from kernlib.families.blocksparse.kernels.attention.base import (
     HALVES,
     SIDES,
@@ -15,7 +16,7 @@ from kernlib.families.blocksparse.kernels.attention.base import (
     Scope,
     is_whole,
 )
-from kernlib.families.blocksparse.lowering import order
+from kernlib.families.blocksparse.kernels.order import ORDER
 from kernlib.families.blocksparse.lowering.attention import score_source as text
 from kernlib.families.blocksparse.lowering.attention.problem import Attention, Operand, Score
 from kernlib.jit.spec import KernelSpec
@@ -209,7 +210,8 @@ class Hopper(AttentionKernel):
         """With those of the launch before."""
         every = super().specs(score, scope, arch)
         lines = [rows // scope.block[0] for rows in TILE_ROWS if rows >= scope.block[0]]
-        return [*map(order.spec, lines), *every] if every else []
+        orders = [ORDER.spec((), ORDER.Variant(count), arch) for count in lines]
+        return [*orders, *every] if every else []
 
     def spec(self, score: Score, variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant."""
@@ -261,15 +263,16 @@ def is_ordered(problem: Attention, rows: int, teams: int) -> bool:
 
 def _order(problem: Attention, rows: int, units: int, first: int) -> Step:
     blocks, tiles = problem.blocks, problem.row_tiles(rows)
-    share = min(order.WARP, blocks.row_words) - 1  # of a warp's lanes
     per_group, last = _groups(problem, tiles, units, first)
-    numbers = (
-        *(tiles, units, blocks.grid_rows, blocks.row_words, first, share.bit_length()),
-        *order.keys(blocks.grid_cols, per_group, last),
+    numbers = {"groups": tiles, "units": units, "lines": blocks.grid_rows}
+    return ORDER.step_of(
+        rows // blocks.rows,
+        "row_bits",
+        first,
+        blocks.row_words,
+        **numbers,
+        **order.keys(blocks.grid_cols, per_group, last),
     )
-    pointers = (("row_bits", 0), (WORKSPACE, 0))
-    fixed = order.PARAMETERS.pack(*numbers)
-    return Step(order.spec(rows // blocks.rows), (1, 1), fixed, pointers)
 
 
 def _groups(problem: Attention, tiles: int, units: int, teams: int) -> tuple[int, int]:
