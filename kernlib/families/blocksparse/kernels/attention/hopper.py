@@ -197,10 +197,10 @@ class Hopper(AttentionKernel):
     def axes(self, score: Score, scope: Scope) -> Mapping[str, Iterable]:
         """Of blocks of one size."""
         features, values = scope.features, scope.values
-        taken = scope.arch == ARCH and set(scope.block) <= set(SIDES)
-        taken = taken and not (features and values not in (None, features))
+        fits = scope.arch == ARCH and set(scope.block) <= set(SIDES)
+        fits = fits and not (features and values not in (None, features))
         return {
-            "dtype": scope.halves if taken else (),
+            "dtype": scope.halves if fits else (),
             "block": [scope.block],
             "features": [width_of(features)] if features else WIDTHS,
             "rows": TILE_ROWS,

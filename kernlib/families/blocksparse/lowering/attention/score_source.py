@@ -69,13 +69,13 @@ def pointers(score: Score) -> tuple[str, ...]:
     return (*lengths, *(f"captured{index}" for index in range(len(score.captured))))
 
 
-def fields(score: Score, own: Iterable[str], collected: int = 0) -> Fields:
+def fields(score: Score, members: Iterable[str], collected: int = 0) -> Fields:
     """What a plan fixes: strides of captured tensors, a kernel's own members, and strides of what
     so many of these tensors collect."""
     count = len(score.captured)
     first = (f"CapturedStrides captured_strides[{count}]",) if count else ()
     last = (f"CapturedStrides collected_strides[{collected}]",) if collected else ()
-    return Fields((*first, *own, *last))
+    return Fields((*first, *members, *last))
 
 
 def parameters(own: int, fixed: Fields, score: Score, maps: int = 0) -> Parameters:

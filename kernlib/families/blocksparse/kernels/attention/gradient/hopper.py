@@ -230,12 +230,12 @@ class HopperGradient(AttentionKernel):
     def axes(self, score: Score, scope: Scope) -> Mapping[str, Iterable]:
         """Of gradients by q, k and v of a layout's blocks."""
         features = scope.features
-        taken = scope.arch == ARCH and set(scope.block) <= set(SIDES)
-        taken = taken and scope.values in (None, features) and (features or 0) <= WIDTHS[-1]
+        fits = scope.arch == ARCH and set(scope.block) <= set(SIDES)
+        fits = fits and scope.values in (None, features) and (features or 0) <= WIDTHS[-1]
         return {
-            "dtype": scope.halves if taken else (),
+            "dtype": scope.halves if fits else (),
             "block": dict.fromkeys((scope.block, scope.block[::-1])),
-            "features": [width_of(features)] if taken and features else WIDTHS,
+            "features": [width_of(features)] if fits and features else WIDTHS,
             "transposed": (False, True),
             "columns": (64, 32),
             "rows": TILE_ROWS,
