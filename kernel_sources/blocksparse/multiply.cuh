@@ -3,14 +3,13 @@
 // The tensor core truncates what it accumulates. With SPLIT (3xTF32) that would count, so its sums
 // start anew every 8 terms and are added up outside, in chains of CHAIN terms: in an emulation of
 // the hardware a chain of 800 additions is off by 5e-7, chains of 128 by 2.6e-7.
-//
-// The generated source defines before it includes this file, beside what operand.cuh asks for:
-//   PRODUCTS                      of one multiplication: 1, or 3 for fp32 by 3xTF32
-//   WARP_LINES, WARP_COLUMNS      of the result, that a warp adds up at a time
 #pragma once
 
 #include "blocksparse/operand.cuh"
 
+// Of the result, that a warp adds up at a time.
+constexpr int WARP_LINES = Config::WARP_LINES, WARP_COLUMNS = Config::WARP_COLUMNS;
+constexpr int PRODUCTS = Config::PRODUCTS;  // of one multiplication: 1, or 3 for fp32 by 3xTF32
 constexpr int FRAGMENTS = WARP_LINES / 16, PAIRS = WARP_COLUMNS / 16;  // of left, of right
 constexpr bool SPLIT = PRODUCTS == 3;
 constexpr int CHAIN = 1024;

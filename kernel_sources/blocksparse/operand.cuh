@@ -6,28 +6,21 @@
 //   by depth   a row of LINES elements for each depth, whose chunks do so with bits of the depth
 // so that the eight 16-byte rows of an ldmatrix lie in different banks, as do the 32 words that a
 // warp reads of 4-byte elements by depth.
-//
-// The generated source defines before it includes this file:
-//   InputT         storage of both operands
-//   WARPS          of a CTA
-//   DEPTH_BYTES    of a line in a stage: 64 or 128
 #pragma once
 
+#include "blocksparse/access.cuh"
 #include "common/copy_groups.cuh"
 #include "common/mma.cuh"
 
+using InputT = Config::InputT;                   // storage of both operands
+constexpr int WARPS = Config::WARPS;             // of a CTA
+constexpr int DEPTH_BYTES = Config::DEPTH_BYTES;  // of a line in a stage: 64 or 128
 constexpr int THREADS = 32 * WARPS;
 constexpr int STAGE_DEPTH = DEPTH_BYTES / sizeof(InputT);
 constexpr int CHUNK = 16 / sizeof(InputT);
 constexpr int CHUNKS = DEPTH_BYTES / 16;  // of a line
 constexpr int STEPS = DEPTH_BYTES / 32;   // multiplications along a stage's depth
 constexpr int STEP_DEPTH = 32 / sizeof(InputT);
-
-// What is known of an operand.
-//   depth   depths lie side by side, and every CHUNK-th of a line is aligned for a 16-byte copy
-//   line    lines lie side by side, and every CHUNK-th of a depth is
-//   gather  nothing
-enum class Access { depth, line, gather };
 
 template <int LINES, Access ACCESS>
 struct Stage {

@@ -1,16 +1,15 @@
 // A warp's sums through shared memory to device memory, PASS_LINES of its lines at a time. They
 // wait there as fp32 in the order in which the result is written, so that the epilogue is a short
 // loop over 16-byte stores: over a thread's registers it would be up to 128 copies.
-//
-// The generated source defines before it includes this file, beside what multiply.cuh asks for:
-//   AccT, OutputT         arithmetic (float), storage of the result
-//   ALONG_LINES           whether lines lie closer together in the result than columns
-//   SUMMANDS, EPILOGUE, Finish   the epilogue
 #pragma once
 
 #include "blocksparse/multiply.cuh"
 #include "blocksparse/summands.cuh"
 
+using AccT = Config::AccT;        // arithmetic, float
+using OutputT = Config::OutputT;  // storage of the result
+constexpr bool ALONG_LINES = Config::ALONG_LINES;  // lines lie closer together in it than columns
+constexpr int SUMMANDS = Config::SUMMANDS;
 constexpr int OUT_CHUNK = 16 / sizeof(OutputT);
 constexpr int PASS_LINES = WARP_LINES < 32 ? WARP_LINES : 32;
 // Steps between lines of the waiting sums, chosen for writes without bank conflicts: of pairs in
@@ -82,7 +81,7 @@ __device__ __forceinline__ void store_runs(const float* waiting, const Target& t
         for (int e = 0; e < RUN; ++e) {
             i64 feature = target.feature + above + line + (ALONG_LINES ? e : 0);
             AccT value = values[e];
-            if (EPILOGUE) value = given[e].finished(finish, value, feature);
+            if (Config::EPILOGUE) value = given[e].finished(finish, value, feature);
             result.element[e] = convert<OutputT>(value);
         }
         OutputT* to = target.out + (above + line) * target.line_stride +

@@ -14,13 +14,6 @@ struct SummandPointers {
 template <>
 struct SummandPointers<0> {};
 
-template <int COUNT>
-struct SummandSides {
-    Side sides_of_summands[COUNT];
-};
-template <>
-struct SummandSides<0> {};
-
 // Each summand at the first element of a warp's results; null for one that does not count.
 // Parameters and Finish are types of templates, as they have no members for summands where there
 // are none.

@@ -107,12 +107,13 @@ REASONS = {
     "blocksparse/softmax/gradient": "the one kernel of its gradient",
     "blocksparse/attention/hopper/hopper": "wgmma of sm_90a, half types, values as wide as keys, "
     "whole 16 bytes: chosen ahead of `portable`",
-    "blocksparse/attention/hopper_gradient/hopper_gradient": "gradients of what `hopper` takes",
+    "blocksparse/attention/gradient/hopper/hopper": "gradients of what `hopper` takes",
     "blocksparse/attention/portable/portable": "mma.sync on every GPU, half types: chosen for what "
     "`hopper` does not take",
-    "blocksparse/attention/portable_gradient/portable_gradient": "gradients of attention by "
-    "mma.sync, on every GPU",
-    "blocksparse/attention/deltas/deltas": "sums of out * grad of each row, which gradients read",
+    "blocksparse/attention/gradient/portable/portable": "gradients of attention by mma.sync, on "
+    "every GPU",
+    "blocksparse/attention/gradient/deltas/deltas": "sums of out * grad of each row, which "
+    "gradients read",
 }
 
 

@@ -72,9 +72,8 @@ def typed_finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:
     return types + finish(epilogue, name)
 
 
-def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...], **more: Fact) -> str:
-    """The definitions of InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish, and struct
-    Config with ``more`` facts.
+def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
+    """The definitions of InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish.
 
     ``Finish(read)`` reads scalars by ``read(k)`` and addresses of vectors by ``read.vector(k)``.
     The finished value of an output feature is then ``finish(v, feature)``. With summands it is
@@ -84,7 +83,7 @@ def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...], **more:
     return f"""#include "common/types.cuh"
 #include "common/math.cuh"
 
-{config.text({**facts(dtype, out_dtype, epilogue), **more})}
+{config.text(facts(dtype, out_dtype, epilogue))}
 using OutputT = Config::OutputT;
 constexpr int VECTORS = Config::VECTORS;
 constexpr int SCALARS = Config::SCALARS;

@@ -5,6 +5,7 @@
 // these 8 further on: sums[2 g + n][2 h + i] is row + 8 h, column 16 g + 8 n + 2 t + i.
 #pragma once
 
+#include "blocksparse/attention/score.cuh"
 #include "common/exponential.cuh"
 
 __device__ __forceinline__ float lowest() { return __uint_as_float(0xff800000u); }  // -inf

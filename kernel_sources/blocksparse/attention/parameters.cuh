@@ -1,47 +1,30 @@
-// What the launches of the portable kernels are given beside what score.cuh has, and where a CTA
+// What the launches of the portable kernels have in common: the words of a layout, and where a CTA
 // is.
 #pragma once
 
-// From one batch, head and row of an operand to the next.
-struct Strides {
-    i64 batch, head, row;
-    template <class T>
-    __device__ __forceinline__ T* of(T* data, int of_batch, int of_head) const {
-        return data + of_batch * batch + of_head * head;
-    }
-};
+#include "blocksparse/attention/walk.cuh"
 
-struct Sizes {
-    int batch, heads, group;    // heads of q, and how many share one of k and v
-    int queries, keys;
-    int grid_rows, row_words;   // of the layout: blocks of a column, words of a row
-    int grid_cols, col_words;
-    int layout_batch, layout_head;
-    int feature_chunks, value_chunks;  // of 16 bytes
-    int tiles;                         // of a head
-
-    __device__ __forceinline__ i64 layout(int of_batch, int of_head) const {
-        return i64(of_batch) * layout_batch + i64(of_head) * layout_head;
-    }
-    // The words of a head's rows of blocks, and of its columns.
-    __device__ __forceinline__ Bits rows_of(const u32* bits, int of_batch, int of_head) const {
-        i64 lines = layout(of_batch, of_head) * grid_rows;
-        return {bits + lines * row_words, grid_rows, row_words};
-    }
-    __device__ __forceinline__ Bits cols_of(const u32* bits, int of_batch, int of_head) const {
-        i64 lines = layout(of_batch, of_head) * grid_cols;
-        return {bits + lines * col_words, grid_cols, col_words};
-    }
-};
+// The words of a head's rows of blocks, and of its columns.
+__device__ __forceinline__ i64 layout_of(const Fixed& p, int batch, int head) {
+    return i64(batch) * p.layout_batch + i64(head) * p.layout_head;
+}
+__device__ __forceinline__ Bits rows_of(const Fixed& p, const u32* bits, int batch, int head) {
+    i64 lines = layout_of(p, batch, head) * p.grid_rows;
+    return {bits + lines * p.row_words, p.grid_rows, p.row_words};
+}
+__device__ __forceinline__ Bits cols_of(const Fixed& p, const u32* bits, int batch, int head) {
+    i64 lines = layout_of(p, batch, head) * p.grid_cols;
+    return {bits + lines * p.col_words, p.grid_cols, p.col_words};
+}
 
 // Which tile of which head a CTA has. Those of one head follow each other, its last rows first:
 // with CAUSAL these have most to do.
 struct Place {
     int batch, head, tile;
 
-    __device__ __forceinline__ Place(const Sizes& sizes, int heads) {
-        u32 rest = blockIdx.x / u32(sizes.tiles);
-        tile = int(blockIdx.x % u32(sizes.tiles));
+    __device__ __forceinline__ Place(const Fixed& p, int heads) {
+        u32 rest = blockIdx.x / u32(p.tiles);
+        tile = int(blockIdx.x % u32(p.tiles));
         head = int(rest % u32(heads));
         batch = int(rest / u32(heads));
     }

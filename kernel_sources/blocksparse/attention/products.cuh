@@ -4,14 +4,15 @@
 // A row in shared memory has WIDTH features, a multiple of 16, zeros behind those that there are.
 // It is 16 bytes longer than that, an odd number of 16-byte chunks: the eight rows of an ldmatrix
 // lie in different banks.
-//
-// The generated source defines before it includes this file:
-//   InputT    half_t or bfloat16_t
-//   THREADS   of a CTA
 #pragma once
 
+#include "blocksparse/attention/walk.cuh"
 #include "common/copy_groups.cuh"
 #include "common/mma_half.cuh"
+
+using InputT = Config::InputT;         // half_t or bfloat16_t
+constexpr int WARPS = Config::WARPS;   // of a CTA
+constexpr int THREADS = 32 * WARPS;
 
 constexpr int CHUNK = 8;  // elements of 16 bytes
 

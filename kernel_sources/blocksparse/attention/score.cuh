@@ -1,12 +1,7 @@
 // What becomes of logits, and the parameters of a launch that every kernel of attention has.
 //
-// The generated source defines before it includes this file (lowering/attention/score_source.py):
-//   HAS_SCORE, HAS_MASK        whether logits are changed, and whether a mask leaves some out
-//   CAUSAL, WINDOW, LENGTHS    what leaves them out by their position
-//   DROPOUT
-//   CAPTURED                   how many tensors score and mask read
-// and behind it struct Score, of one batch and head. What depends on these alone is computed in its
-// constructor:
+// The generated source defines struct Score, of one batch and head, before it includes this file
+// (lowering/attention/score_struct.py). What depends on these alone is computed in its constructor:
 //   Score(const Captured* captured, int batch, int head)
 //   float operator()(float v, int row, int col) const    the logit in the place of v, both in
 //                                                        natural units
@@ -18,8 +13,17 @@
 // column that exist, and slope_of<K>() for tensors whose gradient is wanted.
 #pragma once
 
+#include "blocksparse/attention/captured.cuh"
 #include "blocksparse/attention/dropout.cuh"
 #include "blocksparse/attention/walk.cuh"
+
+constexpr bool HAS_SCORE = Config::HAS_SCORE;  // whether logits are changed
+constexpr bool HAS_MASK = Config::HAS_MASK;    // whether a mask leaves some out
+constexpr bool CAUSAL = Config::CAUSAL;        // what leaves them out by their position
+constexpr bool WINDOW = Config::WINDOW;
+constexpr bool LENGTHS = Config::LENGTHS;
+constexpr bool DROPOUT = Config::DROPOUT;
+constexpr int CAPTURED = Config::CAPTURED;  // how many tensors score and mask read
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -30,30 +34,6 @@ __device__ __forceinline__ float rest_of(float lse, float most, float of_sum) {
     const float rest = (of_sum - (lse - most)) * LOG2_E;
     return fabsf(rest) <= 3.402823466e38f ? rest : 0.0f;  // of what is not finite there is none
 }
-
-// From one batch, head, row and column of a captured tensor to the next, 0 along what it lacks.
-struct CapturedStrides {
-    i64 batch, head, row, col;
-};
-struct Captured {
-    const void* at;
-    i64 batch, head, row, col;
-
-    template <class T>
-    __device__ __forceinline__ const T* from(int of_batch, int of_head) const {
-        return static_cast<const T*>(at) + of_batch * batch + of_head * head;
-    }
-};
-
-// What becomes of nothing.
-struct PlainScore {
-    __device__ __forceinline__ PlainScore(const Captured*, int, int) {}
-    __device__ __forceinline__ float operator()(float v, int, int) const { return v; }
-    __device__ __forceinline__ float slope(float, int, int) const { return 1.0f; }
-    __device__ __forceinline__ bool keeps(int, int) const { return true; }
-    template <int K>
-    __device__ __forceinline__ float slope_of(float, int, int) const { return 0.0f; }
-};
 
 constexpr int NO_END = 1 << 30;  // what a matrix has of rows and columns at most
 
@@ -89,27 +69,14 @@ struct LengthPointers<false> {
 template <int COUNT>
 struct CapturedPointers {
     const void* captured[COUNT];
-    __device__ __forceinline__ const void* captured_at(int index) const { return captured[index]; }
 };
 template <>
-struct CapturedPointers<0> {
-    __device__ __forceinline__ const void* captured_at(int) const { return nullptr; }
-};
+struct CapturedPointers<0> {};
 
 // The numbers of a call.
 struct Numbers {
     Scalar scale, left, right;  // of logits; of the window, int64 where they are on the device
     Scalar dropout, seed;       // its probability; an int64 there, a whole number below 2**53 here
-};
-
-template <int COUNT>
-struct CapturedViews {
-    CapturedStrides views[COUNT];
-    __device__ __forceinline__ CapturedStrides view(int index) const { return views[index]; }
-};
-template <>
-struct CapturedViews<0> {
-    __device__ __forceinline__ CapturedStrides view(int) const { return CapturedStrides(); }
 };
 
 using Sight = Band<WINDOW, WINDOW || CAUSAL>;
@@ -130,10 +97,12 @@ __device__ __forceinline__ Sight sight_of(const Parameters& p, int batch, int ro
 template <class Score, class Parameters>
 __device__ __forceinline__ Score score_of(const Parameters& p, int batch, int head) {
     Captured captured[CAPTURED + (CAPTURED == 0)];
+    if constexpr (CAPTURED > 0) {
 #pragma unroll
-    for (int i = 0; i < CAPTURED; ++i) {
-        CapturedStrides strides = p.view(i);
-        captured[i] = {p.captured_at(i), strides.batch, strides.head, strides.row, strides.col};
+        for (int i = 0; i < CAPTURED; ++i) {
+            CapturedStrides strides = p.captured_strides[i];
+            captured[i] = {p.captured[i], strides.batch, strides.head, strides.row, strides.col};
+        }
     }
     return Score(captured, batch, head);
 }

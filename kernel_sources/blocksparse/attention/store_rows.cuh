@@ -2,6 +2,9 @@
 #pragma once
 
 #include "common/hopper.cuh"
+#include "common/mma_half.cuh"
+
+using InputT = Config::InputT;
 
 // Of a matrix of words, of which the four lanes of a row have a column each, a row each.
 __device__ __forceinline__ void turn(u32 (&words)[4]) {

@@ -3,22 +3,21 @@
 //
 // Floor: bytes of the mask over 4.3 TB/s. Loads of 32 bytes, 16 in flight for each warp.
 //
-// The generated source defines before it includes this file:
-//   THREADS, FROM_MASK
-//   PARAMETER_BYTES    what kernlib/families/blocksparse/lowering/layout.py makes of Parameters
+// Facts and struct Fixed: class Count of kernlib/families/blocksparse/kernels/layout.py.
 #pragma once
 
 #include "blocksparse/layout/layout.cuh"
 
+constexpr bool FROM_MASK = Config::FROM_MASK;
 constexpr int IN_FLIGHT = 16;
 
-struct Parameters {
+struct Operands {
     const unsigned char* mask;  // (lines, columns)
     u32* words;
     u32* sums;  // of each tile
-    u32 count, columns, words_per_line;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // This lane's of the 32 words that begin at `first`.
 __device__ __forceinline__ u32 word_of_mask(const Parameters& p, u32 first) {

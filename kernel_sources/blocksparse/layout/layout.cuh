@@ -4,7 +4,7 @@
 
 #include "blocksparse/sums.cuh"
 
-constexpr int WARPS = THREADS / 32;
+constexpr int THREADS = Config::THREADS, WARPS = THREADS / 32;
 
 // Where a word lies: its line, and which of that line's it is.
 struct Place {

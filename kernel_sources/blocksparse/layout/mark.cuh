@@ -2,22 +2,22 @@
 // blocks that stand there twice and indices out of range it counts how many there are, whichever of
 // two threads comes first.
 //
-// The generated source defines before it includes this file:
-//   THREADS, IndexT
-//   PARAMETER_BYTES    what kernlib/families/blocksparse/lowering/layout.py makes of Parameters
+// Facts and struct Fixed: class Mark of kernlib/families/blocksparse/kernels/layout.py.
 #pragma once
 
 #include "blocksparse/layout/layout.cuh"
 
-struct Parameters {
+using IndexT = Config::IndexT;
+
+struct Operands {
     const IndexT* rows;
     const IndexT* cols;
     const IndexT* heads;  // not read without has_heads
     u32* words;
     u32* counts;  // of the layout: [2] duplicates, [3] out of range
-    u32 count, grid_rows, grid_cols, n_heads, words_per_line, has_heads;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Negative ones are none of the first `size` either.
 __device__ __forceinline__ bool is_within(i64 index, u32 size) { return u64(index) < size; }

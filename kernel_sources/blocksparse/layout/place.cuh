@@ -1,23 +1,21 @@
 // The slots of a layout: rows and columns of its blocks in order, -1 behind them, and the slot at
 // which each word begins. Bits of blocks that the capacity has no room for are cleared.
 //
-// The generated source defines before it includes this file:
-//   THREADS
-//   PARAMETER_BYTES    what kernlib/families/blocksparse/lowering/layout.py makes of Parameters
+// Facts and struct Fixed: class Place of kernlib/families/blocksparse/kernels/layout.py.
 #pragma once
 
 #include "blocksparse/layout/layout.cuh"
 
-struct Parameters {
+struct Operands {
     const u32* ahead;  // blocks ahead of each tile
     const u32* counts;
     u32* words;
     u32* ranks;
     int* rows;
     int* cols;
-    u32 count, tiles, words_per_line, capacity;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // The lowest `most` of the bits that are set.
 __device__ __forceinline__ u32 lowest_bits(u32 bits, u32 most) {

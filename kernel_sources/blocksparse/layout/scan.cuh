@@ -2,21 +2,19 @@
 // blocks that are stored, and those that the capacity has no room for. One block of threads: 2048
 // rows and columns of 32 heads are 16384 tiles.
 //
-// The generated source defines before it includes this file:
-//   THREADS
-//   PARAMETER_BYTES    what kernlib/families/blocksparse/lowering/layout.py makes of Parameters
+// Facts and struct Fixed: class Scan of kernlib/families/blocksparse/kernels/layout.py.
 #pragma once
 
 #include "blocksparse/layout/layout.cuh"
 
 constexpr int EACH = 4;  // tiles a thread takes at a time
 
-struct Parameters {
+struct Operands {
     u32* sums;
     u32* counts;
-    u32 tiles, capacity, is_marked, unused;  // is_marked: counts[2] and [3] are there already
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 blocksparse_layout_scan(const __grid_constant__ Parameters p) {

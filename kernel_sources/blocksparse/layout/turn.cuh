@@ -1,18 +1,16 @@
 // The words of columns of those of rows: each warp turns one tile of 32 x 32 bits.
 //
-// The generated source defines before it includes this file:
-//   THREADS
-//   PARAMETER_BYTES    what kernlib/families/blocksparse/lowering/layout.py makes of Parameters
+// Facts and struct Fixed: class Turn of kernlib/families/blocksparse/kernels/layout.py.
 #pragma once
 
 #include "blocksparse/layout/layout.cuh"
 
-struct Parameters {
+struct Operands {
     const u32* row_words;
     u32* col_words;
-    u32 tiles, grid_rows, grid_cols, words_per_row, words_per_col, unused;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as its lowering lays it out");
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Bit i of lane j's word, of bit j of lane i's: squares beside the diagonal change places, of 16
 // bits, then 8, down to one.

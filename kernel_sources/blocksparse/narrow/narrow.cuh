@@ -15,25 +15,23 @@
 // fragments are read once a step and multiplied by all blocks that the lines store there. Four
 // warps copy by cp.async, as a tensor copy costs one thread 62 ns and brings one block.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT    storage of values, dense and vectors; arithmetic; storage of out
-//   BLOCK                    lines and depth of a block: 16 or 32
-//   TRANSPOSED               whether op(S) is S^T: blocks are (depth, lines) in memory
-//   DEPTH_LAST               whether dense has the depth contiguous, else its columns
-//   LINES_LAST               whether out has the lines contiguous, else its columns
-//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue
-//   multiply(...)            one wgmma of 64 x BLOCK by 16, its left operand in registers
-//   PARAMETER_BYTES          what lowering makes of Parameters
+// The generated source defines multiply(...) before it includes this file: one wgmma of
+// 64 x BLOCK by 16, its left operand in registers. Facts and struct Fixed: class Narrow of
+// kernlib/families/blocksparse/kernels/narrow.py.
 #pragma once
-
-constexpr int WARPGROUPS = 2, TILE_LINES = 128, TILE_COLUMNS = 256;
-constexpr int GROUPS = TILE_LINES / BLOCK;  // lines of blocks of a tile
 
 #include "blocksparse/hopper/parameters.cuh"
 #include "blocksparse/hopper/pieces.cuh"
 #include "common/async_copy.cuh"
 #include "common/mma_half.cuh"
 
+constexpr int BLOCK = Config::BLOCK;             // lines and depth of a block: 16 or 32
+constexpr bool TRANSPOSED = Config::TRANSPOSED;  // op(S) is S^T: blocks are (depth, lines)
+constexpr bool DEPTH_LAST = Config::DEPTH_LAST;  // dense has the depth side by side, else columns
+constexpr bool LINES_LAST = Config::LINES_LAST;  // out has the lines side by side, else columns
+constexpr int SUMMANDS = Config::SUMMANDS;
+constexpr int WARPGROUPS = Config::WARPGROUPS, TILE_LINES = 128, TILE_COLUMNS = 256;
+constexpr int GROUPS = Config::GROUPS;  // lines of blocks of a tile
 constexpr int THREADS = 128 * (WARPGROUPS + 1), COPIERS = 128;
 constexpr int CHUNK = 8;                       // elements of 16 bytes
 constexpr int STAGE_DEPTH = 64;                // of a stage
@@ -44,8 +42,9 @@ constexpr int PANELS = TILE_COLUMNS / WARPGROUPS / 64;  // of 64 columns, of a w
 constexpr int PANEL_BYTES = STAGE_DEPTH * TILE_COLUMNS * 2;
 constexpr int BLOCK_BYTES = BLOCK * BLOCK * 2;
 constexpr int STAGE_BYTES = PANEL_BYTES + PER * GROUPS * BLOCK_BYTES;
-constexpr int STAGES = 4;                      // under way
-constexpr int WORDS = 4;                       // of a stage: a bit a block; whether it is its
+static_assert(STAGE_BYTES == Config::STAGE_BYTES, "as the host counts it");
+constexpr int STAGES = Config::STAGES;         // under way
+constexpr int WORDS = Config::WORDS;           // of a stage: a bit a block; whether it is its
                                                // tile's last; that one's place
 
 #include "blocksparse/hopper/ring.cuh"
@@ -285,7 +284,7 @@ __device__ __forceinline__ void store_tile(Sums& sums, const Finisher& finisher,
             auto sum = [&](int i) -> float& {
                 return sums[panel][part * TOGETHER + i / OF_BLOCK][i % OF_BLOCK];
             };
-            if (EPILOGUE) {
+            if (Config::EPILOGUE) {
 #pragma unroll
                 for (int i = 0; i < 32; ++i) sum(i) = finisher(sum(i), i, line, column);
             }

@@ -5,17 +5,18 @@
 // sampled/sampled.cuh have left them, 5.5 TB/s on an H100; one launch, of which what is before the
 // wait is hidden; and two trips to L2.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT      storage of vectors and summands; arithmetic (float); storage of out
-//   ALONG_LINES                whether lines lie closer together than columns
-//   SLOTTED                    whether a panel is a slot, else a head
-//   VECTORS, SUMMANDS, SCALARS, EPILOGUE, Finish   the epilogue
-//   PARAMETER_BYTES            what lowering makes of Parameters
+// Facts and struct Fixed: class Parts of kernlib/families/blocksparse/kernels/parts.py.
 #pragma once
 
 #include "blocksparse/parts/overlap.cuh"
 #include "blocksparse/summands.cuh"
 
+using InputT = Config::InputT;    // storage of vectors and summands
+using AccT = Config::AccT;        // arithmetic, float
+using OutputT = Config::OutputT;  // storage of out
+constexpr bool ALONG_LINES = Config::ALONG_LINES;  // lines lie closer together than columns
+constexpr bool SLOTTED = Config::SLOTTED;          // a panel is a slot, else a head
+constexpr int SUMMANDS = Config::SUMMANDS;
 constexpr int RUN = 4;                  // results of a thread
 constexpr int OWNERS = 64, SHARES = 4;  // of a CTA: threads with results, and those that share each
 constexpr int THREADS = OWNERS * SHARES;
@@ -25,21 +26,12 @@ struct Operands {
     const int* rows;       // SLOTTED: of each slot, -1 of one without a block
     OutputT* out;
 };
-struct Fixed {
-    Side out_view;
-    i64 part_stride;
-    u32 parts, panels, far, near, runs, total;  // runs of RUN: along near ones, and in all
-    u32 whole_stores, unused;                   // whether runs are aligned in out
-};
-
-// Laid out by kernlib/families/blocksparse/lowering/parts.py.
 struct Parameters : Operands,
-                    VectorPointers<VECTORS>,
+                    VectorPointers<Config::VECTORS>,
                     SummandPointers<SUMMANDS>,
-                    Scalars<SCALARS>,
-                    Fixed,
-                    SummandSides<SUMMANDS> {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 using Run = Vector<float, RUN>;
 
@@ -72,7 +64,7 @@ __device__ __forceinline__ void store_run(const Parameters& p, const Place& plac
 #pragma unroll
     for (int e = 0; e < RUN; ++e) {
         AccT value = sum.element[e];
-        if (EPILOGUE && is_stored && e < place.count) {
+        if (Config::EPILOGUE && is_stored && e < place.count) {
             Given<SUMMANDS> given;
             given.read(beside, ALONG_LINES ? e : 0, ALONG_LINES ? 0 : e);
             value = given.finished(finish, value, place.line + (ALONG_LINES ? e : 0));

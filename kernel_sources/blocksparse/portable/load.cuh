@@ -32,13 +32,13 @@ struct Loader {
 
     __device__ __forceinline__ Loader(const Parameters& p, const Tile& tile, i64 batch)
         : p(p), walk(p, p.grid, tile.head, tile.block, tile.range) {
-        const ValuesView& view = p.values_view;
+        const Side& view = p.values_view;
         values = p.values + batch * view.batch + tile.offset * view.line;
         dense = p.dense + p.dense_view.at(batch, tile.head, 0, tile.column);
         columns = int(min(p.columns - tile.column, i64(TILE_COLUMNS)));
         if (ACCESS_VALUES != Access::gather)
             values += ValuesShare::line() % LINES * view.line +
-                      ValuesShare::depth() % PART_DEPTH * view.depth;
+                      ValuesShare::depth() % PART_DEPTH * view.column;
         if (ACCESS_DENSE != Access::gather) {
             dense += DenseShare::line() * p.dense_view.column +
                      DenseShare::depth() % PART_DEPTH * p.dense_view.line;
@@ -96,7 +96,7 @@ struct Loader {
     __device__ __forceinline__ i64 slot_at(int piece, int group) const {
         u32 own = GROUPS > 1 ? __shfl_sync(ALL, slot[0], piece * GROUPS + group)
                              : one_of(slot, piece);
-        return u64(own) * p.values_view.slot;
+        return u64(own) * p.values_view.panel;
     }
     __device__ __forceinline__ i64 block_at(int piece) const {
         return u64(u32(one_of(block, piece))) * (DEPTH * p.dense_view.line);
@@ -110,8 +110,8 @@ struct Loader {
     }
 
     __device__ __forceinline__ void load_values(unsigned char* stage) const {
-        const ValuesView& view = p.values_view;
-        const InputT* first = values + part * PART_DEPTH * view.depth;
+        const Side& view = p.values_view;
+        const InputT* first = values + part * PART_DEPTH * view.column;
         if constexpr (ACCESS_VALUES != Access::gather) {
             using S = ValuesShare;
             int piece = S::depth() / PART_DEPTH, group = S::line() / LINES;
@@ -125,16 +125,16 @@ struct Loader {
                     return first + slot_at(piece + i * S::DEPTH_RUN / PART_DEPTH,
                                            group + i * S::LINE_RUN / LINES) +
                            i * S::LINE_RUN % LINES * view.line +
-                           i * S::DEPTH_RUN % PART_DEPTH * view.depth;
+                           i * S::DEPTH_RUN % PART_DEPTH * view.column;
                 });
         } else {
             auto at = [&](int line, int depth) -> const InputT* {
                 int piece = depth / PART_DEPTH, group = line / LINES;
                 const InputT* from = first + slot_at(piece, group) + line % LINES * view.line +
-                                     depth % PART_DEPTH * view.depth;
+                                     depth % PART_DEPTH * view.column;
                 return is_live(piece, group) ? from : nullptr;
             };
-            gather<TILE_LINES>(stage, at, view.depth, STAGE_DEPTH, p.values_depth_first);
+            gather<TILE_LINES>(stage, at, view.column, STAGE_DEPTH, p.values_depth_first);
         }
     }
 

@@ -1,8 +1,19 @@
 // What a launch of portable.cuh is given, and what its CTAs compute.
 #pragma once
 
-#include "blocksparse/lists.cuh"
 #include "blocksparse/store.cuh"
+
+constexpr int LINES = Config::LINES, DEPTH = Config::DEPTH;  // of a block of op(S)
+constexpr bool TRANSPOSED = Config::TRANSPOSED;              // whether op(S) is S^T
+constexpr int TILE_LINES = Config::TILE_LINES, TILE_COLUMNS = Config::TILE_COLUMNS;  // of a CTA
+constexpr int GROUPS = Config::GROUPS;  // lines of blocks of a tile, 1 where it has part of one
+constexpr int STAGES = Config::STAGES;  // under way
+// Whether out has float32 sums of parts of the depth, those of one part behind those of another,
+// and the epilogue is empty.
+constexpr bool PARTIAL = Config::PARTIAL;
+constexpr Access ACCESS_VALUES = Config::ACCESS_VALUES, ACCESS_DENSE = Config::ACCESS_DENSE;
+
+#include "blocksparse/lists.cuh"
 
 struct Operands : Lists {
     const InputT* values;
@@ -10,31 +21,12 @@ struct Operands : Lists {
     OutputT* out;
 };
 
-struct ValuesView {
-    i64 batch, slot, line, depth;
-};
-
-struct Fixed {
-    ValuesView values_view;
-    Side dense_view, out_view;  // a line of dense is a depth
-    i64 lines, columns;         // of a head's result
-    Grid grid;
-    i64 part_stride;               // PARTIAL: elements from one part's sums to the next one's
-    u32 line_tiles, column_tiles;  // of a head
-    u32 tiles, part_blocks;        // of all heads; of a part of the depth
-    u32 batch;
-    u32 values_depth_first, dense_depth_first;  // for gathers: which neighbours lie closer together
-    u32 whole_stores;                           // of Target
-};
-
-// Laid out by kernlib/families/blocksparse/lowering/portable.py.
 struct Parameters : Operands,
-                    VectorPointers<VECTORS>,
+                    VectorPointers<Config::VECTORS>,
                     SummandPointers<SUMMANDS>,
-                    Scalars<SCALARS>,
-                    Fixed,
-                    SummandSides<SUMMANDS> {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Tiles whose columns are the same are neighbours in time: they share panels of dense.
 struct Tile {

@@ -19,22 +19,7 @@
 // its part of the depth, so many blocks whether they are stored or not, in a workspace, for
 // parts/parts.cuh to add up.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT      storage of values, dense and vectors; arithmetic; storage of out
-//   LINES, DEPTH               of a block of op(S)
-//   TRANSPOSED                 whether op(S) is S^T
-//   TILE_LINES, TILE_COLUMNS   of a CTA
-//   GROUPS                     lines of blocks of a tile, 1 where it has but part of one
-//   WARPS, WARP_LINES, WARP_COLUMNS
-//   DEPTH_BYTES, STAGES        of a line in a stage; stages under way
-//   MIN_BLOCKS                 CTAs that a multiprocessor holds
-//   PRODUCTS                   of one multiplication: 1, or 3 for fp32 by 3xTF32
-//   ACCESS_VALUES, ACCESS_DENSE   a value of Access (operand.cuh)
-//   PARTIAL                    whether out has float32 sums of parts of the depth, those of one
-//                              part behind those of another, and the epilogue is empty
-//   ALONG_LINES                whether lines lie closer together in out than columns
-//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue
-//   PARAMETER_BYTES            what lowering makes of Parameters
+// Facts and struct Fixed: class Portable of kernlib/families/blocksparse/kernels/portable.py.
 #pragma once
 
 #include "blocksparse/parts/overlap.cuh"
@@ -119,7 +104,7 @@ __device__ __forceinline__ void sum_tile(Sums& total, unsigned char* stages, con
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, Config::MIN_BLOCKS)
 blocksparse_portable(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Tile tile(p);

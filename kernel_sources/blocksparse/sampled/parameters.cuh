@@ -3,6 +3,14 @@
 
 #include "blocksparse/store.cuh"
 
+constexpr int ROWS = Config::ROWS, COLS = Config::COLS;  // of a block
+constexpr int SLOTS = Config::SLOTS;                     // blocks of a CTA
+constexpr int STAGES = Config::STAGES;                   // under way
+// Whether out has float32 sums of parts of the depth, those of one part behind those of another,
+// and the epilogue is empty.
+constexpr bool PARTIAL = Config::PARTIAL;
+constexpr Access ACCESS_A = Config::ACCESS_A, ACCESS_B = Config::ACCESS_B;
+
 constexpr u32 ALL = 0xffffffffu;  // lanes
 
 struct Operands {
@@ -13,24 +21,12 @@ struct Operands {
     OutputT* out;
 };
 
-struct Fixed {
-    Side a_view, b_view, out_view;  // lines of a, columns of b; depth is the other one
-    i64 capacity;
-    i64 part_stride;              // PARTIAL: elements from one part's sums to the next one's
-    u32 groups, part_depth;       // of SLOTS slots; of a part of the depth, whole stages of it
-    u32 batch, depth, grid_rows;  // rows of blocks of a head
-    u32 a_depth_first, b_depth_first;  // for gathers: whether depths lie closer together than lines
-    u32 whole_stores;                  // of Target
-};
-
-// Laid out by kernlib/families/blocksparse/lowering/sampled.py.
 struct Parameters : Operands,
-                    VectorPointers<VECTORS>,
+                    VectorPointers<Config::VECTORS>,
                     SummandPointers<SUMMANDS>,
-                    Scalars<SCALARS>,
-                    Fixed,
-                    SummandSides<SUMMANDS> {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+                    Scalars<Config::SCALARS>,
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // The part of the depth that a CTA sums up.
 struct Part {

@@ -15,19 +15,7 @@
 // Where CTAs are few and sums long, several share a sum: each leaves that of its part of the depth
 // in a workspace, for parts/parts.cuh to add up.
 //
-// The generated source defines before it includes this file:
-//   InputT, AccT, OutputT      storage of a and b; arithmetic; storage of out
-//   ROWS, COLS, SLOTS          of a block; blocks of a CTA
-//   WARPS, WARP_LINES, WARP_COLUMNS
-//   DEPTH_BYTES, STAGES        of a line in a stage; stages under way
-//   MIN_BLOCKS                 CTAs that a multiprocessor holds
-//   PARTIAL                    whether out has float32 sums of parts of the depth, those of one
-//                              part behind those of another, and the epilogue is empty
-//   PRODUCTS                   of one multiplication: 1, or 3 for fp32 by 3xTF32
-//   ACCESS_A, ACCESS_B         a value of Access (operand.cuh)
-//   ALONG_LINES                false
-//   VECTORS, SUMMANDS, SCALARS, Finish   the epilogue
-//   PARAMETER_BYTES            what lowering makes of Parameters
+// Facts and struct Fixed: class Sampled of kernlib/families/blocksparse/kernels/sampled.py.
 #pragma once
 
 #include "blocksparse/parts/overlap.cuh"
@@ -118,7 +106,7 @@ __device__ __forceinline__ void store_zeros(const Target& target) {
                    index % WARP_COLUMNS * target.column_stride] = zero;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, Config::MIN_BLOCKS)
 blocksparse_sampled(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Slots slots(p);

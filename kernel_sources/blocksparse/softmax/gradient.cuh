@@ -4,23 +4,22 @@
 // Floor on an H200: (bytes of the stored y and grad, and of the one or two results) over 4.3 TB/s;
 // where a row does not fit into its warps' registers y and grad are read twice.
 //
-// The generated source defines what rows.cuh says before it includes this file.
+// Facts and struct Fixed: class GradientRows of kernlib/families/blocksparse/kernels/softmax.py.
 #pragma once
 
 #include "blocksparse/softmax/rows.cuh"
 
-struct Parameters {
+struct Pointers {
     const int* row_ranks;
     const int* counts;
     const InputT* y;
     const InputT* grad;
-    InputT* to_x;       // nullptr where it is not asked for
+    InputT* to_x;       // nullptr where nobody asks for it
     InputT* to_logits;  // the same, of the same strides
     Scalar scale;
-    Strides y_strides, grad_strides, out_strides;
-    Sizes sizes;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 constexpr int RESIDENT = VECTORS && CHUNKS == 2 ? 3 : 2;  // of 80 registers or 128
 
@@ -57,7 +56,7 @@ __device__ __forceinline__ float product_of(Pairs& pairs, int count) {
 }
 
 // The sum of a row over all warps of its task.
-__device__ __forceinline__ float whole_sum(float own, const Sizes& sizes,
+__device__ __forceinline__ float whole_sum(float own, const Fixed& sizes,
                                            Exchange<float>& exchange) {
     const float of_warp = over_row(own, Sum());
     if (sizes.team_bits == 0) return of_warp;
@@ -93,14 +92,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 blocksparse_softmax_gradient(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     Exchange<float> exchange{reinterpret_cast<float*>(shared)};
-    const Place place = place_of(p.sizes, p.row_ranks, p.counts);
+    const Place place = place_of(p, p.row_ranks, p.counts);
     const float scale = read_scalar<float>(p.scale, 0);
     const u32 step = place.apart * CHUNKS;
     Pairs pairs;
-    for (u32 entry = blockIdx.y; entry < p.sizes.batch; entry += gridDim.y) {
-        const InputT* y = p.y + offset_of(p.y_strides, p.sizes, place, entry);
-        const InputT* grad = p.grad + offset_of(p.grad_strides, p.sizes, place, entry);
-        const i64 offset = offset_of(p.out_strides, p.sizes, place, entry);
+    for (u32 entry = blockIdx.y; entry < p.batch; entry += gridDim.y) {
+        const InputT* y = p.y + offset_of(p.y_strides, p, place, entry);
+        const InputT* grad = p.grad + offset_of(p.grad_strides, p, place, entry);
+        const i64 offset = offset_of(p.out_strides, p, place, entry);
         float sum = 0.0f;
         bool is_summed = false;  // the whole row
         for (u32 at = 0;;) {
@@ -111,7 +110,7 @@ blocksparse_softmax_gradient(const __grid_constant__ Parameters p) {
                     at += step;
                     continue;
                 }
-                sum = whole_sum(sum, p.sizes, exchange);
+                sum = whole_sum(sum, p, exchange);
                 is_summed = true;
             }
             store(pairs, p, place, offset, sum, scale, at);  // first the end, which is there still
@@ -119,6 +118,6 @@ blocksparse_softmax_gradient(const __grid_constant__ Parameters p) {
             at -= step;
         }
     }
-    if (p.to_logits) clear_slots(p.to_logits, p.out_strides, p.sizes, *p.counts);
-    if (p.to_x) clear_slots(p.to_x, p.out_strides, p.sizes, *p.counts);
+    if (p.to_logits) clear_slots(p.to_logits, p.out_strides, p, *p.counts);
+    if (p.to_x) clear_slots(p.to_x, p.out_strides, p, *p.counts);
 }

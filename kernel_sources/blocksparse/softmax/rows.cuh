@@ -6,16 +6,17 @@
 // chunks in registers, and begins anew where a row is longer. Slots that hold no block are cleared
 // by the same launch.
 //
-// The generated source defines before it includes this file:
-//   InputT                       of values
-//   THREADS, CHUNKS              of a block; chunks that a thread keeps in registers
-//   BLOCK_COLUMNS                of a block of the matrix
-//   VECTORS                      whether chunks are 16 bytes side by side, aligned, of each operand
-//   PARAMETER_BYTES              what lowering makes of Parameters
+// Facts and struct Fixed: class Rows of kernlib/families/blocksparse/kernels/softmax.py.
 #pragma once
 
-#include "common/types.cuh"
+#include "blocksparse/softmax/strides.cuh"
 
+using InputT = Config::InputT;           // of values
+constexpr int CHUNKS = Config::CHUNKS;   // that a thread keeps in registers
+constexpr int BLOCK_COLUMNS = Config::BLOCK_COLUMNS;
+// Whether chunks are 16 bytes side by side, aligned, of each operand.
+constexpr bool VECTORS = Config::VECTORS;
+constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int CHUNK = 16 / sizeof(InputT);
 constexpr int ROW_LANES = BLOCK_COLUMNS / CHUNK;       // lanes that read a row of a block
@@ -24,19 +25,6 @@ constexpr int ROWS = LANES / ROW_LANES, BLOCKS = 32 / LANES;
 
 typedef Vector<InputT, CHUNK> Chunk;
 
-// Of values, from one entry to the next; a batch is two dimensions.
-struct Strides {
-    i64 outer, inner, slot, row, column;
-};
-
-struct Sizes {
-    u32 batch, inner;  // entries of the batch, and of its inner dimension
-    u32 lines, grid_rows, words;  // lines of blocks, those of one head, words of a line's bits
-    u32 block_rows, task_bits;    // rows of a block; tasks of a line of blocks, a power of 2
-    u32 capacity, team_bits;      // slots; warps of a task, a power of 2
-    u32 unused;
-};
-
 // What one thread reads of each entry of the batch.
 struct Place {
     u32 first, blocks;         // slot of its line's first block, and how many there are
@@ -44,7 +32,7 @@ struct Place {
     u32 ahead, apart;          // its first block of the line, and from chunk to chunk
 };
 
-__device__ __forceinline__ Place place_of(const Sizes& sizes, const int* row_ranks,
+__device__ __forceinline__ Place place_of(const Fixed& sizes, const int* row_ranks,
                                           const int* counts) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 task = (blockIdx.x * WARPS + warp) >> sizes.team_bits;
@@ -77,7 +65,7 @@ __device__ __forceinline__ int accesses(const Place& place, u32 at) {
 }
 
 // How far a thread's part of slot 0 is from the first value, for an entry of the batch.
-__device__ __forceinline__ i64 offset_of(const Strides& strides, const Sizes& sizes,
+__device__ __forceinline__ i64 offset_of(const SlotStrides& strides, const Fixed& sizes,
                                          const Place& place, u32 entry) {
     return entry / sizes.inner * strides.outer + entry % sizes.inner * strides.inner +
            place.row * strides.row + place.column * strides.column;
@@ -137,7 +125,7 @@ struct Exchange {
     u32 turn = 0;
 
     // Hands on a value of this thread's row, and begins what `next` then goes through.
-    __device__ __forceinline__ const T* put(const Sizes& sizes, const T& value) {
+    __device__ __forceinline__ const T* put(const Fixed& sizes, const T& value) {
         const u32 warp = threadIdx.x / 32, row = threadIdx.x % 32 / ROW_LANES % ROWS;
         T* here = found + turn * (WARPS * ROWS);
         here[warp * ROWS + row] = value;
@@ -148,8 +136,8 @@ struct Exchange {
 };
 
 // Zeros in the slots behind the live ones.
-__device__ __forceinline__ void clear_slots(InputT* out, const Strides& strides,
-                                            const Sizes& sizes, u32 live) {
+__device__ __forceinline__ void clear_slots(InputT* out, const SlotStrides& strides,
+                                            const Fixed& sizes, u32 live) {
     for (u32 slot = live + blockIdx.x; slot < sizes.capacity; slot += gridDim.x)
         for (u32 entry = blockIdx.y; entry < sizes.batch; entry += gridDim.y)
             for (u32 i = threadIdx.x; i < sizes.block_rows * ROW_LANES; i += THREADS) {

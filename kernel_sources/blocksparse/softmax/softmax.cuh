@@ -7,26 +7,23 @@
 // Each thread keeps the largest of its logits and the sum of exponentials relative to that, by
 // which results are finished: an exponential of each logit, once where the row fits.
 //
-// The generated source defines, beside what rows.cuh says, before it includes this file:
-//   CAUSAL, RPE                  whether columns behind the row are left out; whether it is given
-//   KEY, ATTN                    kinds of the masks of columns and of the matrix, as below
-//   KeyT, AttnT                  of their elements
+// Facts and struct Fixed: class SoftmaxRows of kernlib/families/blocksparse/kernels/softmax.py.
 #pragma once
 
 #include "blocksparse/softmax/rows.cuh"
 
+constexpr bool CAUSAL = Config::CAUSAL;  // whether columns behind the row are left out
+constexpr bool RPE = Config::RPE;        // whether it is there
+constexpr int KEY = Config::KEY, ATTN = Config::ATTN;  // kinds of masks of columns, of the matrix
+using KeyT = Config::KeyT;                             // of their elements
+using AttnT = Config::AttnT;
 constexpr int NONE = 0, ADDED = 1, MULTIPLIED = 2, CHOSEN = 3;  // kinds of masks; CHOSEN: of bools
 constexpr int DENSE = RPE + (KEY != NONE) + (ATTN != NONE);            // operands beside x
 constexpr bool PLACED = CAUSAL || DENSE > 0;                           // where a block is counts
 constexpr int RESIDENT = VECTORS && CHUNKS == 2 && DENSE < 3 ? 3 : 2;  // of 80 registers or 128
 constexpr int GROUP = VECTORS && DENSE == 1 ? 2 : 1;  // chunks beside which they are read at once
 
-// Of a dense operand, from one entry to the next.
-struct DenseStrides {
-    i64 outer, inner, head, line, column;
-};
-
-struct Parameters {
+struct Pointers {
     const int* row_ranks;
     const int* cols;
     const int* counts;
@@ -36,11 +33,9 @@ struct Parameters {
     const KeyT* key;
     const AttnT* attn;
     Scalar scale;
-    Strides x_strides, out_strides;
-    DenseStrides rpe_strides, key_strides, attn_strides;
-    Sizes sizes;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Pointers, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Logits of float16 are in units of ln 2, which is one multiplication less for each exponential.
 // bfloat16 and float hold what is no float any more in these units, such as the least number, which
@@ -77,7 +72,7 @@ struct Operands {
 
 template <class T>
 __device__ __forceinline__ const T* begin(const T* from, const DenseStrides& strides,
-                                          const Sizes& sizes, const Place& place, u32 entry) {
+                                          const Fixed& sizes, const Place& place, u32 entry) {
     const u32 head = place.line / sizes.grid_rows;
     const u32 line = place.line % sizes.grid_rows * sizes.block_rows + place.row;
     return from + entry / sizes.inner * strides.outer + entry % sizes.inner * strides.inner +
@@ -86,10 +81,10 @@ __device__ __forceinline__ const T* begin(const T* from, const DenseStrides& str
 
 __device__ __forceinline__ Operands operands_of(const Parameters& p, const Place& place,
                                                 u32 entry) {
-    Operands found = {p.x + offset_of(p.x_strides, p.sizes, place, entry)};
-    if (RPE) found.rpe = begin(p.rpe, p.rpe_strides, p.sizes, place, entry);
-    if (KEY != NONE) found.key = begin(p.key, p.key_strides, p.sizes, place, entry);
-    if (ATTN != NONE) found.attn = begin(p.attn, p.attn_strides, p.sizes, place, entry);
+    Operands found = {p.x + offset_of(p.x_strides, p, place, entry)};
+    if (RPE) found.rpe = begin(p.rpe, p.rpe_strides, p, place, entry);
+    if (KEY != NONE) found.key = begin(p.key, p.key_strides, p, place, entry);
+    if (ATTN != NONE) found.attn = begin(p.attn, p.attn_strides, p, place, entry);
     return found;
 }
 
@@ -146,7 +141,7 @@ __device__ __forceinline__ void finish_logits(float (&logits)[CHUNK], const Para
     choose<KEY>(logits, beside.key);
     choose<ATTN>(logits, beside.attn);
     if (!CAUSAL) return;
-    const u32 row = place.line % p.sizes.grid_rows * p.sizes.block_rows + place.row;
+    const u32 row = place.line % p.grid_rows * p.block_rows + place.row;
 #pragma unroll
     for (int e = 0; e < CHUNK; ++e)
         if (column + e > row) logits[e] = lowest();
@@ -219,7 +214,7 @@ __device__ __forceinline__ float take_exponentials(float (&logits)[CHUNKS][CHUNK
 }
 
 // What the thread's exponentials are multiplied by. A NaN is in the sum, but not in the largest.
-__device__ __forceinline__ float factor_of(const Found& own, const Sizes& sizes,
+__device__ __forceinline__ float factor_of(const Found& own, const Fixed& sizes,
                                            Exchange<Found>& exchange) {
     Found row = {over_row(own.most, Larger())};
     row.sum = over_row(own.sum * exponential(own.most - shift_of(row.most)), Sum());
@@ -257,13 +252,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 blocksparse_softmax(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     Exchange<Found> exchange{reinterpret_cast<Found*>(shared)};
-    const Place place = place_of(p.sizes, p.row_ranks, p.counts);
+    const Place place = place_of(p, p.row_ranks, p.counts);
     const float scale = read_scalar<float>(p.scale, 0) * UNIT;
     const u32 step = place.apart * CHUNKS;
     float values[CHUNKS][CHUNK];
-    for (u32 entry = blockIdx.y; entry < p.sizes.batch; entry += gridDim.y) {
+    for (u32 entry = blockIdx.y; entry < p.batch; entry += gridDim.y) {
         const Operands from = operands_of(p, place, entry);
-        InputT* out = p.out + offset_of(p.out_strides, p.sizes, place, entry);
+        InputT* out = p.out + offset_of(p.out_strides, p, place, entry);
         Found own = {lowest(), 0.0f};
         float factor = 0.0f;
         bool is_met = false;  // the whole row
@@ -278,7 +273,7 @@ blocksparse_softmax(const __grid_constant__ Parameters p) {
                     at += step;
                     continue;
                 }
-                factor = factor_of(own, p.sizes, exchange);
+                factor = factor_of(own, p, exchange);
                 is_met = true;
             }
             store(out, p, place, values, factor, at);  // first the end, which is there still
@@ -286,5 +281,5 @@ blocksparse_softmax(const __grid_constant__ Parameters p) {
             at -= step;
         }
     }
-    clear_slots(p.out, p.out_strides, p.sizes, *p.counts);
+    clear_slots(p.out, p.out_strides, p, *p.counts);
 }

@@ -23,15 +23,10 @@
 // do, changes nothing here of 128 features (to 1 %), and makes 64 slower (by 3 %). Scores stay in
 // registers, where they become weights, the left operand of the second product.
 //
-// The generated source defines, beside what score.cuh asks for, before it includes this file:
-//   TEAMS, MEMBERS             of a CTA, and warpgroups of a team
-//   BLOCK_ROWS, BLOCK_COLS     of the layout
-//   TILE_COLS, STAGES          columns of a tile, and slots of a team's ring
-//   FEATURES, WIDTH            depth of scores, a multiple of 16, and columns of values, of 64
-//   PRODUCER_REGISTERS, CONSUMER_REGISTERS
-//   DYNAMIC_BYTES, PARAMETER_BYTES   shared memory and Parameters as lowering counts them
-//   multiply(...)              one wgmma of 64 x TILE_COLS x 16 from shared memory, and one of
-//                              64 x WIDTH x 16 with the left operand in registers
+// The generated source defines multiply(...) before it includes this file: one wgmma of
+// 64 x TILE_COLS x 16 from shared memory, and one of 64 x WIDTH x 16 with the left operand in
+// registers. Facts and struct Fixed: class Hopper of
+// kernlib/families/blocksparse/kernels/attention/hopper.py.
 #pragma once
 
 #include "blocksparse/attention/hopper/parameters.cuh"

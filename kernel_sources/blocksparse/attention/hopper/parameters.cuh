@@ -7,6 +7,14 @@
 #include "blocksparse/attention/score.cuh"
 #include "common/hopper.cuh"
 
+using InputT = Config::InputT;
+constexpr int TEAMS = Config::TEAMS, MEMBERS = Config::MEMBERS;  // of a CTA; warpgroups of a team
+constexpr int PRODUCER_REGISTERS = Config::PRODUCER_REGISTERS;   // of a thread
+constexpr int CONSUMER_REGISTERS = Config::CONSUMER_REGISTERS;
+constexpr int BLOCK_ROWS = Config::BLOCK_ROWS, BLOCK_COLS = Config::BLOCK_COLS;  // of the layout
+constexpr int TILE_COLS = Config::TILE_COLS, STAGES = Config::STAGES;  // slots of a team's ring
+// Depth of scores, a multiple of 16, and columns of values, of 64.
+constexpr int FEATURES = Config::FEATURES, WIDTH = Config::WIDTH;
 constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
 constexpr int STEP = 16;                       // depth of one wgmma
 constexpr int TILE_ROWS = 64 * MEMBERS;
@@ -40,7 +48,7 @@ struct Barriers {
 constexpr int SAID = Q_BYTES + STAGES * SLOT_BYTES;  // where barriers and notes lie
 constexpr int TEAM_BYTES =
     (SAID + int(sizeof(Barriers)) + STAGES * int(sizeof(Note)) + 1023) / 1024 * 1024;
-static_assert(DYNAMIC_BYTES == 1024 + TEAMS * TEAM_BYTES, "as lowering counts it");
+static_assert(Config::DYNAMIC_BYTES == 1024 + TEAMS * TEAM_BYTES, "as the host counts it");
 
 // A team's part of shared memory.
 struct Shared {
@@ -76,7 +84,6 @@ struct Ring {
     }
 };
 
-// Laid out by kernlib/families/blocksparse/lowering/attention/hopper.py.
 struct Maps {
     TensorMap q_map, k_map, v_map;
 };
@@ -87,26 +94,10 @@ struct Operands {
     const u32* row_bits;
     u32* order;  // by order/order.cuh: a counter of tiles, and units by falling length
 };
-struct Strides {
-    i64 batch, head, row;
-};
-struct Fixed {
-    Strides q_strides, k_strides, v_strides, out_strides;
-    u32 tiles;
-    int row_tiles;                         // of a head
-    int units, panels, last, ordered;      // see Schedule
-    int unit_heads, panel_heads;           // heads of a batch that units tell apart, and panels
-    int layout_batch, layout_head;
-    int heads, group;                      // of q; of them so many share one of k and v
-    int queries, keys, values;
-    int lines, line_words;                 // of blocks of a head of the layout, and their words
-};
-
 struct Parameters : Maps,
                     Operands,
                     LengthPointers<LENGTHS>,
                     CapturedPointers<CAPTURED>,
                     Numbers,
-                    CapturedViews<CAPTURED>,
                     Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");

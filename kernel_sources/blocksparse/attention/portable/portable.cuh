@@ -18,22 +18,20 @@
 // finite are added one by one (products.cuh). Where a mask's expression leaves an element out, 0 *
 // NaN is NaN.
 //
-// The generated source defines before it includes this file, beside what score.cuh says:
-//   InputT
-//   WARPS, FRAGMENTS            of a CTA; of 16 rows each, of a warp
-//   TILE_COLS                   columns of a tile
-//   BLOCK_ROWS, BLOCK_COLS      of the layout
-//   FEATURES, VALUES            of a row of q and k, and of v and out: multiples of 16
-//   MIN_BLOCKS                  CTAs that a multiprocessor holds
-//   PARAMETER_BYTES             what lowering makes of Parameters
+// Facts and struct Fixed: class Portable of
+// kernlib/families/blocksparse/kernels/attention/portable.py.
 #pragma once
-
-constexpr int THREADS = 32 * WARPS;
 
 #include "blocksparse/attention/logits.cuh"
 #include "blocksparse/attention/parameters.cuh"
 #include "blocksparse/attention/products.cuh"
 
+constexpr int FRAGMENTS = Config::FRAGMENTS;  // of 16 rows each, of a warp
+constexpr int TILE_COLS = Config::TILE_COLS;
+constexpr int BLOCK_ROWS = Config::BLOCK_ROWS, BLOCK_COLS = Config::BLOCK_COLS;  // of the layout
+// Of a row of q and k, and of v and out: multiples of 16.
+constexpr int FEATURES = Config::FEATURES, VALUES = Config::VALUES;
+constexpr int MIN_BLOCKS = Config::MIN_BLOCKS;  // CTAs that a multiprocessor holds
 constexpr int WARP_ROWS = 16 * FRAGMENTS, TILE_ROWS = WARPS * WARP_ROWS, GROUPS = TILE_COLS / 16;
 constexpr int Q_BYTES = TILE_ROWS * pitch_of(FEATURES), K_BYTES = TILE_COLS * pitch_of(FEATURES);
 
@@ -43,19 +41,12 @@ struct Operands {
     InputT* out;
     float *lse, *rest;  // (batch, heads, queries), or null; rest: HAS_SCORE, see rest_of()
 };
-struct Fixed {
-    Strides q_strides, k_strides, v_strides, out_strides;
-    Sizes sizes;
-};
-
-// Laid out by kernlib/families/blocksparse/lowering/attention/portable.py.
 struct Parameters : Operands,
                     LengthPointers<LENGTHS>,
                     CapturedPointers<CAPTURED>,
                     Numbers,
-                    CapturedViews<CAPTURED>,
                     Fixed {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 using Columns = Walk<TILE_ROWS, TILE_COLS, BLOCK_ROWS, BLOCK_COLS>;
 
@@ -173,7 +164,7 @@ __device__ __forceinline__ void add_tile(State& state, const unsigned char* q,
 // Results by way of shared memory, 16 bytes at a time, and the logarithms of sums.
 __device__ __forceinline__ void store(const State& state, unsigned char* staged, InputT* out,
                                       i64 stride, float* lse, float* rest, float kept_scale,
-                                      int first_row, const Sizes& sizes) {
+                                      int first_row, const Fixed& sizes) {
     constexpr int PITCH = pitch_of(VALUES), ACROSS = VALUES / CHUNK;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -215,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 blocksparse_attention(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
     unsigned char *k_rows = shared + Q_BYTES, *v_rows = k_rows + K_BYTES;
-    const Sizes& sizes = p.sizes;
+    const Fixed& sizes = p;
     const Place place(sizes, sizes.heads);
     if (place.batch >= sizes.batch) return;
     const int tile_row = (sizes.tiles - 1 - place.tile) * TILE_ROWS, kv = place.head / sizes.group;
@@ -231,7 +222,7 @@ blocksparse_attention(const __grid_constant__ Parameters p) {
                                        sight.cols, sizes.feature_chunks);
     };
 
-    Columns walk(sizes.rows_of(p.row_bits, place.batch, place.head), tile_row / TILE_ROWS,
+    Columns walk(rows_of(p, p.row_bits, place.batch, place.head), tile_row / TILE_ROWS,
                  sight.columns_of(tile_row, TILE_ROWS));
     State state = {};
 #pragma unroll

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.blocksparse.lowering import layout as lowering
+from kernlib.families.blocksparse.kernels import layout as kernels
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.runtime.sequence import StepsCache
 
@@ -18,9 +18,9 @@ def write_mask(tensors: tuple[torch.Tensor, ...], mask: torch.Tensor, blocks: Bl
     """Write the contents of a contiguous mask (heads, rows, columns) of bools."""
     steps = _plans.of(
         ("mask", blocks),
-        lowering.MASK_OPERANDS,
+        kernels.MASK_OPERANDS,
         tensors[0].device,
-        lambda: lowering.lower_mask(blocks),
+        lambda: kernels.lower_mask(blocks),
     )
     steps.launch([t.data_ptr() for t in (mask, *tensors)])
 
@@ -30,12 +30,12 @@ def write_indices(
 ) -> None:
     """Write the contents of contiguous lists: rows, cols and, where there are some, heads."""
     rows, cols, heads = (given.get(name) for name in ("rows", "cols", "heads"))
-    indices = lowering.Indices(rows.shape[0], DTYPES[rows.dtype], heads is not None)
+    indices = kernels.Indices(rows.shape[0], DTYPES[rows.dtype], heads is not None)
     steps = _plans.of(
         ("indices", blocks, indices),
-        lowering.INDEX_OPERANDS,
+        kernels.INDEX_OPERANDS,
         tensors[0].device,
-        lambda: lowering.lower_indices(blocks, indices),
+        lambda: kernels.lower_indices(blocks, indices),
     )
     row_bits, counts = tensors[0], tensors[5]
     row_bits.zero_()

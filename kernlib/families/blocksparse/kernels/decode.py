@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import portable, summands
+from kernlib.families.blocksparse.kernels import portable
+from kernlib.families.blocksparse.lowering import summands
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text

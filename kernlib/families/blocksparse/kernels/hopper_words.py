@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.kernels import pack_words
+from kernlib.families.blocksparse.kernels import pack_words, portable
 from kernlib.families.blocksparse.kernels.order import ORDER
 from kernlib.families.blocksparse.kernels.pack_words import PACK, TILE_COLUMNS, Packed
-from kernlib.families.blocksparse.lowering import hopper, portable
+from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, operands, sampled, summands
+from kernlib.families.blocksparse.kernels import sampled
+from kernlib.families.blocksparse.lowering import hopper, operands, summands
 from kernlib.families.blocksparse.lowering.problem import Sdd
 from kernlib.families.blocksparse.lowering.times import fewest_rounds
 from kernlib.jit.spec import KernelSpec

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, operands, sampled
+from kernlib.families.blocksparse.kernels import sampled
+from kernlib.families.blocksparse.lowering import hopper, operands
 from kernlib.families.blocksparse.lowering.problem import Sdd
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text

@@ -8,11 +8,8 @@ arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import narrow, portable, sampled
 from kernlib.families.blocksparse.lowering.problem import Scope, Sdd, Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
@@ -23,40 +20,8 @@ from kernlib.lowering.steps import Lowered
 PACKAGE = "kernlib.families.blocksparse.kernels"
 
 
-class _Module(Kernel):
-    """A kernel whose methods are functions of a module."""
-
-    def __init__(self, module: ModuleType):
-        self.module = module
-        self.name = module.KIND
-
-    def takes(self, problem: Any, arch: str) -> bool:
-        return self.module.takes(problem, arch)
-
-    def choices(self, problem: Any, arch: str) -> list[Choice]:
-        has = hasattr(self.module, "candidates")
-        return self.module.candidates(problem, arch) if has else [{}]
-
-    def default(self, problem: Any, gpu: Gpu) -> Choice:
-        every = self.choices(problem, gpu.arch)
-        has = hasattr(self.module, "default")
-        return self.module.default(problem, every, gpu.multiprocessors) if has else every[0]
-
-    def pays(self, problem: Any, gpu: Gpu) -> bool:
-        has = hasattr(self.module, "pays")
-        return not has or self.module.pays(problem, gpu.multiprocessors)
-
-    def launch(self, subject: Any, problem: Any, gpu: Gpu, choice: Mapping[str, Any]) -> Lowered:
-        knobs = (dict(choice),) if hasattr(self.module, "candidates") else ()
-        return self.module.lower(subject, problem, *gpu, *knobs)
-
-    def specs(self, subject: Any, scope: Scope, arch: str) -> list[KernelSpec]:
-        more = (scope.precision,) if getattr(self.module, "PRECISION", False) else ()
-        return self.module.variants(subject, scope.block, scope.dtypes, arch, *more)
-
-
-SPMM = (*kernel.kernels(PACKAGE, "spmm"), *map(_Module, (narrow, portable)))
-SDD = (*kernel.kernels(PACKAGE, "sdd"), _Module(sampled))
+SPMM = kernel.kernels(PACKAGE, "spmm")
+SDD = kernel.kernels(PACKAGE, "sdd")
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:

@@ -7,8 +7,9 @@ The copy engine wants strides of whole 16 bytes; other layouts go to the portabl
 from __future__ import annotations
 
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.blocksparse.kernels import portable
 from kernlib.families.blocksparse.kernels.order import MOST_UNITS, ORDER
-from kernlib.families.blocksparse.lowering import portable, summands, times
+from kernlib.families.blocksparse.lowering import summands, times
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm
 from kernlib.families.blocksparse.lowering.times import fewest_rounds
 from kernlib.jit.spec import KernelSpec

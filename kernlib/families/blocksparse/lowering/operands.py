@@ -3,7 +3,8 @@ serves all heads or batches is one."""
 
 from __future__ import annotations
 
-from kernlib.families.blocksparse.lowering import hopper, sampled
+from kernlib.families.blocksparse.kernels import sampled
+from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
 from kernlib.lowering import tma
 from kernlib.lowering.config import Fact

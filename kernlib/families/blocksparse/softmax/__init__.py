@@ -2,5 +2,5 @@
 
 In reading order ``functions``, ``descriptor``, ``operation``, ``arguments``, ``plans``,
 ``reference`` and ``operators``; its kernels are lowered by
-:mod:`kernlib.families.blocksparse.lowering.softmax`.
+:mod:`kernlib.families.blocksparse.kernels.softmax`.
 """

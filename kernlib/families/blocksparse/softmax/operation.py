@@ -20,6 +20,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
 from kernlib.families.blocksparse.checks import Call
+from kernlib.families.blocksparse.kernels import softmax as kernels
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.softmax import arguments, plans, reference
@@ -386,4 +387,4 @@ def variants(
     options = [
         lowering.Options(descriptor.causal, descriptor.rpe, *masks) for masks in product(*kinds)
     ]
-    return list(lowering.variants(options, names))
+    return list(kernels.variants(options, names))

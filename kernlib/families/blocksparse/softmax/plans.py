@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from kernlib.families.blocksparse.checks import Call, scale_of
+from kernlib.families.blocksparse.kernels import softmax as kernels
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.lowering.softmax import Gradient, Operand, Options, Softmax
 from kernlib.families.blocksparse.softmax.arguments import NAMES, refuse_overlap
 from kernlib.families.blocksparse.softmax.descriptor import BlockSparseSoftmax
@@ -98,7 +98,7 @@ def plan(call: Call, descriptor, operands: tuple, out, scale, parameters: dict) 
     problem, copies, apart = problem_of(descriptor, layout, x, out, parameters)
     launch = None
     if call.count:
-        launch = load_lowered(lowering.lower(problem), lowering.OPERANDS, x.device)
+        launch = load_lowered(kernels.lower(problem), kernels.OPERANDS, x.device)
     return _plan(x, tuple(parameters), copies, apart, launch)
 
 
@@ -107,7 +107,7 @@ def gradient_plan(call: Call, layout: Layout, grad, y, scale, needs: tuple) -> S
     problem, copies = gradient_of(layout, grad, y)
     launch = None
     if call.count:
-        launch = load_lowered(lowering.lower(problem), lowering.GRADIENT_OPERANDS, y.device)
+        launch = load_lowered(kernels.lower(problem), kernels.GRADIENT_OPERANDS, y.device)
     return _plan(y, (), copies, False, launch)
 
 

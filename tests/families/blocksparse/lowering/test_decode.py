@@ -8,9 +8,9 @@ import torch
 
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
-from kernlib.families.blocksparse.kernels import decode
+from kernlib.families.blocksparse.kernels import decode, portable
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose, portable
+from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets
 from kernlib.lowering.kernel import Gpu

@@ -9,7 +9,7 @@ import torch
 
 from kernlib.families.blocksparse.contents import bits
 from kernlib.families.blocksparse.contents.sizes import NAMES, tensor_shapes
-from kernlib.families.blocksparse.lowering import layout as lowering
+from kernlib.families.blocksparse.kernels import layout as kernels
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.lowering.steps import WORKSPACE
 from tests.support.compiled_kernels import compiled
@@ -83,7 +83,7 @@ def agree(memory, wanted) -> None:
 def of_mask(emulator, mask, blocks) -> Memory:
     memory = Memory(blocks)
     operands = {"mask": mask.to(torch.uint8), **memory.tensors()}
-    launch(emulator, lowering.lower_mask(blocks), operands)
+    launch(emulator, kernels.lower_mask(blocks), operands)
     return memory
 
 
@@ -93,11 +93,11 @@ def of_indices(emulator, lists, blocks) -> Memory:
     memory.tensors()["counts"].zero_()
     rows, cols, heads = lists
     dtype = str(rows.dtype).removeprefix("torch.")
-    indices = lowering.Indices(rows.numel(), dtype, heads is not None)
-    given = dict(zip(lowering.INDEX_OPERANDS[:3], (rows, cols, heads), strict=True))
+    indices = kernels.Indices(rows.numel(), dtype, heads is not None)
+    given = dict(zip(kernels.INDEX_OPERANDS[:3], (rows, cols, heads), strict=True))
     if heads is None:
         given["given_heads"] = rows
-    lowered = lowering.lower_indices(blocks, indices)
+    lowered = kernels.lower_indices(blocks, indices)
     launch(emulator, lowered, {**given, **memory.tensors()})
     return memory
 
@@ -149,7 +149,7 @@ def test_sums_of_more_tiles_than_one_pass_takes(emulator):
     """By scan alone: the kernels ahead of it would take the host minutes."""
     heads, rows, cols = MORE_TILES_THAN_A_PASS
     blocks = Blocks(16, 16, rows, cols, heads, 2_000_000)
-    (step,) = (s for s in lowering.lower_mask(blocks).steps if s.spec == lowering.spec("scan"))
+    (step,) = (s for s in kernels.lower_mask(blocks).steps if s.spec == kernels.SCAN.spec())
     sums = torch.randint(0, 8192, (-(-rows // 256),), dtype=torch.int32)
     assert sums.numel() > 4096
     ahead, counts = sums.cumsum(0) - sums, torch.full((4,), 7, dtype=torch.int32)
@@ -165,13 +165,13 @@ def test_sums_of_more_tiles_than_one_pass_takes(emulator):
 
 def test_grids_of_many_heads():
     blocks = Blocks(16, 16, 2048, 2048, 32, 2**27)
-    lowered = lowering.lower_mask(blocks)
+    lowered = kernels.lower_mask(blocks)
     assert lowered.workspace == 4 * 16384
     assert all(0 < step.grid[0] < 2**31 for step in lowered.steps)
 
 
 @pytest.mark.parametrize("arch", slow_but(("sm_90a",), ("sm_80", "sm_90a", "sm_120")))
-@pytest.mark.parametrize("spec", lowering.specs(), ids=lambda spec: spec.description)
+@pytest.mark.parametrize("spec", kernels.specs(), ids=lambda spec: spec.description)
 def test_kernels_compile_without_spills(spec, arch):
     found = compiled(spec, arch)
     assert found.spilled == 0 and found.registers <= 64

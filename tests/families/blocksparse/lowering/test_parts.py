@@ -7,7 +7,7 @@ import pytest
 
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
-from kernlib.families.blocksparse.lowering import parts, portable, sampled
+from kernlib.families.blocksparse.kernels import parts, portable, sampled
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled
@@ -22,7 +22,7 @@ SDD = Sdd("float16", "fp32", BLOCKS, 3, 4096, Dense(0, 0, 4096, 1), DENSE, VALUE
 
 def test_runs_are_stored_whole_where_they_are_aligned():
     def whole(problem, along_lines=False) -> int:
-        step = parts.step((), problem, parts.sums_of(problem, along_lines), 4, "sm_90a")
+        step = parts.PARTS.step((), problem, parts.sums_of(problem, along_lines), 4, "sm_90a")
         return int.from_bytes(step.fixed[-8:-4], "little")
 
     even = SPMM._replace(columns=40, out=Dense(128 * 40, 0, 40, 1))
@@ -47,7 +47,7 @@ FAST = ("sm_80 float32 sdd False", "sm_90a float16  True")
 def test_the_sum_compiles_without_spills(case):
     arch, *rest = SPECS[case]
     for epilogue in ((), (kl.Scale(), kl.Gelu(), Add())):
-        made = compiled(parts.spec(epilogue, *rest), arch)
+        made = compiled(parts.PARTS.spec(epilogue, parts.Parts.Variant(*rest)), arch)
         assert made.spilled == 0 and made.shared == parts.SHARED_BYTES
 
 
@@ -68,13 +68,15 @@ def test_kernels_that_leave_parts_compile(case):
     sm_120."""
     kind, dtype, precision, size, arch = PARTIAL[case]
     if kind == "sampled":
-        made = sampled.Variant(dtype, precision, size, size, "depth", "line", True)
-        specs = [sampled.spec((), made, arch)]
+        made = sampled.Sampled.Variant(dtype, precision, size, size, "depth", "line", True)
+        specs = [sampled.SAMPLED.spec((), made, arch)]
     else:
         known = [t for t in portable.tiles(dtype, precision) if t.columns <= portable.PARTS_COLUMNS]
         ends = ("depth", "line", False, True)
         specs = [
-            portable.spec((), portable.Variant(dtype, precision, size, size, False, t, *ends), arch)
+            portable.PORTABLE.spec(
+                (), portable.Portable.Variant(dtype, precision, size, size, False, t, *ends), arch
+            )
             for t in known
         ]
     for spec in specs:

@@ -9,10 +9,13 @@ import torch
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
-from kernlib.families.blocksparse.lowering import choose, parts, portable
+from kernlib.families.blocksparse.kernels import parts, portable
+from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets
-from kernlib.lowering import product_source
+from kernlib.lowering import kernel, product_source
+from kernlib.lowering.fields import Fields
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import Lowered
 from tests.families.blocksparse.emulated import GATES, Case, error
 from tests.families.blocksparse.products import Operands
@@ -58,6 +61,7 @@ CASES = {
         Case("float16", (16, 16), (700, 10), 0.004, 1, 1, 8, True), 128, "rows", "rows",
     ),
 }  # fmt: skip
+Variant = portable.Portable.Variant
 FAST = ("16", "transposed", "wide blocks", "float32", "apart")
 
 
@@ -69,7 +73,9 @@ class Product(Operands):
         choice = None if columns is None else {"columns": columns, "parts": parts}
 
         def lower(problem: Spmm) -> Lowered:
-            return portable.lower(epilogue, problem, ARCH, PROCESSORS, choice)
+            gpu = Gpu(ARCH, PROCESSORS)
+            option = kernel.choose((portable.PORTABLE,), problem, gpu)
+            return portable.PORTABLE.launch(epilogue, problem, gpu, choice or option.knobs)
 
         return self.launched(emulator, lower, scalars, **beside)
 
@@ -255,13 +261,12 @@ def test_offsets_are_of_64_bits():
     far = Dense(2**40, 2**39, 2**33, 1)
     step = only(choose.lower((), problem(batch=2**20, out=far, dense=far), ARCH, 132))
     assert step.grid == (32 * 32, 65535)
-    layout = portable.parameters(())
-    assert len(step.fixed) == layout.size - 8 * len(portable.NAMES)
+    assert len(step.fixed) == Fields(portable.FIXED).size
 
 
 COMPILED = {
     f"{dtype} {precision} {lines}x{depth}{' transposed' * turned} {tile.lines}x{tile.columns}": (
-        portable.Variant(dtype, precision, lines, depth, turned, tile, values, dense, turned)
+        Variant(dtype, precision, lines, depth, turned, tile, values, dense, turned)
     )
     for dtype, precision in (("float16", "fp32"), ("float32", "fp32"), ("float32", "tf32"))
     for lines, depth in ((16, 16), (32, 32), (64, 64), (128, 128), (16, 128))
@@ -273,7 +278,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("case", slow_but(("float16 fp32 16x16 128x128",), COMPILED))
 def test_kernels_compile_without_spills(case):
-    made = compiled(portable.spec((), COMPILED[case], "sm_90a"), "sm_90a")
+    made = compiled(portable.PORTABLE.spec((), COMPILED[case], "sm_90a"), "sm_90a")
     assert made.spilled == 0 and not made.serialized
     tile = COMPILED[case].tile
     blocks = targets.resident_blocks("sm_90a", 32 * tile.warps, made.registers, made.shared)
@@ -285,7 +290,7 @@ def test_kernels_compile_without_spills(case):
 def test_every_target_compiles(arch):
     epilogue = (kl.Bias(), kl.Gelu(), Add())
     for tile in portable.TILES:
-        given = portable.Variant("float16", "fp32", 32, 16, False, tile, "depth", "gather", False)
-        made = compiled(portable.spec(epilogue, given, arch), arch)
+        given = Variant("float16", "fp32", 32, 16, False, tile, "depth", "gather", False)
+        made = compiled(portable.PORTABLE.spec(epilogue, given, arch), arch)
         assert made.spilled == 0 and made.shared <= targets.SHARED_BYTES[arch]
     assert product_source.summands(epilogue) == ("y",)

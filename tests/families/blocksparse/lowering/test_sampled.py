@@ -9,10 +9,12 @@ import torch
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
+from kernlib.families.blocksparse.kernels import sampled
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose, sampled
+from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import Lowered
 from tests.families.blocksparse.emulated import GATES, Case, error
 from tests.families.blocksparse.products import SampledOperands
@@ -52,7 +54,7 @@ class Product(SampledOperands):
         choice = {"parts": parts} if parts > 1 else {}
 
         def lower(problem: Sdd) -> Lowered:
-            return sampled.lower(epilogue, problem, ARCH, PROCESSORS, choice)
+            return sampled.SAMPLED.launch(epilogue, problem, Gpu(ARCH, PROCESSORS), choice)
 
         return self.launched(emulator, lower, scalars, **beside)
 
@@ -195,8 +197,8 @@ COMPILED = {
 
 @pytest.mark.parametrize("case", slow_but(("float16 fp32 64x64 depth/line",), COMPILED))
 def test_kernels_compile_without_spills(case):
-    given = sampled.Variant(*COMPILED[case])
-    made = compiled(sampled.spec((), given, "sm_90a"), "sm_90a")
+    given = sampled.Sampled.Variant(*COMPILED[case])
+    made = compiled(sampled.SAMPLED.spec((), given, "sm_90a"), "sm_90a")
     assert made.spilled == 0 and not made.serialized
     blocks = targets.resident_blocks("sm_90a", 32 * given.warps, made.registers, made.shared)
     assert blocks >= given.blocks
@@ -206,6 +208,6 @@ def test_kernels_compile_without_spills(case):
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
 def test_every_target_compiles(arch):
     for size in SIZES:
-        given = sampled.Variant("bfloat16", "fp32", size, size, "depth", "line")
-        made = compiled(sampled.spec((kl.Scale(), Add()), given, arch), arch)
+        given = sampled.Sampled.Variant("bfloat16", "fp32", size, size, "depth", "line")
+        made = compiled(sampled.SAMPLED.spec((kl.Scale(), Add()), given, arch), arch)
         assert made.spilled == 0 and made.shared <= targets.SHARED_BYTES[arch]

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from kernlib.families.blocksparse.kernels import softmax as kernels
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import softmax as lowering
 from kernlib.families.blocksparse.lowering.problem import Blocks
@@ -52,9 +53,9 @@ def gradient(**sizes):
 def test_sizes_do_not_reach_the_source():
     more = {"grid": (100, 64), "heads": 1, "capacity": 1600, "block": (16, 64)}
     for make in (problem, gradient):
-        assert only(lowering.lower(make())).spec == only(lowering.lower(make(**more))).spec
-    assert stem(only(lowering.lower(problem())).spec) == "blocksparse_softmax"
-    assert stem(only(lowering.lower(gradient())).spec) == "blocksparse_softmax_gradient"
+        assert only(kernels.lower(make())).spec == only(kernels.lower(make(**more))).spec
+    assert stem(only(kernels.lower(problem())).spec) == "blocksparse_softmax"
+    assert stem(only(kernels.lower(gradient())).spec) == "blocksparse_softmax_gradient"
 
 
 @pytest.mark.parametrize(
@@ -69,31 +70,31 @@ def test_sizes_do_not_reach_the_source():
 )
 def test_chunks_are_side_by_side(operand, vectors):
     for name in ("x", "out"):
-        found = only(lowering.lower(problem(**{name: operand}))).spec.source
+        found = only(kernels.lower(problem(**{name: operand}))).spec.source
         assert f"VECTORS = {str(vectors).lower()};" in found
 
 
 def test_grids():
-    found = only(lowering.lower(problem()))
+    found = only(kernels.lower(problem()))
     tasks = 16 * 64 * 64  # heads, rows of blocks and of these
-    warps = lowering.width("float16", problem().blocks)[1]
-    assert found.grid == (tasks * warps // lowering.WARPS, 4)
-    assert only(lowering.lower(problem(batch=(500, 500)))).grid[1] == lowering.MOST_DOWN
-    assert only(lowering.lower(problem(grid=(0, 4), capacity=3))).grid == (1, 4)
+    warps = kernels.width("float16", problem().blocks)[1]
+    assert found.grid == (tasks * warps // kernels.WARPS, 4)
+    assert only(kernels.lower(problem(batch=(500, 500)))).grid[1] == kernels.MOST_DOWN
+    assert only(kernels.lower(problem(grid=(0, 4), capacity=3))).grid == (1, 4)
     assert not lowering.takes(Blocks(128, 16, 2**22, 1, 8, 1))
 
 
 def test_variants_are_all_that_is_chosen():
     options = [Options(), Options(causal=True, key="bool")]
     options.append(Options(rpe=True, key="add", attn="bool"))
-    known = set(lowering.variants(options, ("float16", "float32")))
+    known = set(kernels.variants(options, ("float16", "float32")))
     assert len(known) == 4 * 2 * 4 * 3
     for dtype, columns, capacity in itertools.product(
-        ("float16", "float32"), lowering.ACROSS, (64, 2**16)
+        ("float16", "float32"), kernels.ACROSS, (64, 2**16)
     ):
         sizes = {"dtype": dtype, "block": (64, columns), "capacity": capacity}
         for made in (*(problem(**sizes, options=each) for each in options), gradient(**sizes)):
-            assert only(lowering.lower(made)).spec in known
+            assert only(kernels.lower(made)).spec in known
 
 
 # What NVRTC makes of them.
@@ -101,7 +102,8 @@ def test_variants_are_all_that_is_chosen():
 FULL = Options(True, True, "add", "bool")
 CODES = {
     f"{dtype} x{columns} {kind} {held}{'' if vectors else ' strided'}": (
-        lowering.Variant(dtype, columns, held, vectors, options)
+        options,
+        kernels.Rows.Variant(dtype, columns, held, vectors),
     )
     for dtype, columns in itertools.product(("float16", "bfloat16", "float32"), (16, 64, 128))
     for kind, options in {"softmax": Options(), "full": FULL, "gradient": None}.items()
@@ -114,10 +116,12 @@ FAST = ("float16 x64 softmax 2", "float16 x64 gradient 2")
 @pytest.mark.parametrize("name", slow_but(FAST, CODES))
 def test_nothing_is_spilled(name, arch):
     """A limit on instructions bounds the compile time, of which 10 take 1 ms."""
-    made = compiled(lowering.spec(CODES[name]), arch)
+    options, variant = CODES[name]
+    kernel = kernels.GRADIENT if options is None else kernels.SOFTMAX
+    made = compiled(kernel.spec(options, variant), arch)
     assert made.spilled == 0 and made.instructions < 4500
     shared = made.entry.meta["shared_bytes"]
-    held = targets.resident_blocks(arch, lowering.THREADS, made.registers, int(shared))
+    held = targets.resident_blocks(arch, kernels.THREADS, made.registers, int(shared))
     assert held >= 2
 
 
@@ -179,8 +183,8 @@ def test_values_are_right(name, gpus, seed):
 @pytest.mark.parametrize("dtype", slow_but((F16,), (F16, F32)), ids=str)
 def test_rows_that_registers_do_not_hold(dtype, warps, gpus, monkeypatch, seed):
     """Of one warp, or several that exchange what they found; also in the place of x."""
-    monkeypatch.setattr(lowering, "width", lambda *_: (2, warps))
-    monkeypatch.setattr(lowering, "MOST_DOWN", 2)
+    monkeypatch.setattr(kernels, "width", lambda *_: (2, warps))
+    monkeypatch.setattr(kernels, "MOST_DOWN", 2)
     made = cases.layout(chance(2, 40), 16)
     x = values(made, 5, dtype=dtype)
     check(made, x, GATES[dtype], launched=gpus.specs)

@@ -13,10 +13,11 @@ from kernlib import events
 from kernlib.blocksparse import Layout, quantize, scaled_dds, scaled_dsd, softmax
 from kernlib.families.blocksparse.kernels.hopper import Hopper
 from kernlib.families.blocksparse.kernels.hopper_words import HopperWords
+from kernlib.families.blocksparse.kernels.narrow import Narrow
 from kernlib.families.blocksparse.kernels.sampled_hopper import SampledHopper
 from kernlib.families.blocksparse.kernels.stationary import Stationary
 from kernlib.families.blocksparse.kernels.tiles import Tiles
-from kernlib.families.blocksparse.lowering import choose, narrow
+from kernlib.families.blocksparse.lowering import choose
 from tests.gpu.every_lane import BY_WARP, let_every_lane_arrive
 from tests.gpu.families.blocksparse.cases import (
     BLOCKS,
@@ -131,7 +132,7 @@ ARRIVALS = BY_WARP | {
 def main(numbers: str, tool: str) -> None:
     kinds = set()
     HopperWords.pays = SampledHopper.pays = lambda *_: True  # for products as small as these too
-    Hopper.pays = narrow.pays = pays_as_ever
+    Hopper.pays = Narrow.pays = pays_as_ever
     if tool == "racecheck":
         let_every_lane_arrive(ARRIVALS)
     events.subscribe(lambda e: e.name == "launch" and kinds.add(e.description.split()[1]))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.lowering import choose, parts
+from kernlib.families.blocksparse.kernels import parts
+from kernlib.families.blocksparse.lowering import choose
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (
@@ -61,7 +62,7 @@ def test_products(count, numbers, block, mode, in_parts, kinds, seed):
     layout = layout_of(block, (9, 11), heads=2, density=0.2)
     flags = ((False, False), (True, True))
     cases.check_products(mode, layout, SIZES[mode], TYPES[numbers], flags)
-    assert parts.KIND in kinds
+    assert parts.PARTS.name in kinds
 
 
 @every_mode
@@ -79,7 +80,7 @@ def test_epilogues(numbers, mode, in_parts, kinds, seed):
     wanted = wanted + stored * y.double() / 2
     kl.run_kernel(descriptor, layout, a, b, out=y, scale=0.25, beta=0.5, y=y)
     check(y, wanted, 2 * GATES[dtype])
-    assert parts.KIND in kinds
+    assert parts.PARTS.name in kinds
 
 
 @pytest.mark.parametrize("numbers", ["fp16", "fp32"])
@@ -89,7 +90,7 @@ def test_long_sums_of_few_blocks_are_shared(numbers, kinds, seed):
     a, b = operands("sdd", layout, 5000, dtype)
     descriptor = product("sdd")
     found = kl.run_kernel(descriptor, layout, a, b)
-    assert parts.KIND in kinds
+    assert parts.PARTS.name in kinds
     check(found, exact("sdd", layout, a, b), GATES[dtype])
     with capture() as graph:
         kl.run_kernel(descriptor, layout, a, b, out=found)
@@ -106,4 +107,4 @@ def test_positive_sums_of_parts_do_not_drift(numbers, in_parts, kinds, seed):
     values, b = (t.abs() for t in operands("dsd", layout, 72, dtype))
     found = kl.run_kernel(product("dsd"), layout, values, b)
     check(found, exact("dsd", layout, values, b), GATES[dtype])
-    assert parts.KIND in kinds
+    assert parts.PARTS.name in kinds

@@ -10,8 +10,8 @@ import torch
 import kernlib as kl
 from kernlib.blocksparse import Layout, dds, dsd, sdd
 from kernlib.families.blocksparse.kernels.hopper import Hopper
+from kernlib.families.blocksparse.kernels.narrow import Narrow
 from kernlib.families.blocksparse.kernels.sampled_hopper import SampledHopper
-from kernlib.families.blocksparse.lowering import narrow
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (
@@ -38,7 +38,7 @@ every_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 def kernels_of_hopper(monkeypatch):
     """Take what they can, however small it is; test_parts.py has the same by rule."""
     monkeypatch.setattr(SampledHopper, "pays", lambda *_: True)
-    for kind in (Hopper, narrow):
+    for kind in (Hopper, Narrow):
         monkeypatch.setattr(kind, "pays", cases.pays_as_ever)
     forget_plans()
     yield

@@ -5,16 +5,20 @@ kernel_sources/blocksparse/attention reads both.
 
 from __future__ import annotations
 
-from kernlib.families.blocksparse.lowering.attention.problem import Attention, Score
+from collections.abc import Iterable
+
+from kernlib.families.blocksparse.lowering.attention.problem import Attention, Collected, Score
+from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.fields import Fields
 from kernlib.lowering.parameters import Parameters
 
 # The scalars of each launch, in order. On the device scale and dropout_p are float32, the rest
 # int64; on the host a window without an end on one side has 2**30 there.
 SCALARS = ("scale", "left", "right", "dropout_p", "seed")
 LENGTHS = ("q_lengths", "kv_lengths")  # int32, one for each batch
-VIEW = "4q"  # struct CapturedStrides
 WIDEST = 2**30  # rows and columns that an int holds twice
+INCLUDES = ("common/math.cuh", "blocksparse/attention/captured.cuh")  # what the text reads
 
 # What a captured tensor's elements are in a kernel; integers and bools have no gradient.
 CAPTURED = {
@@ -26,43 +30,37 @@ CAPTURED = {
     "bool": "unsigned char",
 }
 
-_PLAIN = "using Score = PlainScore;"
+_PLAIN = "using Score = PlainScore;\n"
 
 
-def preamble(dtype: str, score: Score) -> str:
-    """InputT, flags, score.cuh, and ``Score``."""
-    return f"""#include "common/types.cuh"
-#include "common/math.cuh"
+def facts(dtype: str, score: Score) -> dict[str, Fact]:
+    """Facts of every kernel of attention: storage, what of a call is in the code, and how many
+    tensors score and mask read."""
+    return {
+        "InputT": DTYPES[dtype].cuda,
+        "HAS_SCORE": score.has_score,
+        "HAS_MASK": score.has_mask,
+        "CAUSAL": score.causal,
+        "WINDOW": score.window,
+        "LENGTHS": score.lengths,
+        "DROPOUT": score.dropout,
+        "CAPTURED": len(score.captured),
+    }
 
-using InputT = {DTYPES[dtype].cuda};
 
-constexpr bool HAS_SCORE = {flag(score.has_score)};
-constexpr bool HAS_MASK = {flag(score.has_mask)};
-constexpr bool CAUSAL = {flag(score.causal)};
-constexpr bool WINDOW = {flag(score.window)};
-constexpr bool LENGTHS = {flag(score.lengths)};
-constexpr bool DROPOUT = {flag(score.dropout)};
-constexpr int CAPTURED = {len(score.captured)};
-
-#include "blocksparse/attention/score.cuh"
-
-{score.text or _PLAIN}
-"""
+def text(score: Score) -> str:
+    """``Score``."""
+    return score.text or _PLAIN
 
 
 def collected(tensors: tuple[tuple[int, bool], ...]) -> str:
     """What a launch collects, as collected.cuh is told of it: numbers of captured tensors, and
     whether their gradients are of pairs."""
     numbers = ", ".join(str(index) for index, _ in tensors) or "0"
-    pairs = ", ".join(flag(is_pair) for _, is_pair in tensors) or "false"
-    return f"""constexpr int COLLECTED = {len(tensors)};
-constexpr int COLLECTED_AT[] = {{{numbers}}};
-constexpr bool IS_PAIR[] = {{{pairs}}};"""
-
-
-def flag(value: bool) -> str:
-    """A bool as C++ has it."""
-    return str(value).lower()
+    pairs = ", ".join(str(is_pair).lower() for _, is_pair in tensors) or "false"
+    return f"""constexpr int COLLECTED_AT[] = {{{numbers}}};
+constexpr bool IS_PAIR[] = {{{pairs}}};
+"""
 
 
 def pointers(score: Score) -> tuple[str, ...]:
@@ -71,17 +69,30 @@ def pointers(score: Score) -> tuple[str, ...]:
     return (*lengths, *(f"captured{index}" for index in range(len(score.captured))))
 
 
-def parameters(own: int, fixed: str, score: Score, maps: int = 0) -> Parameters:
-    """The parameter struct of a kernel with so many pointers of its own, whose struct of what is
-    fixed, in a format of :mod:`struct` without its byte order, lies behind the views of captured
-    tensors."""
-    views = VIEW * len(score.captured)
-    return Parameters(own + len(pointers(score)), f"<{views}{fixed}", len(SCALARS), maps)
+def fields(score: Score, members: Iterable[str], collected: int = 0) -> Fields:
+    """What a plan fixes: strides of captured tensors, a kernel's own members, and strides of what
+    so many of these tensors collect."""
+    count = len(score.captured)
+    first = (f"CapturedStrides captured_strides[{count}]",) if count else ()
+    last = (f"CapturedStrides collected_strides[{collected}]",) if collected else ()
+    return Fields((*first, *members, *last))
 
 
-def views(attention: Attention) -> list[int]:
-    """What of the fixed values comes before a kernel's own."""
-    return [stride for view in attention.captured for stride in view]
+def parameters(own: int, fixed: Fields, score: Score, maps: int = 0) -> Parameters:
+    """The parameter struct of a kernel with so many pointers of its own."""
+    return Parameters(own + len(pointers(score)), fixed.format, len(SCALARS), maps)
+
+
+def strides(attention: Attention) -> dict[str, tuple[int, ...]]:
+    """The values of the first members."""
+    numbers = tuple(stride for view in attention.captured for stride in view)
+    return {"captured_strides": numbers} if numbers else {}
+
+
+def collected_strides(collected: Iterable[Collected]) -> dict[str, tuple[int, ...]]:
+    """The values of the last members."""
+    numbers = tuple(stride for each in collected for stride in each.strides)
+    return {"collected_strides": numbers} if numbers else {}
 
 
 def words(score: Score) -> list[str]:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from kernlib.families.blocksparse.kernels.attention.hopper import Hopper
+from kernlib.families.blocksparse.kernels.attention.portable import Portable
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering.attention import portable
 from kernlib.families.blocksparse.lowering.attention.problem import (
     Attention,
     Operand,
@@ -19,11 +20,14 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
     View,
 )
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.steps import Lowered
 from tests.families.blocksparse.emulated import DTYPES, blocks_of, launch
 from tests.families.blocksparse.lowering.attention.dropout import kept
 
 GATES = {"float16": 2e-3, "bfloat16": 1.6e-2}
 ARCH, PROCESSORS = "sm_80", 108
+PORTABLE, HOPPER = Portable(), Hopper()
 GUARD = 3.25  # what elements hold that nobody may write
 
 
@@ -166,11 +170,11 @@ class Made:
     def run(self, emulator, rows: int | None = None) -> torch.Tensor:
         """The result of the portable kernel, by its tile of so many rows, or that of the fewest."""
         problem = self.problem()
-        known = portable.candidates(problem, ARCH)
+        known = PORTABLE.choices(problem, ARCH)
         chosen = known[-1] if rows is None else {"rows": rows}
-        assert portable.takes(problem, ARCH) and chosen in known
+        assert PORTABLE.takes(problem, ARCH) and chosen in known
         self.out.fill_(7.0)
-        self.launch(emulator, portable.lower(problem, ARCH, PROCESSORS, chosen))
+        self.launch(emulator, launches_of(PORTABLE, problem, chosen))
         assert is_intact(self.out)
         return self.out
 
@@ -239,6 +243,14 @@ class Made:
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
             return self.dense(self.q.double(), self.k.double(), self.v.double(), self.captured)
+
+
+def launches_of(
+    kernel: Kernel, problem, choice=None, arch: str = ARCH, multiprocessors: int = PROCESSORS
+) -> Lowered:
+    """The launches of a problem by a kernel, with its default choice if there is none."""
+    gpu, attention = Gpu(arch, multiprocessors), getattr(problem, "attention", problem)
+    return kernel.launch(attention.score, problem, gpu, choice or kernel.default(problem, gpu))
 
 
 def seen_product(weights, v, sees):

@@ -11,7 +11,6 @@ import torch
 from kernlib.descriptors.derivative import derivative
 from kernlib.descriptors.expression import POSITIONS
 from kernlib.families.blocksparse.lowering.attention import score_source
-from kernlib.families.blocksparse.lowering.attention.problem import Score
 from kernlib.families.blocksparse.lowering.attention.score_struct import SMALLEST, score_of
 from kernlib.jit.spec import KernelSpec
 from kernlib.runtime import expressions
@@ -59,8 +58,8 @@ def made_of(expression):
 
 def spec_of(scores):
     """A kernel that evaluates each, in a namespace of its own."""
-    lines = [score_source.preamble("float16", Score())]
-    lines += ['#include "blocksparse/attention/elements.cuh"', EVALUATE]
+    includes = (*score_source.INCLUDES, "blocksparse/attention/elements.cuh")
+    lines = [*(f'#include "{name}"' for name in ("common/types.cuh", *includes)), EVALUATE]
     for index, made in enumerate(scores):
         text = re.sub(r"^#include .*$", "", made.text or "using Score = PlainScore;", flags=re.M)
         lines.append(f"namespace score_{index} {{\n{text}}}")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import portable_gradient
+from kernlib.families.blocksparse.kernels.attention.gradient.hopper import HopperGradient
+from kernlib.families.blocksparse.kernels.attention.gradient.portable import PortableGradient
 from kernlib.families.blocksparse.lowering.attention.problem import AttentionGradient, Collected
 from tests.families.blocksparse.lowering.attention.cases import (
     ARCH,
-    PROCESSORS,
     Case,
     Made,
     error,
     guarded,
     is_intact,
+    launches_of,
     operand_of,
     view_of,
 )
 
+PORTABLE, HOPPER = PortableGradient(), HopperGradient()
 GATES = {"float16": 2e-3, "bfloat16": 1.6e-2}
 
 
@@ -48,27 +50,25 @@ class Gradients:
         return AttentionGradient(self.made.problem(), *given, needs, has_lse, collected)
 
     def run(self, emulator, choice=None, needs=(True, True, True), **more) -> None:
-        """The launches, which write what they need to alone, of the portable kernels or of
-        ``kernels``; ``sums`` are what is collected, by the number of a captured tensor and its
+        """The launches, which write what they need to alone, of the portable kernel or of
+        ``kernel``; ``sums`` are what is collected, by the number of a captured tensor and its
         axes, as ``{(0, "row"): tensor}``."""
-        sums, kernels = more.get("sums", {}), more.get("kernels", portable_gradient)
-        arch = getattr(kernels, "ARCH", ARCH)
+        sums, kernel = more.get("sums", {}), more.get("kernel", PORTABLE)
+        arch = ARCH if kernel is PORTABLE else "sm_90a"
         collected = tuple(Collected(*key, view_of(t)) for key, t in sums.items())
         problem = self.problem(needs, collected)
-        assert kernels.takes(problem, arch)
-        known = kernels.candidates(problem, arch)
-        assert choice is None or choice in known
+        assert kernel.takes(problem, arch)
+        assert choice is None or choice in kernel.choices(problem, arch)
         for t in self.results:
             t.fill_(7.0)
-        lowered = kernels.lower(problem, arch, PROCESSORS, choice)
         written = self.results
-        if kernels is not portable_gradient:  # there is no address where nobody needs a result
+        if kernel is not PORTABLE:  # there is no address where nobody needs a result
             written = [t if need else None for t, need in zip(written, needs, strict=True)]
         named = dict(zip(("dq", "dk", "dv"), written, strict=True))
         named |= {f"collected{place}": t for place, t in enumerate(sums.values())}
         if self.grad_lse is not None:
             named["grad_lse"] = self.grad_lse
-        self.made.launch(emulator, lowered, **named)
+        self.made.launch(emulator, launches_of(kernel, problem, choice, arch), **named)
         for t, need in zip(self.results, needs, strict=True):
             assert is_intact(t) and (need or t.eq(7.0).all())
 

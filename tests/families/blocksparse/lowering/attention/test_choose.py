@@ -1,8 +1,15 @@
 """Which kernel of attention, and of its gradients, takes a problem."""
 
-from kernlib.families.blocksparse.lowering.attention import choose, portable, portable_gradient
+from kernlib.families.blocksparse.lowering.attention import choose
 from kernlib.families.blocksparse.lowering.attention.problem import AttentionGradient
-from tests.families.blocksparse.lowering.attention.cases import ARCH, Case, Made
+from tests.families.blocksparse.lowering.attention import gradients
+from tests.families.blocksparse.lowering.attention.cases import (
+    ARCH,
+    PORTABLE,
+    Case,
+    Made,
+    launches_of,
+)
 
 
 def problems():
@@ -13,13 +20,13 @@ def problems():
 def test_a_choice_may_be_text_and_none_is_by_rule():
     attention, gradient = problems()
     chosen = choose.lower(attention, ARCH, 1, {"kind": "portable", "rows": "64"})
-    assert chosen == portable.lower(attention, ARCH, 1, {"rows": 64})
-    assert choose.lower(attention, ARCH, 1) == portable.lower(attention, ARCH, 1, {"rows": 128})
+    assert chosen == launches_of(PORTABLE, attention, {"rows": 64})
+    assert choose.lower(attention, ARCH, 1) == launches_of(PORTABLE, attention, {"rows": 128})
     damaged = choose.lower(attention, ARCH, 1, {"kind": "other"})
     assert damaged == choose.lower(attention, ARCH, 1)
     knobs = {"depth": 16, "stages": 1}
     chosen = choose.lower(gradient, ARCH, 1, {"kind": "portable", **knobs})
-    assert chosen == portable_gradient.lower(gradient, ARCH, 1, knobs)
+    assert chosen == launches_of(gradients.PORTABLE, gradient, knobs)
 
 
 def test_variants_have_what_lowering_chooses():

@@ -7,9 +7,17 @@ from functools import partial
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import hopper
+from kernlib.families.blocksparse.kernels.attention import hopper
+from kernlib.families.blocksparse.kernels.attention.base import Scope
 from kernlib.families.blocksparse.lowering.attention.problem import Score
-from tests.families.blocksparse.lowering.attention.cases import Case, Made, is_intact
+from kernlib.lowering.kernel import Gpu
+from tests.families.blocksparse.lowering.attention.cases import (
+    HOPPER,
+    Case,
+    Made,
+    is_intact,
+    launches_of,
+)
 from tests.families.blocksparse.lowering.attention.scores import BIASED, with_least
 from tests.families.blocksparse.lowering.attention.wgmma import WGMMA_CASES
 from tests.families.blocksparse.products import launch
@@ -25,10 +33,10 @@ FAST = ("64", "16", "causal", "lengths", "all at once", "one row")
 def run(emulator, made, rows=None, count=COUNT):
     """The result, after the launches of tiles of so many rows that share K and V."""
     problem = made.problem()
-    assert hopper.takes(problem, ARCH)
+    assert HOPPER.takes(problem, ARCH)
     choice = None if rows is None else {"rows": rows}
     made.out.fill_(7.0)
-    made.launch(partial(launch, emulator), hopper.lower(problem, ARCH, count, choice))
+    made.launch(partial(launch, emulator), launches_of(HOPPER, problem, choice, ARCH, count))
     assert is_intact(made.out)
     return made.out
 
@@ -59,7 +67,7 @@ def test_group_after_group_of_heads(layout, kv_heads, emulator, seed, monkeypatc
     monkeypatch.setattr(hopper, "LAST_TILES", 1)
     case = Case(queries=150, keys=80, batch=2, heads=6, kv_heads=kv_heads, layout=layout)
     made = Made(case)
-    order, _ = hopper.lower(made.problem(), ARCH, 1, {"rows": 64}).steps
+    order, _ = launches_of(HOPPER, made.problem(), {"rows": 64}, ARCH, 1).steps
     per_group, last = struct.unpack("<2i", order.fixed[-16:-8])
     assert (per_group, last) == ((6, 2) if layout == "head" else (3, 11))
     run(emulator, made, 64, 1)
@@ -155,25 +163,24 @@ def test_a_row_does_not_depend_on_the_gpu(emulator, seed):
 
 def test_what_the_kernel_takes():
     problem = Made(Case()).problem()
-    assert hopper.takes(problem, ARCH) and not hopper.takes(problem, "sm_120")
+    assert HOPPER.takes(problem, ARCH) and not HOPPER.takes(problem, "sm_120")
     apart = problem.q._replace(row=36), problem.q._replace(alignment=8)
     for changed in (
         {"dtype": "float32"}, {"features": 12, "values": 12}, {"values": 40}, {"q": apart[0]},
         {"features": 264, "values": 264}, {"out": apart[1]}, {"k": apart[1]}, {"keys": 2**30 + 1},
         {"blocks": problem.blocks._replace(cols=8)}, {"queries": 0}, {"batch": 0},
     ):  # fmt: skip
-        assert not hopper.takes(problem._replace(**changed), ARCH), changed
+        assert not HOPPER.takes(problem._replace(**changed), ARCH), changed
     one = problem._replace(k=problem.k._replace(head=0), v=problem.v._replace(head=0, batch=0))
-    assert hopper.takes(one, ARCH)
+    assert HOPPER.takes(one, ARCH)
 
 
 def test_lines_of_blocks_and_multiprocessors_decide_what_rows_share():
     problem = Made(Case()).problem()._replace(queries=128 * 20)
-    known = hopper.candidates(problem, ARCH)
     tall = problem._replace(blocks=problem.blocks._replace(rows=128))
-    assert hopper.default(problem, known, 40) == {"rows": 64}
-    assert hopper.default(tall, known, 40) == {"rows": 128}
-    assert hopper.default(tall, known, 41) == {"rows": 64}
+    assert HOPPER.default(problem, Gpu(ARCH, 40)) == {"rows": 64}
+    assert HOPPER.default(tall, Gpu(ARCH, 40)) == {"rows": 128}
+    assert HOPPER.default(tall, Gpu(ARCH, 41)) == {"rows": 64}
 
 
 SCORES = {
@@ -192,9 +199,7 @@ def test_kernels_compile_without_spills(width, score):
     """But for a few words of those whose sums take 128 registers, or that read as they go."""
     words = 60 if width == 256 or SCORES[score].has_score else 0
     for block in ((16, 64), (128, 128)):
-        found = hopper.variants(
-            SCORES[score], block, ("bfloat16",), ARCH, features=width, values=width
-        )
-        for spec in found:
+        scope = Scope(block, ("bfloat16",), ARCH, width, width)
+        for spec in HOPPER.specs(SCORES[score], scope, ARCH):
             made = compiled(spec, ARCH)
             assert made.spilled <= 4 * words and not made.serialized, spec.description

@@ -9,17 +9,15 @@ import torch
 
 from kernlib.families.blocksparse.attention.descriptor import BlockSparseAttention
 from kernlib.families.blocksparse.attention.plans import score_of
-from kernlib.families.blocksparse.lowering.attention import (
-    hopper_gradient,
-    portable_gradient,
-)
+from kernlib.families.blocksparse.kernels.attention.gradient import hopper, portable
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
     Collected,
     View,
 )
-from tests.families.blocksparse.lowering.attention.cases import Case, Made
+from tests.families.blocksparse.lowering.attention.cases import Case, Made, launches_of
 from tests.families.blocksparse.lowering.attention.gradients import (
+    HOPPER,
     Gradients,
     check_sums,
     soft_tensors,
@@ -33,7 +31,7 @@ from tests.support.speeds import slow_but
 
 def run(made: Gradients, emulator, sums: dict, rows=128, needs=(True, True, True)) -> None:
     by_maps = partial(launch, emulator)
-    made.run(by_maps, {"rows": rows}, needs, sums=sums, kernels=hopper_gradient)
+    made.run(by_maps, {"rows": rows}, needs, sums=sums, kernel=HOPPER)
 
 
 CASE = Case(queries=75, keys=90, batch=2, heads=4, kv_heads=2, causal=True, density=0.8)
@@ -49,7 +47,7 @@ CASES = {
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", slow_but(("lengths",), CASES))
-@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
+@pytest.mark.parametrize("rows", hopper.TILE_ROWS)
 def test_every_axis(rows, name, emulator, seed):
     """By rows of all heads, columns of a head, pairs of a batch and head; a mask leaves some
     out."""
@@ -66,7 +64,7 @@ def test_every_axis(rows, name, emulator, seed):
 @pytest.mark.parametrize("over", slow_but(("batches",), ("batches", "heads", "both")))
 def test_sums_over_batches_and_heads_have_a_launch_of_their_own(over, emulator, seed, monkeypatch):
     """In which blocks of threads share a line, of a window and of the rest of it."""
-    monkeypatch.setattr(portable_gradient, "SHARE", 64)
+    monkeypatch.setattr(portable, "SHARE", 64)
     batch, heads = {"batches": (1, 4), "heads": (2, 1), "both": (1, 1)}[over]
     for case in (CASE, CASE._replace(keys=130, window=(30, 9), block=(32, 32))):
         given = soft_tensors(case, (batch, heads))
@@ -122,10 +120,10 @@ def test_products_overlap_and_nothing_spills(name, features):
         problem = AttentionGradient(of, *(of.q,) * 4, collected=collected)
         (spec,) = (
             spec
-            for spec in hopper_gradient.lower(problem, hopper_gradient.ARCH, 132).specs
+            for spec in launches_of(HOPPER, problem, None, hopper.ARCH).specs
             if "captured" in spec.description
         )
-        found = compiled(spec, hopper_gradient.ARCH)
+        found = compiled(spec, hopper.ARCH)
         # Of two results of one warpgroup the gathering producer has 24 registers.
         spilled = 64 if kind == "col" and features > 96 and block[0] < 128 else 0
         assert not found.serialized and found.spilled <= spilled, spec.description

@@ -4,22 +4,22 @@ formula in float64; and what NVRTC makes of them."""
 import math
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import hopper_gradient
+from kernlib.families.blocksparse.kernels.attention.base import Scope
+from kernlib.families.blocksparse.kernels.attention.gradient import hopper
 from kernlib.families.blocksparse.lowering.attention.problem import Operand, Score
-from tests.families.blocksparse.lowering.attention.cases import Case, error
-from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
+from tests.families.blocksparse.lowering.attention.cases import Case, error, launches_of
+from tests.families.blocksparse.lowering.attention.gradients import GATES, HOPPER, Gradients
 from tests.families.blocksparse.lowering.attention.scores import with_least
 from tests.families.blocksparse.lowering.attention.wgmma import WGMMA_CASES
 from tests.families.blocksparse.products import launch
 from tests.support.compiled_kernels import compiled
 from tests.support.speeds import slow_but
 
-ARCH, COUNT = hopper_gradient.ARCH, 3  # multiprocessors, so that one has several tiles
+ARCH = hopper.ARCH
 
 # Softcap and a bias by position, as generated text has them.
 SCORE = """struct CappedScore : PlainScore {
@@ -60,16 +60,8 @@ CASES = {n: case for n, case in WGMMA_CASES.items() if case.features <= 128} | {
 FAST = ("16", "64", "lengths", "all at once", "dropout of 128 features")
 
 
-FEW = SimpleNamespace(
-    ARCH=ARCH,
-    takes=hopper_gradient.takes,
-    candidates=hopper_gradient.candidates,
-    lower=lambda problem, arch, _, choice: hopper_gradient.lower(problem, arch, COUNT, choice),
-)
-
-
 def run(made: Gradients, emulator, choice=None, needs=(True, True, True)) -> None:
-    made.run(partial(launch, emulator), choice, needs, kernels=FEW)
+    made.run(partial(launch, emulator), choice, needs, kernel=HOPPER)
 
 
 def check(made: Gradients, needs=(True, True, True)) -> None:
@@ -91,9 +83,8 @@ def test_gradients(name, emulator, seed):
 @pytest.mark.parametrize("name", slow_but(("lengths",), CASES))
 def test_gradients_of_tiles_that_are_not_the_default(name, emulator, seed):
     made = Gradients(CASES[name])
-    known = hopper_gradient.candidates(None, ARCH)
-    default = hopper_gradient.default(made.problem(), known, COUNT)
-    (other,) = (choice for choice in known if choice != default)
+    default = HOPPER.default(made.problem(), None)
+    (other,) = (choice for choice in HOPPER.choices(None, ARCH) if choice != default)
     run(made, emulator, other)
     check(made)
 
@@ -159,8 +150,8 @@ def test_a_row_of_nan_spoils_no_other_row_of_dq(emulator, seed):
 def test_what_is_left_to_other_kernels():
     problem = Gradients(Case()).problem()
     of = problem.attention
-    assert hopper_gradient.takes(problem, ARCH)
-    assert not hopper_gradient.takes(problem, "sm_90")
+    assert HOPPER.takes(problem, ARCH)
+    assert not HOPPER.takes(problem, "sm_90")
     others = (
         of._replace(dtype="float32"),
         of._replace(values=64),
@@ -170,8 +161,8 @@ def test_what_is_left_to_other_kernels():
         of._replace(k=Operand(4096, 512, 32, 8)),
     )
     for other in others:
-        assert not hopper_gradient.takes(problem._replace(attention=other), ARCH)
-    assert not hopper_gradient.takes(problem._replace(grad=Operand(0, 0, 0)), ARCH)
+        assert not HOPPER.takes(problem._replace(attention=other), ARCH)
+    assert not HOPPER.takes(problem._replace(grad=Operand(0, 0, 0)), ARCH)
 
 
 def test_variants_are_what_is_lowered():
@@ -181,14 +172,13 @@ def test_variants_are_what_is_lowered():
         Case(features=72, values=72),
     ):
         problem = Gradients(case).problem()
-        lowered = hopper_gradient.lower(problem, ARCH, 132)
-        known = {"features": case.features, "values": case.values}
         of = problem.attention
-        listed = list(hopper_gradient.variants(of.score, of.blocks[:2], (of.dtype,), ARCH, **known))
-        assert set(lowered.specs) <= set(listed)
-        assert set(listed) <= set(
-            hopper_gradient.variants(of.score, of.blocks[:2], (of.dtype,), ARCH)
+        scope = Scope(of.blocks[:2], (of.dtype,), ARCH)
+        listed = HOPPER.specs(
+            of.score, scope._replace(features=case.features, values=case.values), ARCH
         )
+        assert set(launches_of(HOPPER, problem, None, ARCH).specs) <= set(listed)
+        assert set(listed) <= set(HOPPER.specs(of.score, scope, ARCH))
 
 
 SCORES = {
@@ -205,8 +195,8 @@ SCORES = {
 @pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_products_overlap_and_nothing_spills(name, features):
     for block, turned, rows in product(((128, 128), (16, 16)), (False, True), (128, 64)):
-        made = hopper_gradient.variant_of(SCORES[name], "bfloat16", block, features, turned, rows)
-        found = compiled(hopper_gradient.spec(SCORES[name], made), ARCH)
+        made = hopper.variant_of(SCORES[name], "bfloat16", block, features, turned, rows)
+        found = compiled(HOPPER.spec(SCORES[name], made), ARCH)
         # Of two results of one warpgroup the gathering producer has 24 registers.
         spilled = 64 if made.early and rows == 64 else 0
         assert not found.serialized and found.spilled <= spilled

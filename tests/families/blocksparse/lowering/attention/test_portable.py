@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
+from kernlib.families.blocksparse.kernels.attention.base import Scope
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering.attention import portable
 from kernlib.families.blocksparse.lowering.attention.problem import Score
-from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, Made
+from kernlib.lowering.kernel import Gpu
+from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, PORTABLE, Case, Made
 from tests.families.blocksparse.lowering.attention.scores import (
     ALIBI,
     DOCUMENTS,
@@ -139,22 +140,22 @@ def test_weights_of_zero_length(emulator, seed):
 def test_what_the_kernel_takes():
     made = Made(Case())
     problem = made.problem()
-    assert portable.takes(problem, ARCH)
+    assert PORTABLE.takes(problem, ARCH)
     odd = problem.q._replace(row=36), problem.q._replace(alignment=8)
     for changed in (
         {"dtype": "float32"}, {"features": 12}, {"values": 264}, {"q": odd[0]}, {"out": odd[1]},
         {"blocks": problem.blocks._replace(rows=8)}, {"keys": 2**30 + 1},
     ):  # fmt: skip
-        assert not portable.takes(problem._replace(**changed), ARCH), changed
+        assert not PORTABLE.takes(problem._replace(**changed), ARCH), changed
 
 
 def test_more_rows_are_taken_where_there_are_enough():
     problem = Made(Case()).problem()._replace(queries=1000)
-    known = portable.candidates(problem, ARCH)
+    known = PORTABLE.choices(problem, ARCH)
     assert known == [{"rows": 128}, {"rows": 64}]
-    assert portable.default(problem, known, 16) == {"rows": 128}
-    assert portable.default(problem, known, 17) == {"rows": 64}
-    assert portable.default(problem._replace(queries=64, batch=99), known, 17) == {"rows": 64}
+    assert PORTABLE.default(problem, Gpu(ARCH, 16)) == {"rows": 128}
+    assert PORTABLE.default(problem, Gpu(ARCH, 17)) == {"rows": 64}
+    assert PORTABLE.default(problem._replace(queries=64, batch=99), Gpu(ARCH, 17)) == {"rows": 64}
 
 
 SCORES = {
@@ -171,9 +172,7 @@ SCORES = {
 @pytest.mark.parametrize("width", slow_but((128,), (16, 64, 72, 96, 128, 192, 256)))
 def test_kernels_compile(width, score, arch):
     kind = SCORES[score]
-    found = list(
-        portable.variants(kind, (16, 64), ("bfloat16",), arch, features=width, values=width)
-    )
+    found = list(PORTABLE.specs(kind, Scope((16, 64), ("bfloat16",), arch, width, width), arch))
     assert found
     for spec in found:
         made = compiled(spec, arch)

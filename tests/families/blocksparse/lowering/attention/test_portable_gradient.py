@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import portable_gradient
+from kernlib.families.blocksparse.kernels.attention.base import Scope
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
     Score,
@@ -15,13 +15,14 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
 from tests.families.blocksparse.lowering.attention.cases import (
     ARCH,
     CASES,
-    PROCESSORS,
     Case,
     Made,
     error,
+    launches_of,
 )
 from tests.families.blocksparse.lowering.attention.gradients import (
     GATES,
+    PORTABLE,
     Gradients,
     check_sums,
     soft_tensors,
@@ -175,10 +176,10 @@ def test_gradients_by_pairs_are_summed_where_nobody_tells_them_apart(over, emula
 def test_rows_and_their_gradients_are_what_the_kernel_takes():
     made = Gradients(Case())
     problem = made.problem()
-    assert portable_gradient.takes(problem, ARCH)
+    assert PORTABLE.takes(problem, ARCH)
     for name in ("grad", "dq", "dk", "dv"):
         odd = problem._replace(**{name: getattr(problem, name)._replace(row=44)})
-        assert not portable_gradient.takes(odd, ARCH), name
+        assert not PORTABLE.takes(odd, ARCH), name
 
 
 SCORES = {
@@ -197,7 +198,7 @@ def test_kernels_compile_without_spills(width, score, arch):
     views = (View(),) * len(SCORES[score].captured)
     attention = attention._replace(score=SCORES[score], captured=views)
     problem = AttentionGradient(attention, *(attention.q,) * 4, has_grad_lse=True)
-    found = portable_gradient.lower(problem, arch, PROCESSORS).specs
+    found = launches_of(PORTABLE, problem, None, arch).specs
     assert len(found) == 3
     for spec in found:
         made = compiled(spec, arch)
@@ -207,6 +208,6 @@ def test_kernels_compile_without_spills(width, score, arch):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", (64, 256))
 def test_every_variant_compiles(width):
-    known = {"features": width, "values": width}
-    for spec in portable_gradient.variants(Score(), (128, 32), ("float16",), "sm_90a", **known):
+    scope = Scope((128, 32), ("float16",), "sm_90a", width, width)
+    for spec in PORTABLE.specs(Score(), scope, "sm_90a"):
         assert compiled(spec, "sm_90a").spilled == 0, spec.description

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import hopper
+from kernlib.families.blocksparse.kernels.attention import hopper
 from kernlib.runtime.devices import arch_of
 
 

@@ -8,13 +8,18 @@ from collections.abc import Iterable
 import torch
 
 from kernlib import events
-from kernlib.families.blocksparse.lowering.attention import (
-    hopper,
-    hopper_gradient,
-    portable,
-    portable_gradient,
+from kernlib.families.blocksparse.kernels.attention import hopper
+from kernlib.families.blocksparse.kernels.attention.gradient import hopper as hopper_gradient
+from tests.families.blocksparse.lowering.attention import cases as cases_of
+from tests.families.blocksparse.lowering.attention import gradients as gradients_of
+from tests.families.blocksparse.lowering.attention.cases import (
+    ARCH,
+    CASES,
+    HOPPER,
+    Case,
+    Made,
+    launches_of,
 )
-from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, Made
 from tests.families.blocksparse.lowering.attention.gradients import (
     Gradients,
     check_sums,
@@ -37,11 +42,11 @@ ARRIVALS = BY_WARP | {
         ("full, SLOT_BYTES);", "full, SLOT_BYTES); else barrier_arrive(full);"),
         (f"{_FULL}\n    }}", f"}}\n    {_FULL}"),
     ),
-    "blocksparse/attention/hopper_gradient/parameters.cuh": (
+    "blocksparse/attention/gradient/hopper/parameters.cuh": (
         ("barrier_init(&barriers->full[stage], 1)", "barrier_init(&barriers->full[stage], 32)"),
         ("&barriers->empty[stage], CONSUMERS / 32", "&barriers->empty[stage], CONSUMERS"),
     ),
-    "blocksparse/attention/hopper_gradient/produce.cuh": (
+    "blocksparse/attention/gradient/hopper/produce.cuh": (
         (
             "full, 2 * SLOT_BYTES + bytes);\n    }",
             "full, 2 * SLOT_BYTES + bytes);\n    } else barrier_arrive(full);",
@@ -54,7 +59,7 @@ ARRIVALS = BY_WARP | {
 def attention(cases: Iterable[Case]) -> None:
     for case in cases:
         made = Made(case)
-        for choice in portable.candidates(made.problem(), ARCH):
+        for choice in cases_of.PORTABLE.choices(made.problem(), ARCH):
             made.run(launch, choice["rows"])
         made.check()
 
@@ -63,15 +68,15 @@ def attention_by_wgmma(cases: Iterable[Case]) -> None:
     """A team has several tiles on so few multiprocessors."""
     for case in cases:
         made = Made(case._replace(values=case.features))
-        for choice in hopper.candidates(made.problem(), hopper.ARCH):
-            made.launch(launch, hopper.lower(made.problem(), hopper.ARCH, 3, choice))
+        for choice in HOPPER.choices(made.problem(), hopper.ARCH):
+            made.launch(launch, launches_of(HOPPER, made.problem(), choice, hopper.ARCH, 3))
             made.check()
 
 
 def gradients(cases: Iterable[Case]) -> None:
     for case in cases:
         made = Gradients(case, grad_lse=True)
-        for choice in portable_gradient.candidates(made.problem(), ARCH):
+        for choice in gradients_of.PORTABLE.choices(made.problem(), ARCH):
             made.run(launch, choice)
         made.check()
 
@@ -79,9 +84,9 @@ def gradients(cases: Iterable[Case]) -> None:
 def gradients_by_wgmma(cases: Iterable[Case]) -> None:
     for case in cases:
         made = Gradients(case._replace(values=case.features), grad_lse=True)
-        if hopper_gradient.takes(made.problem(), hopper.ARCH):
-            for choice in hopper_gradient.candidates(made.problem(), hopper.ARCH):
-                made.run(launch, choice, kernels=hopper_gradient)
+        if gradients_of.HOPPER.takes(made.problem(), hopper.ARCH):
+            for choice in gradients_of.HOPPER.choices(made.problem(), hopper.ARCH):
+                made.run(launch, choice, kernel=gradients_of.HOPPER)
                 made.check()
 
 
@@ -93,7 +98,7 @@ def collected_by_wgmma(columns: Iterable[tuple[int, tuple[int, int]]]) -> None:
         made = Gradients(case, given)
         for rows in hopper_gradient.TILE_ROWS:
             sums = sums_of(case, pairs)
-            made.run(launch, {"rows": rows}, sums=sums, kernels=hopper_gradient)
+            made.run(launch, {"rows": rows}, sums=sums, kernel=gradients_of.HOPPER)
             made.check()
             check_sums(made, sums, given)
 

@@ -7,9 +7,15 @@ import math
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import hopper
+from kernlib.families.blocksparse.kernels.attention import hopper
 from kernlib.runtime.devices import model
-from tests.families.blocksparse.lowering.attention.cases import CASES, Case, Made
+from tests.families.blocksparse.lowering.attention.cases import (
+    CASES,
+    HOPPER,
+    Case,
+    Made,
+    launches_of,
+)
 from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, launch, loaded
 from tests.gpu.watched import capture
 
@@ -19,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("on_wgmma")
 def lowered(made: Made, rows: int | None = None):
     """For the GPU, whose teams have several tiles if these are many."""
     problem, count = made.problem(), model(torch.cuda.current_device()).multiprocessors
-    assert hopper.takes(problem, hopper.ARCH)
-    return hopper.lower(problem, hopper.ARCH, count, {"rows": rows} if rows else None)
+    assert HOPPER.takes(problem, hopper.ARCH)
+    return launches_of(HOPPER, problem, {"rows": rows} if rows else None, hopper.ARCH, count)
 
 
 def run(made: Made, rows: int | None = None) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import hopper_gradient
+from kernlib.families.blocksparse.kernels.attention.gradient import hopper
 from tests.families.blocksparse.lowering.attention.cases import Case
 from tests.families.blocksparse.lowering.attention.gradients import (
+    HOPPER,
     Gradients,
     check_sums,
     soft_tensors,
@@ -22,10 +23,10 @@ WHOLE = Case(queries=600, keys=700, batch=2, heads=4, kv_heads=2, density=0.5, l
 
 
 def run(made: Gradients, sums: dict, rows: int, needs=(True, True, True)) -> None:
-    made.run(launch, {"rows": rows}, needs, sums=sums, kernels=hopper_gradient)
+    made.run(launch, {"rows": rows}, needs, sums=sums, kernel=HOPPER)
 
 
-@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
+@pytest.mark.parametrize("rows", hopper.TILE_ROWS)
 @pytest.mark.parametrize("width", (32, 64, 80, 96, 128))
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_width_and_block(block, width, rows, seed):
@@ -39,7 +40,7 @@ def test_every_width_and_block(block, width, rows, seed):
     check_sums(made, sums, given)
 
 
-@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
+@pytest.mark.parametrize("rows", hopper.TILE_ROWS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("width", (64, 128))
 def test_every_mask(width, mask, rows, seed):

@@ -7,24 +7,24 @@ import math
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import hopper_gradient
+from kernlib.families.blocksparse.kernels.attention.gradient import hopper
 from tests.families.blocksparse.lowering.attention.cases import CASES
-from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
+from tests.families.blocksparse.lowering.attention.gradients import GATES, HOPPER, Gradients
 from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, launch
 
 pytestmark = pytest.mark.usefixtures("on_wgmma")
 
 
 def run(made: Gradients, rows: int, needs=(True, True, True)) -> list[torch.Tensor]:
-    made.run(launch, {"rows": rows}, needs, kernels=hopper_gradient)
+    made.run(launch, {"rows": rows}, needs, kernel=HOPPER)
     return made.results
 
 
-@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
+@pytest.mark.parametrize("rows", hopper.TILE_ROWS)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_right(case, rows, seed):
     made = Gradients(CASES[case]._replace(values=CASES[case].features), grad_lse=True)
-    if not hopper_gradient.takes(made.problem(), hopper_gradient.ARCH):
+    if not HOPPER.takes(made.problem(), hopper.ARCH):
         assert made.made.case.features > 128
         return
     run(made, rows)
@@ -35,14 +35,14 @@ def test_gradients_are_right(case, rows, seed):
 @pytest.mark.parametrize("width", [16, 24, 64, 72, 96, 128])
 def test_every_width_and_block(width, block, seed):
     """With half the heads of k and v."""
-    for numbers, rows in zip(GATES, hopper_gradient.TILE_ROWS, strict=True):
+    for numbers, rows in zip(GATES, hopper.TILE_ROWS, strict=True):
         case = LARGE._replace(numbers=numbers, block=block, features=width, values=width)
         made = Gradients(case._replace(kv_heads=2), grad_lse=numbers == "float16")
         run(made, rows)
         made.check()
 
 
-@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
+@pytest.mark.parametrize("rows", hopper.TILE_ROWS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_mask_and_block(block, mask, rows, seed):
@@ -58,7 +58,7 @@ def test_every_mask_and_block(block, mask, rows, seed):
         assert found[index].equal(first[index])
 
 
-@pytest.mark.parametrize("rows", hopper_gradient.TILE_ROWS)
+@pytest.mark.parametrize("rows", hopper.TILE_ROWS)
 def test_what_is_left_out_may_be_anything(rows, seed):
     case = LARGE._replace(causal=True, window=(400, 0), lengths=True, features=64, values=64)
     made = Gradients(case)

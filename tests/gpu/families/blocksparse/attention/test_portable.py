@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import portable
 from kernlib.runtime.devices import arch_of, model
 from tests.families.blocksparse.lowering.attention.cases import (
     ARCH,
     CASES,
     GATES,
-    PROCESSORS,
+    PORTABLE,
     Case,
     Made,
     error,
+    launches_of,
 )
 from tests.gpu.families.blocksparse.attention.launches import (
     BLOCKS,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 def rows_of(made: Made) -> list[int]:
-    return [choice["rows"] for choice in portable.candidates(made.problem(), ARCH)]
+    return [choice["rows"] for choice in PORTABLE.choices(made.problem(), ARCH)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -100,7 +100,7 @@ def test_long_rows(seed):
 def test_contents_change_between_replays_of_a_graph(seed):
     made = Made(LARGE)
     problem, index = made.problem(), torch.cuda.current_device()
-    lowered = portable.lower(problem, arch_of(index), model(index).multiprocessors)
+    lowered = launches_of(PORTABLE, problem, None, arch_of(index), model(index).multiprocessors)
     run = loaded(lowered, made.layout, made.scalars, **made.operands())
     run()
     with capture() as graph:
@@ -115,8 +115,8 @@ def test_contents_change_between_replays_of_a_graph(seed):
 def test_other_gpus_tiles_run_here(seed):
     """Those that a GPU of 99 KiB takes are among those of this one."""
     made = Made(LARGE._replace(features=256, values=256))
-    for choice in portable.candidates(made.problem(), "sm_86"):
-        made.launch(launch, portable.lower(made.problem(), "sm_86", PROCESSORS, choice))
+    for choice in PORTABLE.choices(made.problem(), "sm_86"):
+        made.launch(launch, launches_of(PORTABLE, made.problem(), choice, "sm_86"))
         made.check()
 
 

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import portable_gradient
 from tests.families.blocksparse.lowering.attention.cases import ARCH, CASES, Case, error
-from tests.families.blocksparse.lowering.attention.gradients import GATES, Gradients
+from tests.families.blocksparse.lowering.attention.gradients import GATES, PORTABLE, Gradients
 from tests.families.blocksparse.lowering.attention.scores import soft_bias
 from tests.gpu.families.blocksparse.attention.launches import BLOCKS, LARGE, MASKS, WIDTHS, launch
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("on_gpu")
 
 
 def choices(made: Gradients) -> list[dict]:
-    return portable_gradient.candidates(made.problem(), ARCH)
+    return PORTABLE.choices(made.problem(), ARCH)
 
 
 @pytest.mark.parametrize("case", CASES)

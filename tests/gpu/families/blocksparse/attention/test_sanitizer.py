@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernlib.families.blocksparse.lowering.attention import hopper
+from kernlib.families.blocksparse.kernels.attention import hopper
 from kernlib.runtime.devices import arch_of
 from tests.gpu import sanitizer
 from tests.gpu.families.blocksparse.attention.sanitized import BY_WGMMA, PORTABLE, SHARES

@@ -5,9 +5,24 @@
 // of the columns that some row stores come through a ring (k and v; q and the gradient of out).
 #pragma once
 
-#include "blocksparse/attention/collected.cuh"
+#include "blocksparse/attention/gradient/collected.cuh"
 #include "common/hopper.cuh"
 
+using InputT = Config::InputT;
+constexpr bool TRANSPOSED = Config::TRANSPOSED;  // whether op(S) is S^T: dk and dv
+constexpr int WARPGROUPS = Config::WARPGROUPS;   // that multiply, 1 or 2
+constexpr int BLOCK_ROWS = Config::BLOCK_ROWS, BLOCK_COLS = Config::BLOCK_COLS;  // of op(S)
+constexpr int TILE_COLS = Config::TILE_COLS, STAGES = Config::STAGES;
+// Of q, k and v with zeros behind them: a multiple of 16, 128 at most.
+constexpr int FEATURES = Config::FEATURES;
+// Whether dv is added to before slopes are made, which takes fewer registers, or with dk, which
+// lets products run on beside both.
+constexpr bool EARLY = Config::EARLY;
+constexpr int PRODUCER_REGISTERS = Config::PRODUCER_REGISTERS;  // of a thread
+constexpr int CONSUMER_REGISTERS = Config::CONSUMER_REGISTERS;
+// Whether the elements of two neighbouring columns lie in 8 bytes, of pairs.
+constexpr bool WIDE_PAIRS = Config::WIDE_PAIRS;
+static_assert(!SUMMED, "sums over batches or heads are the portable kernel's");
 constexpr int ROW_BYTES = 128, ROW = 64;       // of shared memory: swizzled, elements
 constexpr int STEP = 16;                       // depth of one wgmma
 constexpr int TILE_ROWS = 64 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
@@ -76,7 +91,7 @@ struct Shared {
     }
 };
 static_assert(1024 + 2 * OWN_BYTES + STAGES * (STAGE_BYTES + int(sizeof(Note))) +
-                      int(sizeof(Barriers)) <= DYNAMIC_BYTES, "as lowering counts it");
+                      int(sizeof(Barriers)) <= Config::DYNAMIC_BYTES, "as the host counts it");
 
 struct Ring {
     int stage = 0, parity = 0;
@@ -85,7 +100,6 @@ struct Ring {
     }
 };
 
-// Laid out by kernlib/families/blocksparse/lowering/attention/hopper_gradient.py.
 struct Maps {
     TensorMap own_maps[2], column_maps[2];
 };
@@ -97,28 +111,14 @@ struct Operands {
     const float* sums;        // the same of log2 of sums of exponentials, or HAS_SCORE of natural
     const float* rests;       // logarithms, and HAS_SCORE what floats leave of these, in log2
 };
-struct Strides {
-    i64 batch, head, row;
-};
-struct Fixed {
-    Strides first_strides, second_strides;
-    int row_tiles;                        // of a head
-    int own_heads, group;                 // heads of the rows; heads of q that a head of k serves
-    int heads, queries, keys, padded;     // of q, its rows, and these as workspaces have them
-    int features, layout_batch, layout_head;
-    int lines, line_words;                // of blocks of a head of op(S), and their words
-    int own_shared, column_shared;        // bits of what serves all heads or batches, see Shares
-};
 struct Parameters : Maps,
                     Operands,
                     CollectedPointers<COLLECTED>,
                     LengthPointers<LENGTHS>,
                     CapturedPointers<CAPTURED>,
                     Numbers,
-                    CapturedViews<CAPTURED>,
-                    Fixed,
-                    CollectedViews<COLLECTED> {};
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+                    Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 // Where the head and the batch of operand 0 or 1 are, of which one may serve all: bits 0 and 1 of
 // operand 0, 2 and 3 of operand 1.

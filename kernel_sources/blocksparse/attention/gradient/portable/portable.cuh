@@ -13,29 +13,32 @@
 // fragment is 16 lines of its result, and logits turned come from the product turned, so that
 // weights and slopes never leave registers. Of dk and dv of many features a CTA has a part.
 //
-// What is left out counts nowhere, whatever q, k, v and grad hold there: see portable.cuh.
+// What is left out counts nowhere, whatever q, k, v and grad hold there: see
+// blocksparse/attention/portable/portable.cuh.
 //
-// The generated source defines before it includes this file, beside what score.cuh says:
-//   InputT
-//   TURNED                    whether lines are columns of the matrix
-//   NEEDS_FIRST, NEEDS_SECOND whether dq or dk, and dv, are wanted
-//   WARPS, TILE_DEPTH, STAGES lines are 16 a warp; of a tile along the depth; tiles under way
-//   BLOCK_LINE, BLOCK_DEPTH   of the layout: rows and columns of a block, or turned
-//   FEATURES, VALUES          of a row of q and k, and of v and grad: multiples of 16
-//   FIRST_PART, SECOND_PART   of these, what of dq or dk, and of dv, a CTA has
-//   COLLECTED, COLLECTED_AT, IS_PAIR, SUMMED   as collected.cuh says: of these lines
-//   SHARED                    whether CTAs share the tiles of a line, which has no sums: what is
-//                             collected is of pairs, and nothing else is wanted
-//   MIN_BLOCKS                CTAs that a multiprocessor holds
-//   PARAMETER_BYTES           what lowering makes of Parameters
+// Facts and struct Fixed: class PortableGradient of
+// kernlib/families/blocksparse/kernels/attention/gradient/portable.py.
 #pragma once
 
-constexpr int THREADS = 32 * WARPS;
-
 #include "blocksparse/attention/logits.cuh"
-#include "blocksparse/attention/portable_gradient/parameters.cuh"
+#include "blocksparse/attention/gradient/portable/parameters.cuh"
 #include "blocksparse/attention/products.cuh"
 
+constexpr bool TURNED = Config::TURNED;            // whether lines are columns of the matrix
+constexpr bool NEEDS_FIRST = Config::NEEDS_FIRST;  // whether dq or dk is wanted
+constexpr bool NEEDS_SECOND = Config::NEEDS_SECOND;  // whether dv is
+constexpr int TILE_DEPTH = Config::TILE_DEPTH;     // of a tile, along the depth
+constexpr int STAGES = Config::STAGES;             // tiles under way
+// Of the layout: rows and columns of a block, or turned.
+constexpr int BLOCK_LINE = Config::BLOCK_LINE, BLOCK_DEPTH = Config::BLOCK_DEPTH;
+// Of a row of q and k, and of v and grad: multiples of 16. Of these a CTA has so many of dq or dk,
+// and of dv.
+constexpr int FEATURES = Config::FEATURES, VALUES = Config::VALUES;
+constexpr int FIRST_PART = Config::FIRST_PART, SECOND_PART = Config::SECOND_PART;
+// Whether CTAs share the tiles of a line, which has no sums: what is collected is of pairs, and
+// nothing else is wanted.
+constexpr bool SHARED = Config::SHARED;
+constexpr int MIN_BLOCKS = Config::MIN_BLOCKS;  // CTAs that a multiprocessor holds
 constexpr int TILE_LINES = 16 * WARPS, GROUPS = TILE_DEPTH / 16;
 constexpr int FIRST_LINES = TILE_LINES * pitch_of(FEATURES);
 constexpr int LINE_BYTES = FIRST_LINES + TILE_LINES * pitch_of(VALUES);
@@ -63,8 +66,8 @@ struct Cursor {
 
     __device__ __forceinline__ static Tiles tiles(const Parameters& p, const Sight& sight,
                                                   int batch, int head, int line) {
-        const Bits bits = TURNED ? p.sizes.cols_of(p.bits, batch, head)
-                                 : p.sizes.rows_of(p.bits, batch, head);
+        const Bits bits = TURNED ? cols_of(p, p.bits, batch, head)
+                                 : rows_of(p, p.bits, batch, head);
         Range range = TURNED ? sight.rows_of(line * TILE_LINES, TILE_LINES)
                              : sight.columns_of(line * TILE_LINES, TILE_LINES);
         if (SHARED) {
@@ -91,7 +94,7 @@ struct Cursor {
 // Begins copies of a tile's rows, and turned, of what is known of them.
 __device__ __forceinline__ void begin_stage(unsigned char* stage, const Parameters& p,
                                             const Sight& sight, const Item& item, int batch) {
-    const Sizes& sizes = p.sizes;
+    const Fixed& sizes = p;
     const int first = item.tile.index * TILE_DEPTH, kv = item.head / sizes.group;
     const int own = TURNED ? item.head : kv, end = TURNED ? sight.rows : sight.cols;
     const Strides& a = TURNED ? p.q_strides : p.k_strides;
@@ -261,22 +264,22 @@ __device__ __forceinline__ void begin_lines(unsigned char* shared, const Paramet
     const Strides& a = TURNED ? p.k_strides : p.q_strides;
     const Strides& b = TURNED ? p.v_strides : p.grad_strides;
     load_rows<TILE_LINES, FEATURES>(shared, a.of(TURNED ? p.k : p.q, batch, head), a.row, first,
-                                    end, p.sizes.feature_chunks);
+                                    end, p.feature_chunks);
     load_rows<TILE_LINES, VALUES>(shared + FIRST_LINES, b.of(TURNED ? p.v : p.grad, batch, head),
-                                  b.row, first, end, p.sizes.value_chunks);
+                                  b.row, first, end, p.value_chunks);
 }
 
 // Of a lane's two rows, `line` and 8 further on.
 __device__ __forceinline__ Known known_of(const Parameters& p, const Sight& sight, int batch,
                                           int head, int line) {
-    const i64 of_all = i64(batch) * p.sizes.heads + head;
+    const i64 of_all = i64(batch) * p.heads + head;
     Known known = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = line + 8 * half;
         if (row >= sight.rows) continue;
-        known.shifts[half] = shift_of(p.lse[of_all * p.sizes.queries + row]);
-        if (HAS_SCORE && p.rest) known.rests[half] = p.rest[of_all * p.sizes.queries + row];
+        known.shifts[half] = shift_of(p.lse[of_all * p.queries + row]);
+        if (HAS_SCORE && p.rest) known.rests[half] = p.rest[of_all * p.queries + row];
         known.deltas[half] = p.deltas[of_all * p.delta_rows + row];
     }
     return known;
@@ -285,7 +288,7 @@ __device__ __forceinline__ Known known_of(const Parameters& p, const Sight& sigh
 // What a CTA leaves of a tile of lines of one head; turned, of one of k and v.
 __device__ __forceinline__ void run(const Parameters& p, unsigned char* shared, int batch,
                                     int own_head, int tile_line) {
-    const Sizes& sizes = p.sizes;
+    const Fixed& sizes = p;
     const int lines = TURNED ? sizes.keys : sizes.queries;
     const int first_line = tile_line * TILE_LINES + int(threadIdx.x / 32) * 16;
     const int line = first_line + int(threadIdx.x) % 32 / 4;
@@ -363,7 +366,7 @@ __device__ __forceinline__ void run(const Parameters& p, unsigned char* shared, 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 blocksparse_attention_gradient(const __grid_constant__ Parameters p) {
     extern __shared__ __align__(128) unsigned char shared[];
-    const Sizes& sizes = p.sizes;
+    const Fixed& sizes = p;
     const int heads = TURNED ? sizes.heads / sizes.group : sizes.heads;
     const int of_cta = SUMMED ? p.heads_of_cta : 1, batches = SUMMED ? p.batches_of_cta : 1;
     const Place place(sizes, heads / of_cta);

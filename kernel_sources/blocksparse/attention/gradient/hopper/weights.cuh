@@ -4,6 +4,7 @@
 // 4) + i % 2 of the tile: groups of 16 columns, 8 sums each, lie within one piece.
 #pragma once
 
+#include "blocksparse/attention/gradient/hopper/parameters.cuh"
 #include "common/mma_half.cuh"
 #include "common/exponential.cuh"
 

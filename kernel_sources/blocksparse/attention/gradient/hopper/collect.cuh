@@ -5,7 +5,7 @@
 // depends on them and none where the score is v and something else, as with biases.
 #pragma once
 
-#include "blocksparse/attention/collected.cuh"
+#include "blocksparse/attention/gradient/hopper/weights.cuh"
 
 using Collecting = Collection<TRANSPOSED>;
 
@@ -35,9 +35,9 @@ struct Shares {
                 collecting.sums[index][h] += two[0] + two[1];
                 continue;
             }
-            const CapturedStrides to = p.collected_view(index);
-            store(p.collected_at(index) + batch * to.batch + head * to.head + row * to.row + column,
-                  two);
+            const CapturedStrides to = strides_of(p, index);
+            float* begin = collected_at(p, index) + batch * to.batch + head * to.head;
+            store(begin + row * to.row + column, two);
         }
     }
 

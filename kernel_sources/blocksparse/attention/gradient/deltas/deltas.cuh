@@ -6,34 +6,31 @@
 // A row is read by as many lanes as it has chunks of 16 bytes, rounded to a power of two, in one
 // order: the sum's bits depend on nothing else.
 //
-// The generated source defines before it includes this file:
-//   InputT
-//   LANES             of a row
-//   HAS_GRAD_LSE
-//   HAS_SUMS          whether rows have log2 of their sum of exponentials beside it, which is
-//                     infinite where nothing is left of a row, so that weights are 0; and those
-//                     behind the last one, up to `padded`, are rows of which nothing is left
-//   HAS_RESTS         whether these are natural logarithms instead, of logits that a score may make
-//                     as large as floats are, and beside them what a float leaves of these, in log2
-//   PARAMETER_BYTES   what lowering makes of Parameters
+// Facts and struct Fixed: class Deltas of
+// kernlib/families/blocksparse/kernels/attention/gradient/deltas.py.
 #pragma once
 
-#include "common/types.cuh"
+#include "blocksparse/attention/strides.cuh"
 
+using InputT = Config::InputT;
+constexpr int LANES = Config::LANES;  // of a row
+constexpr bool HAS_GRAD_LSE = Config::HAS_GRAD_LSE;
+// Whether rows have log2 of their sum of exponentials beside it, which is infinite where nothing is
+// left of a row, so that weights are 0; and those behind the last one, up to `padded`, are rows of
+// which nothing is left.
+constexpr bool HAS_SUMS = Config::HAS_SUMS;
+// Whether these are natural logarithms instead, of logits that a score may make as large as floats
+// are, and beside them what a float leaves of these, in log2.
+constexpr bool HAS_RESTS = Config::HAS_RESTS;
 constexpr int THREADS = 256, CHUNK = 8, ROWS = THREADS / LANES;
 
-struct RowStrides {
-    i64 batch, head, row;
-};
-struct Parameters {
+struct Operands {
     const InputT *out, *grad;
     const float *grad_lse, *lse, *rest;  // (batch, heads, rows), contiguous; rest may be null
     float *deltas, *sums, *rests;        // (batch, heads, padded)
-    RowStrides out_strides, grad_strides;
-    i64 total;  // padded rows of all heads of all batches
-    int heads, rows, padded, chunks;
 };
-static_assert(sizeof(Parameters) == PARAMETER_BYTES, "as lowering lays it out");
+struct Parameters : Operands, Fixed {};
+static_assert(sizeof(Parameters) == Config::PARAMETER_BYTES, "as the host lays it out");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 blocksparse_attention_deltas(const __grid_constant__ Parameters p) {
@@ -44,7 +41,7 @@ blocksparse_attention_deltas(const __grid_constant__ Parameters p) {
     float sum = 0.0f;
     if (exists && chunk < p.chunks) {
         const i64 batch = of_all / p.heads, head = of_all % p.heads;
-        auto at = [&](const RowStrides& s) {
+        auto at = [&](const Strides& s) {
             return batch * s.batch + head * s.head + row * s.row + chunk * CHUNK;
         };
         auto x = load_vector<InputT, CHUNK>(p.out + at(p.out_strides));

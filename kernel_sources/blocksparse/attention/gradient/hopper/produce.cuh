@@ -3,6 +3,7 @@
 #pragma once
 
 #include "blocksparse/attention/gather.cuh"
+#include "blocksparse/attention/gradient/hopper/parameters.cuh"
 
 // Until a stage is free, for all lanes: none of them may still be waiting when it is filled, freed
 // and filled again.

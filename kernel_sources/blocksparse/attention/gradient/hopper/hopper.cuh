@@ -18,27 +18,16 @@
 // their sums lie, which as words are the left operands of the products with the same columns that
 // it adds up. The stage is given back when those of the next one have begun.
 //
-// The generated source defines before it includes this file, beside what score.cuh asks for:
-//   TRANSPOSED               whether op(S) is S^T: dk and dv
-//   WARPGROUPS               that multiply, 1 or 2
-//   BLOCK_ROWS, BLOCK_COLS   of op(S)
-//   TILE_COLS, STAGES
-//   FEATURES                 of q, k and v with zeros behind them: a multiple of 16, 128 at most
-//   EARLY                    whether dv is added to before slopes are made, which takes fewer
-//                            registers, or with dk, which lets products run on beside both
-//   PRODUCER_REGISTERS, CONSUMER_REGISTERS   of a thread
-//   COLLECTED, COLLECTED_AT, IS_PAIR, SUMMED   as collected.cuh says: of rows of op(S), or of pairs
-//                            whose columns lie side by side if not TRANSPOSED; SUMMED is false
-//   WIDE_PAIRS               whether the elements of two neighbouring columns lie in 8 bytes
-//   DYNAMIC_BYTES, PARAMETER_BYTES   as lowering counts them
-//   multiply(...)            one wgmma of 64 x TILE_COLS by 16 from shared memory, and one of 64 x
-//                            FEATURES by 16 with the left operand in registers
+// The generated source defines multiply(...) before it includes this file: one wgmma of
+// 64 x TILE_COLS by 16 from shared memory, and one of 64 x FEATURES by 16 with the left operand in
+// registers. Facts and struct Fixed: class HopperGradient of
+// kernlib/families/blocksparse/kernels/attention/gradient/hopper.py.
 #pragma once
 
-#include "blocksparse/attention/hopper_gradient/parameters.cuh"
-#include "blocksparse/attention/hopper_gradient/produce.cuh"
-#include "blocksparse/attention/hopper_gradient/weights.cuh"
-#include "blocksparse/attention/hopper_gradient/collect.cuh"
+#include "blocksparse/attention/gradient/hopper/parameters.cuh"
+#include "blocksparse/attention/gradient/hopper/produce.cuh"
+#include "blocksparse/attention/gradient/hopper/weights.cuh"
+#include "blocksparse/attention/gradient/hopper/collect.cuh"
 #include "blocksparse/attention/store_rows.cuh"
 #include "common/overlap.cuh"
 

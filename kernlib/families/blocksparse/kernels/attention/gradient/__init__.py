@@ -1,0 +1,1 @@
+"""Kernels of the gradients of block-sparse attention, one class each."""
