@@ -1,25 +1,27 @@
 // Tiles of a first product whose result, h, lies in shared memory, and the ring of stages.
+//
+// Facts: tile_facts of kernlib/families/kronecker_sparse/kernels/fused_chain.py.
 #pragma once
 
 #include "common/hopper.cuh"
 
 using InputT = Config::InputT;  // storage of x, weights and h
-// Whether a unit has 16 l of more, of which each pair has 8 and each warpgroup 4; else it has all l,
-// and each pair has 64 rows.
+// Whether a unit has 16 l of more, of which each pair has 8 and each warpgroup 4; else it has all
+// l, and each pair has 64 rows.
 constexpr bool WIDE = Config::WIDE;
 // Pairs of warpgroups, 2 or, if not WIDE, 3; and warpgroups of each, 1 or 2.
 constexpr int PAIRS = Config::PAIRS, GROUPS = Config::GROUPS;
 constexpr int LANES = Config::LANES;  // l of a warpgroup
-// Features of a block of h with the same l, whose rows of the first weight are loaded together, l by
-// l; 0: a block's rows in their order.
+// Features of a block of h with the same l, whose rows of the first weight are loaded together, l
+// by l; 0: a block's rows in their order.
 constexpr int QUOTIENT = Config::QUOTIENT;
 // 2 where QUOTIENT is a multiple of 8, 1 where it is less, 0 where it is 0.
 constexpr int ORDER = Config::ORDER;
-constexpr int FIRST_COLUMNS = Config::FIRST_COLUMNS;  // features of a block of h that a pair computes
-constexpr int FIRST_SHARE = Config::FIRST_SHARE;      // those of a warpgroup: all, or half of them
-constexpr int H_CHUNKS = Config::H_CHUNKS;            // 128-byte rows of h along k, for each l
-constexpr int STAGES = Config::STAGES;                // of the ring
-constexpr int STAGE_BYTES = Config::STAGE_BYTES;      // for either product
+// Features of a block of h that a pair computes, and those of a warpgroup: all, or half of them.
+constexpr int FIRST_COLUMNS = Config::FIRST_COLUMNS, FIRST_SHARE = Config::FIRST_SHARE;
+constexpr int H_CHUNKS = Config::H_CHUNKS;  // 128-byte rows of h along k, for each l
+constexpr int STAGES = Config::STAGES;      // of the ring
+constexpr int STAGE_BYTES = Config::STAGE_BYTES;  // of room for either product
 
 constexpr int ROW_BYTES = 128;                 // swizzled rows of x, of the first weight and of h
 constexpr int ROW = ROW_BYTES / 2;             // elements of one

@@ -25,7 +25,7 @@ struct Range {
         first = blockIdx.x;
         last = p.tiles;
         step = gridDim.x;
-        if constexpr (RESIDENT) {
+        if constexpr (RESIDENT > 0) {
             u32 teams = p.teams, team = blockIdx.x % teams;
             u32 size = gridDim.x / teams, larger = gridDim.x % teams;  // teams of one CTA more
             u32 before = team * size + min(team, larger);  // CTAs of the teams before

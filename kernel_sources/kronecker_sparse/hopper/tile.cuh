@@ -15,17 +15,16 @@ using OutputT = Config::OutputT;  // storage of y
 constexpr bool BATCH_LAST = Config::BATCH_LAST, OUT_LAST = Config::OUT_LAST;
 // Output features of a tile: a multiple of 8, of a 128-byte row if there are several tiles a group.
 constexpr int TILE_COLUMNS = Config::TILE_COLUMNS;
-constexpr int STAGES = Config::STAGES;            // tiles of x under way
-constexpr int OUT_PARTS = Config::OUT_PARTS;      // parts of tiles of y of a warpgroup
-constexpr int RESIDENT = Config::RESIDENT;        // blocks of w along k that stay in shared memory;
-                                                  // 0: w moves like x
-constexpr int PRODUCTS = Config::PRODUCTS;        // fp32: 3 for split products (3xTF32), 1 for
-                                                  // TF32; half types: 1
-constexpr bool HALF_INPUT = Config::HALF_INPUT;   // whether x is no float
-constexpr bool PACKED = Config::PACKED;           // whether w comes from hopper/pack.cuh, else by a
-                                                  // tensor map
-constexpr bool RIGHT_LINES = Config::RIGHT_LINES; // whether the map has j contiguous, else k (not
-                                                  // packed, half types)
+constexpr int STAGES = Config::STAGES;           // tiles of x under way
+constexpr int OUT_PARTS = Config::OUT_PARTS;     // parts of tiles of y of a warpgroup
+constexpr bool HALF_INPUT = Config::HALF_INPUT;  // whether x is no float
+// Blocks of w along k that stay in shared memory; 0: w moves like x.
+constexpr int RESIDENT = Config::RESIDENT;
+// fp32: 3 for split products (3xTF32), 1 for TF32; half types: 1.
+constexpr int PRODUCTS = Config::PRODUCTS;
+// Whether w comes from hopper/pack.cuh, else by a tensor map, which has j contiguous if RIGHT_LINES
+// (half types), else k.
+constexpr bool PACKED = Config::PACKED, RIGHT_LINES = Config::RIGHT_LINES;
 // Whether sums over parts of k go to a workspace, for split_k_sum.cuh: the gradient by w, with j
 // for n, k for j and n for k.
 constexpr bool PARTIAL = Config::PARTIAL;

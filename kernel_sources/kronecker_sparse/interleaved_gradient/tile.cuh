@@ -1,4 +1,5 @@
-// Tiles of interleaved_gradient/interleaved_gradient.cuh: facts, parameters, shared memory and places.
+// Tiles of interleaved_gradient/interleaved_gradient.cuh: facts, parameters, shared memory and
+// places.
 //
 // Facts and struct Fixed: class InterleavedGradient of
 // kernlib/families/kronecker_sparse/kernels/interleaved_gradient.py.

@@ -105,11 +105,7 @@ class Hopper(Kernel):
         fixed = FIXED.values(
             row_tiles=row_tiles,
             column_tiles=column_tiles,
-            blocks=problem.blocks,
-            lanes=problem.lanes,
-            rows=problem.rows,
-            columns=problem.columns,
-            depth=problem.depth,
+            **problem.sizes,
             split_depth=0,
             teams=teams,
             tiles=tiles,

@@ -2,10 +2,10 @@
 multiplied there by `hopper`, and the result transposed back.
 
 kernel_sources/kronecker_sparse/transpose.cuh costs a read and a write of x and of the result, whose
-rows may begin and end anywhere, while `portable`, which is left with what is no whole 16
-bytes, reads and writes each l by itself. `interleaved` has neither, but fetches x from L2
-once for each tile of few columns, and the weight once for each tile of rows. A batch that would
-take more scratch than WORKSPACE goes in slices, one after the other.
+rows may begin and end anywhere, while `portable`, which is left with what is no whole 16 bytes,
+reads and writes each l by itself. `interleaved` has neither, but fetches x from L2 once for each
+tile of few columns, and the weight once for each tile of rows. A batch that would take more scratch
+than WORKSPACE goes in slices, one after the other.
 
 Which of these two is faster for large factors is a matter of bytes and operations, for x, result
 and packed weight of X, Y and W bytes:
@@ -48,7 +48,7 @@ from kernlib.lowering.steps import Lowered, Step
 WORKSPACE = 2**30  # bytes of a transposed slice of x and of the result, beside the packed weight
 GAIN = 1.2  # of a faster kind, by the model, that is worth the scratch
 # Bytes a second of an H200: from L2 of tiles whose l are merged, in lines of 128 bytes, or of
-# others by bytes of an element, in sectors of 32. Operations a second by interleaved.SHAPES' keys.
+# others by bytes of an element, in sectors of 32. Operations a second by SHAPES' keys.
 MERGED_RATE, L2_RATES = 11e12, {2: 3.8e12, 4: 5e12}
 MEMORY_RATE = 3.9e12
 HOPPER_RATES = {(1, 2): 600e12, (1, 4): 330e12, (3, 4): 110e12}
@@ -132,8 +132,8 @@ class Transposed(Transpose):
             before, after = self._turns(problem, first, count, starts)
             # Right before the product x is written, at whose first byte it would have to wait.
             product = inner.steps[-1]._replace(overlaps=False)
-            own = [step.placed(places) for step in (*packing, product)]
-            steps += [*own[:-1], before, own[-1], after]
+            *packing, product = [step.placed(places) for step in (*packing, product)]
+            steps += [*packing, before, product, after]
         return Lowered(tuple(steps), x + y + inner.workspace)
 
     def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:

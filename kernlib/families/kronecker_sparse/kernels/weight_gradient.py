@@ -85,11 +85,7 @@ class WeightGradient(Kernel):
         fixed = FIXED.values(
             row_tiles=ceil_div(problem.rows, TILE_ROWS),
             column_tiles=ceil_div(problem.columns, columns),
-            blocks=problem.blocks,
-            lanes=problem.lanes,
-            rows=problem.rows,
-            columns=problem.columns,
-            depth=problem.depth,
+            **problem.sizes,
             split_depth=part,
             pitch=partial.row,
             tiles=tiles * parts,

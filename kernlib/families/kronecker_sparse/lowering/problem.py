@@ -55,6 +55,11 @@ class Problem(NamedTuple):
     dtype: str = "float32"
     precision: str = "fp32"
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Blocks, lanes, rows, columns and depth by name."""
+        return dict(zip(self._fields[:5], self[:5], strict=True))
+
 
 class Scope(NamedTuple):
     """What is known of problems whose kernels are compiled ahead: ``sizes`` b, c and d of factors,
