@@ -17,7 +17,8 @@
 // of it is read any more.
 //
 // Facts, struct Fixed, the runs X and G, of x and of g, and AllStages, in the order in
-// which factors are applied to x: class Gradients of kernlib/families/kronecker_product/kernels/gradients.py.
+// which factors are applied to x: class Gradients of
+// kernlib/families/kronecker_product/kernels/gradients.py.
 // Rows, Widths and the launch's factors are those of x, then those of their transposes.
 #pragma once
 
