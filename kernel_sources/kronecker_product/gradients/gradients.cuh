@@ -16,9 +16,10 @@
 // which blocks run. The gradient by x may take the place of x, as a tile is written when nothing
 // of it is read any more.
 //
-// Facts, struct Fixed, the runs X and G, of x and of g, and AllStages, in the order in which factors
-// are applied to x: class Gradients of kernlib/families/kronecker_product/kernels/gradients.py. Rows,
-// Widths and the launch's factors are those of x, then those of their transposes.
+// Facts, struct Fixed, the runs X and G, of x and of g, and AllStages, in the order in
+// which factors are applied to x: class Gradients of
+// kernlib/families/kronecker_product/kernels/gradients.py.
+// Rows, Widths and the launch's factors are those of x, then those of their transposes.
 #pragma once
 
 #include "kronecker_product/gradients/contraction.cuh"

@@ -1,8 +1,8 @@
 // One run of factors in half precision, or by pairs of half-precision numbers: modes of a tile, and
 // its results to device memory.
 //
-// A run is a struct as modes/run.cuh has it, and OUT_FEATURES and OUTPUTS of a column and of a tile,
-// and GROWTH of its modes.
+// A run is a struct as modes/run.cuh has it, with OUT_FEATURES and OUTPUTS of a column and of a
+// tile, and GROWTH of its modes.
 #pragma once
 
 #include "kronecker_product/halves/multiply.cuh"

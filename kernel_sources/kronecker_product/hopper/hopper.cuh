@@ -11,7 +11,7 @@
 // Floors on an H200: (bytes of x and of out) over 4.3 TB/s a pass; 2 * 64 operations a number and
 // matrix over 888 TFLOP/s (2 * 128 of 128 lines or columns), three times that for fp32.
 //
-// Facts, struct Fixed, AllRuns and AllMatrices: class Hopper of
+// Facts, struct Fixed, Run and AllMatrices: class Hopper of
 // kernlib/families/kronecker_product/kernels/hopper.py.
 #pragma once
 
@@ -44,5 +44,5 @@ __device__ __forceinline__ Origin origin_of(const Parameters& p, const Taken& ta
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 kronecker_product_hopper(const __grid_constant__ Parameters p) {
-    run_block<Stride>(p, AllRuns{});
+    run_block<Stride, Run>(p);
 }

@@ -168,7 +168,7 @@ __device__ __forceinline__ void work(const Parameters& p, const Shared& s) {
 
 // A block. `Schedule(p, group)` gives a group's tiles.
 template <class Schedule, class... R>
-__device__ __forceinline__ void run_block(const Parameters& p, const Runs<R...>&) {
+__device__ __forceinline__ void run_block(const Parameters& p) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Shared s(shared);
     s.begin();
@@ -186,4 +186,8 @@ __device__ __forceinline__ void run_block(const Parameters& p, const Runs<R...>&
     } else if constexpr (RUNS > 1) {
         if (helper < 2 * GROUPS && threadIdx.x % 32 == 0) tell_of_tiles<Schedule>(p, stages);
     }
+}
+template <class Schedule, class... R>
+__device__ __forceinline__ void run_block(const Parameters& p, const Runs<R...>&) {
+    run_block<Schedule, R...>(p);
 }
