@@ -28,15 +28,9 @@
 // that is not finite closes the gate, and so do too many doubtful pairs of the sample: then the
 // kernel behind it (points/direct.cuh) does the whole launch.
 //
-<<<<<<< HEAD
 // Facts, Finish, Slopes and multiply(), one wgmma of 64 x WIDTH x 16 with its left operand in
 // registers and one of 64 x TILE_N x 16 from shared memory: class Points of
 // kernlib/families/pairwise/kernels/points.py.
-=======
-// Facts, Finish and Slopes: class Points of kernlib/families/pairwise/kernels/points.py. The source
-// has multiply() too, one wgmma of 64 x WIDTH x 16 with the left operand in registers, and one of
-// 64 x TILE_N x 16 from shared memory.
->>>>>>> h_pa
 #pragma once
 
 #include "pairwise/points/sums.cuh"

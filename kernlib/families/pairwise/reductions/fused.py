@@ -18,6 +18,7 @@ from kernlib.families.pairwise.gradients.arguments import Kind
 from kernlib.families.pairwise.gradients.backward import DECIDING, Call, Route
 from kernlib.families.pairwise.gradients.formula import Sums
 from kernlib.families.pairwise.gradients.primitive import constant_of
+from kernlib.families.pairwise.kernels import backward as few_points
 from kernlib.families.pairwise.kernels import points as many_points
 from kernlib.families.pairwise.lowering import backward as lowering
 from kernlib.families.pairwise.lowering import gradient as pair_gradient
@@ -246,7 +247,7 @@ def _lowered(
     arch, count = arch_of(device), model(device).multiprocessors
     strides = scalar_strides(descriptor, values, request.a)
     few = problem.k <= SMALL_K
-    lower = lowering.lower if few else many_points.lower
+    lower = few_points.lower if few else many_points.lower
     launches = []
     for first in range(0, columns, each):
         some = slice(first, min(first + each, columns))
