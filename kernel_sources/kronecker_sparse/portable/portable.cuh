@@ -41,8 +41,9 @@ struct Place {
         return down < p.rows_of_tiles;
     }
 
-    __device__ __forceinline__ Lines lines(const InputT* data, const FactorStrides& strides, i64 first,
-                                           i64 count, i64 depth, bool depth_first) const {
+    __device__ __forceinline__ Lines lines(const InputT* data, const FactorStrides& strides,
+                                           i64 first, i64 count, i64 depth,
+                                           bool depth_first) const {
         return {data + block * strides.block + lane * strides.lane +
                     first * strides.line + depth * strides.depth,
                 strides.line, strides.depth, int(min(count - first, i64(128))),

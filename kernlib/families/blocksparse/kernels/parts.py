@@ -106,7 +106,7 @@ class Parts(Kernel):
         far, near = sums.ends
         runs = ceil_div(near, RUN)
         total = sums.batch * sums.panels * far * runs
-        fixed = _fields(epilogue).pack(
+        fixed = _fixed(epilogue).pack(
             out_view=view[:4],
             part_stride=sums.elements,
             parts=parts,
@@ -140,7 +140,7 @@ class Parts(Kernel):
     def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str = "") -> KernelSpec:
         """The specification of a variant."""
         dtype, slotted, along_lines = variant
-        fields = _fields(epilogue)
+        fields = _fixed(epilogue)
         facts = {
             **text.facts(dtype, dtype, epilogue),
             "SLOTTED": slotted,
@@ -156,7 +156,7 @@ class Parts(Kernel):
 PARTS = Parts()
 
 
-def _fields(epilogue: tuple[Epilogue, ...]) -> Fields:
+def _fixed(epilogue: tuple[Epilogue, ...]) -> Fields:
     return Fields((*FIXED, *summands.members(epilogue)))
 
 

@@ -191,7 +191,7 @@ class Portable(Kernel):
         count = _tile_count(problem, tile) // problem.batch
         view = problem.out[:4] if sums is None else sums.side
         beside = problem.summands if sums is None else ()
-        fixed = _fields(epilogue).pack(
+        fixed = _fixed(epilogue).pack(
             values_view=(values.batch, values.slot, *ends),
             dense_view=dense[:4],
             out_view=view,
@@ -255,7 +255,7 @@ class Portable(Kernel):
         epilogue = () if variant.partial else epilogue
         tile, dtype, precision = variant.tile, variant.dtype, variant.precision
         lines, depth, transposed = variant.lines, variant.depth, variant.transposed
-        fields = _fields(epilogue)
+        fields = _fixed(epilogue)
         facts = {
             **text.facts(dtype, "float32" if variant.partial else dtype, epilogue),
             "LINES": lines,
@@ -288,7 +288,7 @@ class Portable(Kernel):
 PORTABLE = Portable()
 
 
-def _fields(epilogue: tuple[Epilogue, ...]) -> Fields:
+def _fixed(epilogue: tuple[Epilogue, ...]) -> Fields:
     return Fields((*FIXED, *summands.members(epilogue)))
 
 

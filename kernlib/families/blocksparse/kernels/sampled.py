@@ -170,7 +170,7 @@ class Sampled(Kernel):
         """The launch that leaves a result, or ``sums`` of parts of the depth."""
         a, b, blocks = problem.a, problem.b, problem.blocks
         count = ceil_div(blocks.capacity, variant.slots)
-        fixed = _fields(epilogue).pack(
+        fixed = _fixed(epilogue).pack(
             a_view=a[:4],
             b_view=(b.batch, b.head, b.column, b.line),
             out_view=problem.values[:4] if sums is None else sums.side,
@@ -220,7 +220,7 @@ class Sampled(Kernel):
         """The specification of a variant; parts of sums take no epilogue."""
         epilogue = () if variant.partial else epilogue
         dtype, precision, rows, cols, a, b, partial = variant
-        fields, (warp_lines, warp_columns) = _fields(epilogue), variant.warp
+        fields, (warp_lines, warp_columns) = _fixed(epilogue), variant.warp
         facts = {
             **text.facts(dtype, "float32" if partial else dtype, epilogue),
             "ROWS": rows,
@@ -250,7 +250,7 @@ class Sampled(Kernel):
 SAMPLED = Sampled()
 
 
-def _fields(epilogue: tuple[Epilogue, ...]) -> Fields:
+def _fixed(epilogue: tuple[Epilogue, ...]) -> Fields:
     return Fields((*FIXED, *summands.members(epilogue)))
 
 

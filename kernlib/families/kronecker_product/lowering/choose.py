@@ -53,7 +53,7 @@ class Apart(Kernel):
     ) -> Lowered:
         """The launches, in their order."""
         runs, steps = self.runs(problem, gpu.arch), []
-        second, size = _buffers(runs)
+        second, size = _intermediates(runs)
         for index, run in enumerate(runs):
             source = (WORKSPACE, 0 if index % 2 else second) if index else ("x", 0)
             target = ("out", 0) if run.ends else (WORKSPACE, second if index % 2 else 0)
@@ -93,11 +93,11 @@ class ModesApart(Apart):
         not too much; else zero, by rule, behind all that goes before it."""
         if not (estimates.are_known(problem, gpu) and estimates.are_ragged(problem)):
             return 0.0
-        _, size = _buffers(self.runs(problem, gpu.arch))
+        _, size = _intermediates(self.runs(problem, gpu.arch))
         return self.time(problem, gpu) if size <= estimates.MOST_BYTES else estimates.TOO_MUCH
 
 
-def _buffers(runs: list[Run]) -> tuple[int, int]:
+def _intermediates(runs: list[Run]) -> tuple[int, int]:
     """Bytes before the second of two buffers, which launches use in turn, and those of both."""
     sizes = [run.elements * DTYPES[run.dtype].sums.bytes for run in runs[:-1]]
     second = round_up(max(sizes[::2], default=0), 256)

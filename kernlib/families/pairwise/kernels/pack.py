@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.pack import PROBES, Workspace
+from kernlib.families.pairwise.lowering.pack import PROBES, Workspace, is_difference
 from kernlib.families.pairwise.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -184,3 +185,23 @@ def _reads_vectors(layout: Layout, dtype: str) -> bool:
     run = 16 // DTYPES[dtype].bytes
     aligned = layout.alignment % 16 == 0 and layout.columns == 1
     return aligned and layout.rows % run == 0 and layout.batch % run == 0
+
+
+def steps(
+    descriptor: Pairwise,
+    problem: Problem,
+    variant,
+    place: Workspace,
+    names: tuple[str, str] = ("a", "b"),
+) -> tuple[Step, Step]:
+    """The centre, then the packing; ``names`` are the operands in the caller's words."""
+    difference = is_difference(descriptor, problem)
+    return (
+        Centre().step(problem, place, names, difference),
+        Pack().step(problem, variant, place, names, difference),
+    )
+
+
+def opening(problem: Problem, place: Workspace, centred: bool) -> Step:
+    """What opens the gate, and finds the centre if ``centred``, where no points are packed."""
+    return Centre().step(problem, place, ("a", "b"), centred)

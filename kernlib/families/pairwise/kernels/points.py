@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import pack
+from kernlib.families.pairwise.kernels import pack as packing
 from kernlib.families.pairwise.lowering.backward import OPERANDS, Problem
 from kernlib.families.pairwise.lowering.backward_source import (
     Derivatives,
@@ -291,7 +291,7 @@ def lower(
     steps = [_step(DIRECT, DIRECT.spec(subject, behind, arch), *rest)]
     if place is not None:
         steps = [
-            *pack.steps(descriptor, problem, made, place.points),
+            *packing.steps(descriptor, problem, made, place.points),
             _step(PACK, PACK.spec(descriptor, made, arch), *rest),
             _step(MAIN, MAIN.spec(subject, made, arch), *rest),
             *steps,

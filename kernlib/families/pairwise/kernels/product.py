@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.kernels import pack as packing
 from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.kernels.product_pack import ProductFold, ProductPack
 from kernlib.families.pairwise.lowering import pack
@@ -295,8 +296,8 @@ def lower(
 def _point_steps(descriptor, problem: Problem, variant: Variant, place: Place) -> tuple[Step, ...]:
     """The packing of points as words; for others what opens the gate, and centres."""
     if variant.sums == "words":
-        return pack.steps(descriptor, problem, variant, place.points)
-    return (pack.opening(problem, place.points, variant.behind),)
+        return packing.steps(descriptor, problem, variant, place.points)
+    return (packing.opening(problem, place.points, variant.behind),)
 
 
 def _steps_behind(

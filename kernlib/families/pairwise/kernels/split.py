@@ -31,7 +31,6 @@ from kernlib.families.pairwise.lowering.pack import (
     is_dot,
     is_product,
     squares,
-    steps,
     workspace,
 )
 from kernlib.families.pairwise.lowering.problem import (
@@ -139,6 +138,8 @@ class Split(PairKernel):
     ) -> Lowered:
         """The launches of a call; their pointers name "a", "b" and "out" of the caller. Raises
         UnsupportedError as the direct kernel does."""
+        from kernlib.families.pairwise.kernels.pack import steps  # other first calls load none
+
         call, names = problem.problem, ("a", "b")
         if call.out.rows == 1 and call.out.columns != 1:
             call, names = call.transposed(), ("b", "a")
@@ -149,7 +150,8 @@ class Split(PairKernel):
         # By as many blocks as run at a time.
         grid = (min(direct.grid[0], 2 * gpu.multiprocessors), direct.grid[1])
         behind = gated_step(direct, place)._replace(grid=grid)
-        return Lowered((*steps(descriptor, call, variant, place, names), main, behind), place.size)
+        first = steps(descriptor, call, variant, place, names)
+        return Lowered((*first, main, behind), place.size)
 
     def _main_step(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.kernels import pack as packing
 from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.kernels.split import split_facts
 from kernlib.families.pairwise.lowering import pack
@@ -224,7 +225,7 @@ def lower(
     main = main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
     behind = reduce.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
     steps = (
-        *pack.steps(descriptor, problem, variant, place),
+        *packing.steps(descriptor, problem, variant, place),
         main,
         pack.gated_step(*behind.steps, place),
     )

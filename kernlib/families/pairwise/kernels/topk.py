@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.kernels import pack as packing
 from kernlib.families.pairwise.kernels import split_reduce as products
 from kernlib.families.pairwise.kernels.reduce import (
     Reduction,
@@ -201,7 +202,7 @@ def _by_products(
     memory = _Memory(problem, splits * products.LISTS, round_up(place.size, pack.ALIGNMENT))
     main = products.main_step(descriptor, problem, made, place, per_split, row_blocks, strides)
     steps = (
-        *pack.steps(descriptor, problem, made, place),
+        *packing.steps(descriptor, problem, made, place),
         main._replace(pointers=(*main.pointers[:-2], *memory.pointers)),
         pack.gated_step(
             _step(descriptor, problem, behind, arch, per_split, strides, memory.pointers), place

@@ -1,5 +1,5 @@
 """Which calls are products of tensor cores, what lies where in the workspace that their launches
-share, those of :mod:`kernlib.families.pairwise.kernels.pack` that come first, and the gate.
+share, and the gate.
 
 A ``variant`` here has ``dtype``, ``copies`` (words of a number), ``rows`` and ``columns`` of a
 tile, ``depth`` (features of a stage) and ``promote`` (of whose multiples stages are counted).
@@ -96,30 +96,6 @@ def workspace(problem: Problem, variant) -> Workspace:
         packed[0] * strides[0], packed[1] * strides[1],
         points[0] * strides[0], points[1] * strides[1],
     )  # fmt: skip
-
-
-def steps(
-    descriptor: Pairwise,
-    problem: Problem,
-    variant,
-    place: Workspace,
-    names: tuple[str, str] = ("a", "b"),
-) -> tuple[Step, Step]:
-    """The centre, then the packing; ``names`` are the operands in the caller's words."""
-    from kernlib.families.pairwise.kernels.pack import Centre, Pack
-
-    difference = is_difference(descriptor, problem)
-    return (
-        Centre().step(problem, place, names, difference),
-        Pack().step(problem, variant, place, names, difference),
-    )
-
-
-def opening(problem: Problem, place: Workspace, centred: bool) -> Step:
-    """What opens the gate, and finds the centre if asked to, where no points are packed."""
-    from kernlib.families.pairwise.kernels.pack import Centre
-
-    return Centre().step(problem, place, ("a", "b"), centred)
 
 
 def gated(spec: KernelSpec) -> KernelSpec:
