@@ -12,6 +12,7 @@ from kernlib import BlockSparseMatmul, ahead
 from kernlib.blocksparse import Layout
 from kernlib.families.blocksparse.lowering import hopper
 from kernlib.jit import service
+from kernlib.lowering.kernel import Gpu, Option, options
 from kernlib.runtime.devices import arch_of
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -101,11 +102,11 @@ def pays_as_ever(*call) -> bool:
     return problem.columns > hopper.FEW_COLUMNS
 
 
-def in_parts(count: int, problem, known: list, multiprocessors: int) -> dict:
-    """Of a problem's candidates one with so many parts of sums, of the smallest tile, if there is
-    one: for the place of choose.default."""
-    found = [choice for choice in known if choice.get("parts") == count]
-    return found[-1] if found else known[0]
+def in_parts(count: int, among: tuple, problem, gpu: Gpu, tuned=None) -> Option:
+    """Of a problem's options one with so many parts of sums, of the smallest tile, if there is
+    one: for the place of :func:`kernlib.lowering.kernel.choose`."""
+    every = options(among, problem, gpu.arch)
+    return next((one for one in every[::-1] if one.knobs.get("parts") == count), every[0])
 
 
 def product(mode: str, of_a=False, of_b=False, **options) -> BlockSparseMatmul:

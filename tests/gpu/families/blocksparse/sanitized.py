@@ -17,7 +17,7 @@ from kernlib.families.blocksparse.kernels.narrow import Narrow
 from kernlib.families.blocksparse.kernels.sampled_hopper import SampledHopper
 from kernlib.families.blocksparse.kernels.stationary import Stationary
 from kernlib.families.blocksparse.kernels.tiles import Tiles
-from kernlib.families.blocksparse.lowering import choose
+from kernlib.lowering import kernel
 from tests.gpu.every_lane import BY_WARP, let_every_lane_arrive
 from tests.gpu.families.blocksparse.cases import (
     BLOCKS,
@@ -79,7 +79,7 @@ def whole_tiles(dtype) -> None:
 def parts_of_sums(dtype) -> None:
     """Sums too short for it to pay: some parts without a block, the last one shorter, and a thread
     of which no result is."""
-    with patch.object(choose, "default", partial(in_parts, 4)):
+    with patch.object(kernel, "choose", partial(in_parts, 4)):
         for block in ((16, 16), (32, 32), (16, 64)):
             layout = layout_of(block, (5, 6), heads=2, density=0.3)
             for mode, size in (("sdd", 520), ("dsd", 41), ("dds", 41)):

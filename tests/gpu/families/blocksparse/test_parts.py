@@ -10,7 +10,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.blocksparse.kernels import parts
-from kernlib.families.blocksparse.lowering import choose
+from kernlib.lowering import kernel
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (
@@ -35,7 +35,7 @@ def in_parts(monkeypatch):
     """As if it paid to have so many parts."""
 
     def set_count(count: int) -> None:
-        monkeypatch.setattr(choose, "default", partial(cases.in_parts, count))
+        monkeypatch.setattr(kernel, "choose", partial(cases.in_parts, count))
         forget_plans()
 
     yield set_count
