@@ -38,7 +38,8 @@ class Kernel:
     ``role`` is what the kernel computes, where a family has several primitives. ``name`` is what a
     choice calls it. ``header`` is its device code, below ``kernel_sources``, and ``entry`` the
     function that this defines. ``rank`` puts the kernels of one role in order, of which
-    :func:`choose` takes the first among equally fast ones. ``Variant`` is a NamedTuple of all that
+    :func:`choose` takes the first among equally fast ones. ``reason`` is what `kernlib explain`
+    says of when it is chosen. ``Variant`` is a NamedTuple of all that
     decides its code besides the subject.
 
     The *subject* is what users wrote and what no size changes: a descriptor or its epilogue. The
@@ -51,6 +52,7 @@ class Kernel:
     header: ClassVar[str]
     entry: ClassVar[str]
     rank: ClassVar[int] = 0
+    reason: ClassVar[str] = "by rule"
     Variant: ClassVar[Any]
 
     def takes(self, problem: Any, arch: str) -> bool:

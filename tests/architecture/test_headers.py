@@ -33,6 +33,10 @@ def samples() -> dict[str, str]:
     return held
 
 
+def test_classes_name_headers_that_there_are():
+    assert not [name for name in HEADERS if not (sources.root() / name).is_file()]
+
+
 @pytest.mark.slow
 def test_headers_are_read_alone():
     """Of headers that several kernels include, behind the text of each."""

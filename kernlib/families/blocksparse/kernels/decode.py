@@ -45,6 +45,10 @@ class Decode(Kernel):
     header = "blocksparse/decode/decode.cuh"
     entry = "blocksparse_decode"
     rank = 1
+    reason = (
+        "up to 16 columns of half types, the depth side by side in both operands: the first "
+        "choice for what it takes"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue."""

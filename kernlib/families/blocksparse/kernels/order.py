@@ -39,6 +39,7 @@ class Order(Kernel):
     name = "order"
     header = "blocksparse/order/order.cuh"
     entry = "blocksparse_order"
+    reason = "the order of tiles by falling length of their lines, at each call"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

@@ -104,6 +104,7 @@ class PackWords(Kernel):
     name = "pack"
     header = "blocksparse/hopper_words/pack.cuh"
     entry = "blocksparse_pack"
+    reason = "operands of `hopper_words` as pairs of float16 words"
 
     class Variant(NamedTuple):
         """Nothing: one kernel packs all problems."""

@@ -83,6 +83,7 @@ class Parts(Kernel):
     name = "parts"
     header = "blocksparse/parts/parts.cuh"
     entry = "blocksparse_parts"
+    reason = "parts of sums that several blocks share, added up in one order"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue."""

@@ -67,6 +67,7 @@ class Scaled(Kernel):
     name = "scaled"
     header = "blocksparse/scaled/scaled.cuh"
     entry = "blocksparse_scaled"
+    reason = "wgmma of float8, sm_90a, blocks of 128 x 128"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

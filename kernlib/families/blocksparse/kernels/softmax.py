@@ -163,6 +163,7 @@ class SoftmaxRows(Rows):
     role = name = "softmax"
     header = "blocksparse/softmax/softmax.cuh"
     entry = "blocksparse_softmax"
+    reason = "the one kernel of a softmax over stored blocks; warps a row by the layout's capacity"
     operands = OPERANDS
     fixed = Fields((
         "SlotStrides x_strides", "SlotStrides out_strides",
@@ -190,6 +191,7 @@ class GradientRows(Rows):
     role = name = "softmax gradient"
     header = "blocksparse/softmax/gradient.cuh"
     entry = "blocksparse_softmax_gradient"
+    reason = "the one kernel of its gradient"
     operands = GRADIENT_OPERANDS
     fixed = Fields((
         "SlotStrides y_strides", "SlotStrides grad_strides", "SlotStrides out_strides", *SIZES

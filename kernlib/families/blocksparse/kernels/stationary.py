@@ -53,6 +53,10 @@ class Stationary(Kernel):
     header = "blocksparse/stationary/stationary.cuh"
     entry = "blocksparse_stationary"
     rank = 1
+    reason = (
+        "blocks of a dense product of depth 128 at most, sm_90a, half types: chosen where "
+        "panels hold enough blocks"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue."""

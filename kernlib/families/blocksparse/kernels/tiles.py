@@ -59,6 +59,10 @@ class Tiles(Kernel):
     header = "blocksparse/tiles/tiles.cuh"
     entry = "blocksparse_tiles"
     rank = 2
+    reason = (
+        "whole tiles of a dense product, sm_90a, half types: chosen where the layout has room "
+        "for many blocks"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue."""

@@ -23,6 +23,7 @@ class Clear(Kernel):
     name = "clear"
     header = "kronecker_product/modes/clear.cuh"
     entry = "kronecker_product_clear"
+    reason = "the counters of `slabs` set to 0"
     description: ClassVar[str] = "kronecker_product clear"
 
     def spec(self, subject: None = None, variant: None = None, arch: str = "") -> KernelSpec:

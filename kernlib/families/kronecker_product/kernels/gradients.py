@@ -150,6 +150,7 @@ class Gradients(ProductKernel):
     name = "gradients"
     header = "kronecker_product/gradients/gradients.cuh"
     entry = "kronecker_product_gradients"
+    reason = "gradients by all factors and by x"
     Variant = Variant
 
     def takes(self, group: Group, arch: str) -> bool:

@@ -155,6 +155,10 @@ class Halves(_OfHalves, OneRun):
 
     header = "kronecker_product/halves/halves.cuh"
     entry = "kronecker_product_halves"
+    reason = (
+        "half types, or float32 at fp32 as pairs of float16, of sizes that are multiples of 8: "
+        "chosen ahead of `modes` where a block keeps a whole row"
+    )
     kinds: ClassVar = {1: "halves", 2: "pairs"}
 
     def takes(self, group: Group, arch: str) -> bool:
@@ -216,6 +220,10 @@ class HalfSlabs(_OfHalves, InSlabs):
     header = "kronecker_product/halves/slabs.cuh"
     entry = "kronecker_product_half_slabs"
     rank = 3
+    reason = (
+        "the same for rows that no block keeps: runs of factors in one launch, by slabs that "
+        "stay in the L2 cache"
+    )
     kinds: ClassVar = {1: "half_slabs", 2: "pair_slabs"}
     of_run = HALVES
 

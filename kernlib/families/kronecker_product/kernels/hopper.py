@@ -137,6 +137,7 @@ class HopperSlabs(_OfPasses):
 
     header = "kronecker_product/hopper/slabs.cuh"
     entry = "kronecker_product_hopper_slabs"
+    reason = "the passes of `hopper` in one launch, by slabs that stay in the L2 cache"
     kind = "hopper_slabs"
 
     def variants_of(self, product: Group, arch: str) -> list[Variant]:
@@ -207,6 +208,10 @@ class Hopper(_OfPasses):
     entry = "kronecker_product_hopper"
     kind = "hopper"
     rank = 1
+    reason = (
+        "wgmma of sm_90a for square factors of a power of two: chosen where it reads memory "
+        "once, or where no block keeps a whole row"
+    )
 
     def variants_of(self, product: Group, arch: str) -> list[Variant]:
         """The kernels of a product, in the order of their launches."""

@@ -28,6 +28,7 @@ class Largest(Kernel):
     name = "largest"
     header = "kronecker_product/hopper/largest.cuh"
     entry = "kronecker_product_largest"
+    reason = "the largest number of each row, by which float16 is scaled between launches"
 
     class Variant(NamedTuple):
         """Whether columns lie behind features."""

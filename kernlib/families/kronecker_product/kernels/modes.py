@@ -124,6 +124,10 @@ class Modes(_OfModes, OneRun):
     name = "modes"
     header = "kronecker_product/modes/modes.cuh"
     entry = "kronecker_product_modes"
+    reason = (
+        "any sizes, dtypes and GPUs: a launch for each run of factors, chosen where no other "
+        "kernel takes the factors, and with few rows ahead of `slabs`"
+    )
 
     def takes(self, group: Group, arch: str) -> bool:
         """Whether shared memory holds a column and all matrices."""
@@ -170,6 +174,10 @@ class Slabs(_OfModes, InSlabs):
     header = "kronecker_product/modes/slabs.cuh"
     entry = "kronecker_product_slabs"
     rank = 4
+    reason = (
+        "all runs of `modes` in one launch: chosen where what a run hands on would not stay in "
+        "the L2 cache, or where that is estimated to be faster"
+    )
     of_run = MODES
 
     def variant_of(

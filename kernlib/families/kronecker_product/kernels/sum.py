@@ -56,6 +56,7 @@ class Sum(Kernel):
     name = "sum"
     header = "kronecker_product/gradients/sum.cuh"
     entry = "kronecker_product_sum"
+    reason = "what blocks have summed of gradients, in one order"
 
     class Variant(NamedTuple):
         """A dtype, and how many factors and matrices there are."""

@@ -31,6 +31,7 @@ class Cast(Kernel):
     name = "cast"
     header = "kronecker_sparse/cast.cuh"
     entry = "kronecker_sparse_cast"
+    reason = "float32 tensors as half types, or back, for master weights"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

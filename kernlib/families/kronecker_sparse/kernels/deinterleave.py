@@ -30,6 +30,7 @@ class Deinterleave(Kernel):
     name = "deinterleave"
     header = "kronecker_sparse/deinterleave.cuh"
     entry = "kronecker_sparse_deinterleave"
+    reason = "an operand with each l by itself, for gradients of a weight"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

@@ -138,6 +138,10 @@ class FusedChain(Kernel):
     name = "chain"
     header = "kronecker_sparse/fused_chain/fused_chain.cuh"
     entry = "kronecker_sparse_chain"
+    reason = (
+        "two factors in one launch, where what lies between them fits shared memory and rows "
+        "are enough for half of the multiprocessors"
+    )
     Variant = Tiles
 
     def takes(self, problem: Chain, arch: str) -> bool:

@@ -39,6 +39,7 @@ class Hidden(Kernel):
     name = "hidden"
     header = "kronecker_sparse/hidden.cuh"
     entry = "kronecker_sparse_hidden"
+    reason = "the first factor's result again, for gradients of a chain"
     Variant = Tiles
 
     def variant_of(self, first: Problem, second: Pattern, arch: str) -> Tiles | None:

@@ -65,6 +65,11 @@ class Hopper(Kernel):
     header = "kronecker_sparse/hopper/hopper.cuh"
     entry = "kronecker_sparse_hopper"
     rank = 6
+    reason = (
+        "TMA and wgmma of sm_90a, batch last or d = 1, where strides are whole 16 bytes and "
+        "rows are enough to pay for packing the weight; of few long rows, and of gradients of a "
+        "weight, the sums are split and added up by a launch behind it"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue."""

@@ -62,6 +62,10 @@ class InterleavedGradient(Kernel):
     header = "kronecker_sparse/interleaved_gradient/interleaved_gradient.cuh"
     entry = "kronecker_sparse_interleaved_gradient"
     rank = 1
+    reason = (
+        "gradients of a weight, batch first with 2 to 8 l of half types, of an operand that is "
+        "read as it lies"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

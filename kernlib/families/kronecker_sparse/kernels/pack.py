@@ -78,6 +78,7 @@ class Pack(Kernel):
     name = "pack"
     header = "kronecker_sparse/hopper/pack.cuh"
     entry = "kronecker_sparse_pack"
+    reason = "the weight in the order that kernels of wgmma read, anew for each call"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

@@ -105,6 +105,11 @@ class Portable(Kernel):
     header = "kronecker_sparse/portable/portable.cuh"
     entry = "kronecker_sparse_portable"
     rank = 7
+    reason = (
+        "mma.sync for any strides and on every GPU: chosen for few rows, where strides or sizes "
+        "are no whole 16 bytes, where it is estimated to be fastest (batch first, d > 1), and "
+        "on all GPUs but sm_90a"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue."""

@@ -31,6 +31,10 @@ class PortablePack(Kernel):
     name = "weights packed"
     header = "kronecker_sparse/portable/pack.cuh"
     entry = "kronecker_sparse_portable_pack"
+    reason = (
+        "the weight in an order whose depth lies side by side, where many tiles of `portable` "
+        "read it"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

@@ -37,6 +37,7 @@ class SplitKSum(Kernel):
     name = "sum of splits"
     header = "kronecker_sparse/split_k_sum.cuh"
     entry = "kronecker_sparse_split_k_sum"
+    reason = "parts of long sums that blocks have left, added up in one order"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

@@ -49,6 +49,10 @@ class Transpose(Kernel):
     name = "turn"
     header = "kronecker_sparse/transpose.cuh"
     entry = "kronecker_sparse_transpose"
+    reason = (
+        "x turned to batch last, or the result back: the product between them is `hopper`'s, "
+        "chosen where a model of times says that this is fastest"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

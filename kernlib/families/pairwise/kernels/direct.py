@@ -64,6 +64,11 @@ class Direct(PairKernel):
     header = "pairwise/direct/direct.cuh"
     entry = "pairwise_direct"
     rank = 2
+    reason = (
+        "differences or products of coordinates, by tiles of 128 or 64 points, on every GPU: "
+        "chosen where `few` and `split` do not take a call or are estimated to be slower; "
+        "behind `split` it computes what lies too close together for that, else ends at once"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the descriptor."""

@@ -239,6 +239,7 @@ class Double(PairKernel):
     name = "double"
     header = "pairwise/double/double.cuh"
     entry = "pairwise_double_main"
+    reason = "float64 sums in tiles: by tensor cores of squares and dot products of enough features"
     Variant = Variant
 
     def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:

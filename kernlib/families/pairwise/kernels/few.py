@@ -59,6 +59,10 @@ class Few(PairKernel):
     header = "pairwise/few/few.cuh"
     entry = "pairwise_few"
     rank = 1
+    reason = (
+        "warps along the features of few pairs: chosen where it is estimated to end before the "
+        "tiles of `direct` that the busiest multiprocessor would walk, and before `split`"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the descriptor."""

@@ -56,6 +56,9 @@ class Centre(Kernel):
     name = "split centre"
     header = "pairwise/split/centre.cuh"
     entry = "pairwise_split_centre"
+    reason = (
+        "the centre of the points, which `split` subtracts so that words of 16 bits are accurate"
+    )
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""
@@ -101,6 +104,7 @@ class Pack(Kernel):
     name = "split pack"
     header = "pairwise/split/pack.cuh"
     entry = "pairwise_split_pack"
+    reason = "both operands as words of 16 bits for `split`"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

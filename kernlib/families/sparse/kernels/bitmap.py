@@ -69,6 +69,10 @@ class Bitmap(Kernel):
     name = "bitmap"
     header = "sparse/bitmap/bitmap.cuh"
     entry = "sparse_bitmap"
+    reason = (
+        "the matrix's format decides: `bitmap`, of up to 8 vectors, or 32 where there is no "
+        "wgmma of sm_90a"
+    )
     formats = ("bitmap", *QUANTISED)
 
     class Variant(NamedTuple):

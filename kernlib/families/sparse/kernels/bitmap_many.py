@@ -103,6 +103,7 @@ class BitmapMany(Kernel):
     name = "bitmap many"
     header = "sparse/bitmap/many.cuh"
     entry = "sparse_bitmap_many"
+    reason = "the same format, 9 to 1024 vectors, by wgmma of sm_90a"
     formats = ("bitmap",)
     tiles: ClassVar[tuple[Tile, ...]] = NARROW
 
@@ -210,6 +211,9 @@ class BitmapPairs(BitmapMany):
 
     name = "bitmap pairs"
     header = "sparse/bitmap/pairs.cuh"
+    reason = (
+        "9 vectors or more of the same format, by two blocks of threads that share what they read"
+    )
     tiles = WIDE
 
 

@@ -49,6 +49,7 @@ class Macko(Kernel):
     name = "macko"
     header = "sparse/macko/macko.cuh"
     entry = "sparse_macko"
+    reason = "the matrix's format decides: `macko`, of up to 16 vectors"
     formats = ("macko",)
 
     class Variant(NamedTuple):
@@ -176,6 +177,7 @@ class MackoSum(Kernel):
     name = "macko sum"
     header = "sparse/macko/sum.cuh"
     entry = "sparse_macko_sum"
+    reason = "parts of rows of `macko`, added up in one order"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue."""

@@ -39,6 +39,7 @@ class Pack(Kernel):
     name = "pack of x"
     header = "sparse/pack.cuh"
     entry = "sparse_pack"
+    reason = "vectors of x as wgmma reads them"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses: one kernel serves every 2-byte dtype."""

@@ -66,6 +66,10 @@ class Parts(Kernel):
     name = "parts"
     header = "sparse/slices/parts.cuh"
     entry = "sparse_parts"
+    reason = (
+        "the same formats where one panel has all columns and vectors or slices are few, or "
+        "rows are cut into parts"
+    )
     formats = SLICES
 
     class Variant(NamedTuple):

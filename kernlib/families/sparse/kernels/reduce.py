@@ -31,6 +31,7 @@ class Reduce(Kernel):
     name = "sum of panels"
     header = "sparse/slices/reduce.cuh"
     entry = "sparse_slices_reduce"
+    reason = "panels of `slices`, added up in one order"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue: the result's dtype."""

@@ -78,6 +78,7 @@ class Slices(Kernel):
     header = "sparse/slices/slices.cuh"
     entry = "sparse_slices"
     rank = 1
+    reason = "the matrix's format decides: `u8`, `u4` or `u2`, by panels of columns"
     formats = SLICES
 
     class Variant(NamedTuple):

@@ -32,6 +32,7 @@ class Sum(Kernel):
     name = "sum"
     header = "sparse/sum.cuh"
     entry = "sparse_sum"
+    reason = "parts of sums that blocks have left, added up in one order"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue: the result's dtype."""

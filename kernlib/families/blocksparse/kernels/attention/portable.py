@@ -66,6 +66,7 @@ class Portable(AttentionKernel):
     header = "blocksparse/attention/portable/portable.cuh"
     entry = "blocksparse_attention"
     rank = 1
+    reason = "mma.sync on every GPU, half types: chosen for what `hopper` does not take"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the score."""

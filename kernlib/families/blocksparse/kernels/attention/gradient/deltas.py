@@ -38,6 +38,7 @@ class Deltas(AttentionKernel):
     title = "deltas"
     header = "blocksparse/attention/gradient/deltas/deltas.cuh"
     entry = "blocksparse_attention_deltas"
+    reason = "sums of out * grad of each row, which gradients read"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""

@@ -74,6 +74,7 @@ class HopperGradient(AttentionKernel):
     title = "hopper gradient"
     header = "blocksparse/attention/gradient/hopper/hopper.cuh"
     entry = "blocksparse_attention_hopper_gradient"
+    reason = "gradients of what `hopper` takes"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the score. ``block`` are rows and columns

@@ -70,6 +70,7 @@ class PortableGradient(AttentionKernel):
     header = "blocksparse/attention/gradient/portable/portable.cuh"
     entry = "blocksparse_attention_gradient"
     rank = 1
+    reason = "gradients of attention by mma.sync, on every GPU"
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the score."""
