@@ -395,12 +395,12 @@ def test_descriptors_compiled_ahead_are_what_calls_of_every_layout_use(monkeypat
     monkeypatch.setattr(ahead, "build_all", lambda wanted, *_: jobs.extend(wanted))
     kermac.pre_compile_descriptors("cuda:0", [kermac.l1_norm, POWERS])
     sources = {spec.source for spec, arch in jobs if arch == "sm_90a"}
-    for made in ("INNER Abs", "INNER Power\n"):
-        mine = [text for text in sources if f"#define {made}" in text]
+    for inner in ("Abs", "Power"):
+        mine = [text for text in sources if f"using Inner = {inner};" in text]
         found = {tuple(part in text for part in ("TILE = 128", "LONG_K = true")) for text in mine}
         assert len(found) == 4
         for side, access in itertools.product("AB", ("features", "points", "strided")):
-            assert any(f"ACCESS_{side} Access::{access}\n" in text for text in mine)
+            assert any(f"ACCESS_{side} = Access::{access};" in text for text in mine)
     jobs.clear()
     kermac.pre_compile_descriptors(0, kermac.l1_norm)
     assert {spec.source for spec, _ in jobs} < sources

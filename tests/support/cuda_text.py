@@ -18,7 +18,7 @@ FIELDS = {
     "u32": ctypes.c_uint32,
     "int": ctypes.c_int32,
     "View": ctypes.c_int64 * 4,
-    "Strides": ctypes.c_int64 * 4,
+    "FactorStrides": ctypes.c_int64 * 4,
     "TensorMap": ctypes.c_uint64 * 16,
     "pointer": ctypes.c_uint64,
 }

@@ -5,6 +5,12 @@
 #include "common/mma_half.cuh"
 
 inline u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
+inline float load_shared(u32 address) {
+    float x;
+    std::memcpy(&x, shared + address, sizeof(x));
+    return x;
+}
+inline void store_shared(u32 address, float x) { std::memcpy(shared + address, &x, sizeof(x)); }
 inline void fence_shared_writes() {}
 inline void fence_barrier_init() {}
 inline void launch_dependents() {}
