@@ -1,7 +1,5 @@
 // Tensors of the result's shape that the epilogue adds a multiple of, read beside the results that
 // a thread has, before it writes one of these: a summand may be the result itself.
-//
-// The generated source defines before it includes this file what common/parameters.cuh asks for.
 #pragma once
 
 #include "blocksparse/side.cuh"
