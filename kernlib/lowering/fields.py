@@ -42,8 +42,8 @@ class Fields:
                     f"there is a gap before {member!r}; state members of 8 bytes first"
                 )
             self._counts[name] = count * int(length or 1)
-            own = self._counts[name] if inner is None else int(length or 1)
-            text += f"{own}{letter}" if inner is None else letter * own
+            repeats = self._counts[name] if inner is None else int(length or 1)
+            text += f"{repeats}{letter}" if inner is None else letter * repeats
             widest = max(widest, width)
         if struct.calcsize(text) % widest:
             raise ValueError(f"behind {member!r} there is a gap; add a member that fills it")

@@ -39,8 +39,8 @@ class Kernel:
     choice calls it. ``header`` is its device code, below ``kernel_sources``, and ``entry`` the
     function that this defines. ``rank`` puts the kernels of one role in order, of which
     :func:`choose` takes the first among equally fast ones. ``reason`` is what `kernlib explain`
-    says of when it is chosen. ``Variant`` is a NamedTuple of all that
-    decides its code besides the subject.
+    says of when it is chosen. ``Variant`` is a NamedTuple of all that decides its code besides the
+    subject.
 
     The *subject* is what users wrote and what no size changes: a descriptor or its epilogue. The
     *problem* is one call's sizes, strides and dtypes. The *scope* is what is known of problems that
@@ -127,8 +127,8 @@ class Kernel:
         precision: str = "",
         options: tuple[str, ...] = (),
     ) -> KernelSpec:
-        """The specification of a source whose function is called as the header is; names and
-        descriptions of variants say their dtype, its precision if it is float32, and ``words``."""
+        """The specification of a source that defines ``entry``; names and descriptions of variants
+        say their dtype, its precision if it is float32, and ``words``."""
         from kernlib.lowering.product_source import describe  # which not every family needs
 
         family, entry = self.header.split("/")[0], self.entry
@@ -162,8 +162,8 @@ def classes(package: str) -> frozenset[type[Kernel]]:
     """The classes of kernels that the modules of a package define; what has no header is the base
     of some."""
     names = (module.name for module in pkgutil.iter_modules(import_module(package).__path__))
-    held = [each for name in names for each in vars(import_module(f"{package}.{name}")).values()]
-    kinds = (each for each in held if isinstance(each, type) and issubclass(each, Kernel))
+    values = [each for name in names for each in vars(import_module(f"{package}.{name}")).values()]
+    kinds = (each for each in values if isinstance(each, type) and issubclass(each, Kernel))
     return frozenset(kind for kind in kinds if hasattr(kind, "header"))
 
 

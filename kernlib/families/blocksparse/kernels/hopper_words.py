@@ -89,9 +89,9 @@ class HopperWords(Kernel):
         across = ceil_div(problem.columns, TILE_COLUMNS) * TILE_COLUMNS
         share = gpu.multiprocessors / MULTIPROCESSORS
         busy = min(1.0, _tiles(problem) / gpu.multiprocessors)
-        own = 2 * stored * across / (WORDS_RATE * share * busy)
-        own += 2 * (places[-1] - places[0]) / PACKED_RATE + LAUNCHES
-        return own < portable.best_microseconds(problem, hopper.ARCH, gpu.multiprocessors)
+        time = 2 * stored * across / (WORDS_RATE * share * busy)
+        time += 2 * (places[-1] - places[0]) / PACKED_RATE + LAUNCHES
+        return time < portable.best_microseconds(problem, hopper.ARCH, gpu.multiprocessors)
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Spmm, gpu: Gpu, choice: Mapping[str, int]

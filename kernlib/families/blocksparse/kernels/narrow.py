@@ -57,8 +57,8 @@ class Narrow(Kernel):
             return False
         if not hopper.is_for_tiles(problem, arch) or values.column != 1:
             return False
-        whole = not any(stride % CHUNK for stride in _strides(problem).values())
-        return whole and values.alignment == dense.alignment == 16
+        is_aligned = not any(stride % CHUNK for stride in _strides(problem).values())
+        return is_aligned and values.alignment == dense.alignment == 16
 
     def pays(self, problem: Spmm, gpu: Gpu) -> bool:
         """As for larger blocks."""

@@ -167,5 +167,5 @@ def _stores(dtype: str, out: Dense, sums: Sums) -> bool:
     outer = zip(
         (out.batch, out.head, far_step), (sums.batch, sums.panels, sums.ends[0]), strict=True
     )
-    whole = not any(stride % RUN for stride, count in outer if count > 1)
-    return near_step == 1 and whole and out.alignment % (RUN * DTYPES[dtype].bytes) == 0
+    is_aligned = not any(stride % RUN for stride, count in outer if count > 1)
+    return near_step == 1 and is_aligned and out.alignment % (RUN * DTYPES[dtype].bytes) == 0

@@ -148,8 +148,8 @@ class Portable(Kernel):
         stages = stored * depth * itemsize / tile.depth_bytes + FILLING
         stages *= slower if depth == 16 else 1.0
         sums = parts.sums_of(problem, False)
-        own = START + times.stages(count, stages, rate, gpu.multiprocessors)
-        return own + times.adding_up(sums.elements, split)
+        time = START + times.stages(count, stages, rate, gpu.multiprocessors)
+        return time + times.adding_up(sums.elements, split)
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Spmm, gpu: Gpu, choice: Mapping[str, Any]
@@ -356,8 +356,8 @@ def values_access(problem: Spmm) -> str:
     values, chunk = problem.values, CHUNK_BYTES // DTYPES[problem.dtype].bytes
     batch = values.batch if problem.batch > 1 else 0
     apart = batch, values.slot if problem.blocks.capacity > 1 else 0, values.row
-    whole = values.alignment % CHUNK_BYTES == 0 and not any(stride % chunk for stride in apart)
-    if values.column != 1 or not whole:
+    is_aligned = values.alignment % CHUNK_BYTES == 0 and not any(stride % chunk for stride in apart)
+    if values.column != 1 or not is_aligned:
         return "gather"
     return "line" if problem.transposed else "depth"
 
@@ -393,10 +393,10 @@ def stores(problem: Spmm) -> tuple[bool, bool]:
     along_lines = column is None or out.line < column
     near, far = (out.line, column) if along_lines else (column, out.line)
     chunk = CHUNK_BYTES // DTYPES[problem.dtype].bytes
-    whole = near == 1 and out.alignment % CHUNK_BYTES == 0 and (far or 0) % chunk == 0
+    is_aligned = near == 1 and out.alignment % CHUNK_BYTES == 0 and (far or 0) % chunk == 0
     outer = zip(out[:2], _batches(problem), strict=True)
-    whole = whole and not any(stride % chunk for stride, count in outer if count > 1)
-    return along_lines, whole and (along_lines or problem.columns % chunk == 0)
+    is_aligned = is_aligned and not any(stride % chunk for stride, count in outer if count > 1)
+    return along_lines, is_aligned and (along_lines or problem.columns % chunk == 0)
 
 
 def _batches(problem: Spmm) -> tuple[int, int]:

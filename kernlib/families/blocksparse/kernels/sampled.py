@@ -132,10 +132,10 @@ class Sampled(Kernel):
         is_words = is_split(problem.dtype, problem.precision)
         rate = RATES[is_words, max(blocks.rows, blocks.cols)]
         sums = parts.sums_of(problem, False)
-        own = START + times.stages(count, steps + FILLING, rate, gpu.multiprocessors)
+        time = START + times.stages(count, steps + FILLING, rate, gpu.multiprocessors)
         if split == 1:
-            return own + 4 * sums.elements / times.BYTES
-        return own + times.adding_up(sums.elements, split)
+            return time + 4 * sums.elements / times.BYTES
+        return time + times.adding_up(sums.elements, split)
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Sdd, gpu: Gpu, choice: Mapping[str, Any]
@@ -310,5 +310,5 @@ def stores(problem: Sdd) -> bool:
     values, chunk = problem.values, CHUNK_BYTES // DTYPES[problem.dtype].bytes
     slot = values.slot if problem.blocks.capacity > 1 else 0
     apart = values.batch if problem.batch > 1 else 0, slot, values.row
-    whole = values.alignment % CHUNK_BYTES == 0 and not any(stride % chunk for stride in apart)
-    return values.column == 1 and whole
+    is_aligned = values.alignment % CHUNK_BYTES == 0 and not any(stride % chunk for stride in apart)
+    return values.column == 1 and is_aligned

@@ -96,8 +96,8 @@ class SampledHopper(Kernel):
         slots = int(self.default(problem, gpu)["slots"])
         rounds = ceil_div(_tiles(problem, slots), gpu.multiprocessors)
         step = STEP + STEP_PIECE * _pieces(problem, slots)
-        own = START + rounds * ceil_div(problem.depth, ROW) * step
-        return own <= sampled.best_microseconds(problem, hopper.ARCH, gpu.multiprocessors)
+        time = START + rounds * ceil_div(problem.depth, ROW) * step
+        return time <= sampled.best_microseconds(problem, hopper.ARCH, gpu.multiprocessors)
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Sdd, gpu: Gpu, choice: Mapping[str, int]

@@ -272,5 +272,5 @@ def _vectors(problem: Softmax | Gradient) -> bool:
 
 def _aligned(operand: Operand, chunk: int, itemsize: int) -> bool:
     *strides, column = operand.strides
-    whole = all(stride % chunk == 0 for stride in strides)
-    return column == 1 and whole and operand.alignment % (chunk * itemsize) == 0
+    is_aligned = all(stride % chunk == 0 for stride in strides)
+    return column == 1 and is_aligned and operand.alignment % (chunk * itemsize) == 0

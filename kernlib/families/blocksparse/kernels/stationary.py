@@ -83,10 +83,10 @@ class Stationary(Kernel):
         a_unit = panels_a_unit(problem, count)
         units = _row_groups(problem) * ceil_div(_panels(problem), a_unit)
         panels = ceil_div(units, count) * (a_unit + START_PANELS)
-        own = panels * (EMPTY_PANEL + FULL_PANEL * blocks.density)
+        time = panels * (EMPTY_PANEL + FULL_PANEL * blocks.density)
         more = 1 + max(problem.depth - 64, 0) / 192
         others = blocks.capacity * problem.batch * OTHERS_BLOCK[blocks.rows] * more
-        return own * count <= others * OTHERS_COUNT
+        return time * count <= others * OTHERS_COUNT
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Sdd, gpu: Gpu, choice: Mapping[str, int]

@@ -82,13 +82,13 @@ class Tiles(Kernel):
         """Whether it takes less time than the other kernels, if all slots hold a block and no tile
         is without one."""
         count, steps = gpu.multiprocessors, ceil_div(problem.depth, ROW)
-        own = ceil_div(_tiles(problem), count) * (steps + START_STEPS) * STEP
+        time = ceil_div(_tiles(problem), count) * (steps + START_STEPS) * STEP
         blocks = problem.blocks
         others = blocks.capacity * problem.batch * steps * OTHERS_BLOCK[blocks.rows] * OTHERS_COUNT
         if blocks.rows < ROW:  # few blocks wait for their operands
             waiting = sampled.best_microseconds(problem, hopper.ARCH, count) - sampled.START
             others = max(others, 1000 * waiting * count)
-        return own * count <= others
+        return time * count <= others
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Sdd, gpu: Gpu, choice: Mapping[str, int]

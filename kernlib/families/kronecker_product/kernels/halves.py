@@ -252,8 +252,8 @@ def _stays(mode: Mode, words: int, warps: int) -> bool:
         return False
     tiles = ceil_div(mode.columns, 16)
     groups, slices = ceil_div(tiles, min(tiles, 2)), ceil_div(mode.left * mode.right, 8)
-    own = 4 if mode.rows % 16 or ceil_div(slices, 4) * groups >= warps else 2
-    return ceil_div(slices, own) * groups <= warps
+    slices_a_warp = 4 if mode.rows % 16 or ceil_div(slices, 4) * groups >= warps else 2
+    return ceil_div(slices, slices_a_warp) * groups <= warps
 
 
 def growth(modes: Sequence[Mode]) -> int:
@@ -314,9 +314,9 @@ def _runs(variant: Variant) -> str:
     for index, part in enumerate(variant.parts):
         modes, at = [], at * (not variant.restaged)
         for mode in part.modes:
-            left, rows, columns, right, own, parts = mode
+            left, rows, columns, right, offset, parts = mode
             last = mode == part.modes[-1]
-            numbers = left, rows, columns, right, first + own, parts, last, at, number
+            numbers = left, rows, columns, right, first + offset, parts, last, at, number
             modes.append(parameters.numbered("Mode", numbers))
             at += _matrix(mode)
             number += 1

@@ -418,18 +418,18 @@ def _runs(variant: Variant) -> list[dict[str, Fact]]:
 def _places(part: Pass) -> dict[str, Fact]:
     """Where the elements of a tile lie."""
     lines, columns = part.tile
-    copies, own = lines // part.rows, part.rows * part.right
+    copies, unit = lines // part.rows, part.rows * part.right
     width, group_step = columns, 0
     if part.columns:
-        unit_step, width, group_step = own, part.right, lines * part.right
+        unit_step, width, group_step = unit, part.right, lines * part.right
         chunks, left_step, chunk_step = 1, lines * columns, 0
     elif not part.inside:
         unit_step, chunk_step = columns, columns * copies
-        chunks, left_step = part.right // chunk_step, own
+        chunks, left_step = part.right // chunk_step, unit
     elif part.right >= copies:
-        unit_step, chunk_step, chunks, left_step = 1, copies, part.right // copies, own
+        unit_step, chunk_step, chunks, left_step = 1, copies, part.right // copies, unit
     else:
-        unit_step, chunk_step, chunks, left_step = own, 1, part.right, own * copies
+        unit_step, chunk_step, chunks, left_step = unit, 1, part.right, unit * copies
     return {
         "PITCH": part.right,
         "UNIT_STEP": unit_step,

@@ -287,8 +287,8 @@ def _runs(variant: Variant) -> str:
     for index, part in enumerate(variant.parts):
         modes, at = [], at * (not variant.restaged)
         for mode in part.modes:
-            left, rows, columns, right, own, parts = mode
-            numbers = left, rows, columns, right, first + own, parts, mode == part.modes[-1], at
+            left, rows, columns, right, offset, parts = mode
+            numbers = left, rows, columns, right, first + offset, parts, mode == part.modes[-1], at
             modes.append(parameters.numbered("Mode", numbers))
             at += mode.stored(variant.arithmetic)
         first += len(part.sizes)

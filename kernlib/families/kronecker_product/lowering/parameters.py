@@ -161,7 +161,7 @@ def run_values(
     across = ceil_div(run.columns, part.columns)
     outers, columns = last or (run.outer, run.columns)
     (source, target), ends = slabs, (part.source, part.target)
-    outer, inner, column, own = run.feature
+    outer, inner, column, feature_offset = run.feature
     return RUN.values(
         source=_side(run.x, source),
         target=_side(run.out, target),
@@ -175,7 +175,7 @@ def run_values(
         feature_outer=outer,
         feature_inner=inner,
         feature_column=column,
-        feature_own=own,
+        feature_own=feature_offset,
         feature_divisor=run.divisor,
         aligned=_vectors(run, run.x, ends[0], source[0]),
         columns_first=run.x.column < run.x.feature,

@@ -200,15 +200,15 @@ def words_of(dtype: str, precision: str) -> int:
 def _groups(sizes: tuple[Size, ...]) -> list[tuple[int, ...]]:
     """Rows of neighbours that are merged, from the last on, up to PANEL; none where a factor is no
     power of two or not square."""
-    found: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
     for rows, columns in reversed(sizes):
         if rows != columns or rows & (rows - 1) or rows > WIDEST:
             return []
-        if found and math.prod(found[0]) * rows <= PANEL:
-            found[0] = (rows, *found[0])
+        if groups and math.prod(groups[0]) * rows <= PANEL:
+            groups[0] = (rows, *groups[0])
         else:
-            found.insert(0, (rows,))
-    return found
+            groups.insert(0, (rows,))
+    return groups
 
 
 def exponents(part: Pass) -> tuple[int, int]:

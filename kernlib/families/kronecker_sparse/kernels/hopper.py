@@ -203,13 +203,13 @@ def _writes_most(problem: Problem, variant: Hopper.Variant) -> bool:
 def _columns(dtype: str, precision: str, count: int) -> list[int]:
     """Widths of tile by preference: one tile where it holds all columns, else those that pad them
     least, of whole 128-byte rows."""
-    known = COLUMNS[hopper_common.products(dtype, precision)]
-    single = [columns for columns in known if columns >= count]
+    widths = COLUMNS[hopper_common.products(dtype, precision)]
+    single = [columns for columns in widths if columns >= count]
     if single:
         return single[:1]
-    row, least = hopper_common.row(dtype), known[-1] // 2
-    whole = [columns for columns in known if columns % row == 0 and columns >= least]
-    return sorted(whole, key=lambda columns: (round_up(count, columns), -columns))
+    row, least = hopper_common.row(dtype), widths[-1] // 2
+    aligned = [columns for columns in widths if columns % row == 0 and columns >= least]
+    return sorted(aligned, key=lambda columns: (round_up(count, columns), -columns))
 
 
 def _layouts(problem: Problem) -> tuple[bool, bool] | None:
@@ -294,8 +294,8 @@ def shared_memory(variant: Hopper.Variant) -> Sizes:
     row, weights = hopper_common.row(dtype), _block_bytes(dtype, precision, columns)
     stage = TILE_ROWS * hopper_common.ROW_BYTES + (0 if resident else weights)
     part = (min(columns, row) * 64 // row if out_last else 64) * hopper_common.ROW_BYTES
-    whole = 2 * ceil_div(columns, row)
-    for parts in sorted({max(2, whole), 4, 2}, reverse=True):
+    two_tiles = 2 * ceil_div(columns, row)
+    for parts in sorted({max(2, two_tiles), 4, 2}, reverse=True):
         count, shared = hopper_common.stages(resident * weights + 2 * parts * part, stage)
         if count >= 4 or parts == 2:
             break
@@ -311,10 +311,10 @@ def _maps(problem: Problem, variant: Hopper.Variant) -> tuple[TensorMap, ...]:
     """Maps of x, of y and, if it is not packed, of the weight."""
     dtype, row, columns = variant.dtype, hopper_common.row(variant.dtype), variant.columns
     x, y = _extents(problem, variant.batch_last, variant.out_last)
-    found = [
+    boxes = [
         (x, row if variant.batch_last else TILE_ROWS),
         (y, min(columns, row) if variant.out_last else 64),
     ]
     if not variant.packed:
-        found.append((_weight_extent(problem), columns))
-    return tuple(tma.tensor_map(dtype, extent, (row, 1, count, 1)) for extent, count in found)
+        boxes.append((_weight_extent(problem), columns))
+    return tuple(tma.tensor_map(dtype, extent, (row, 1, count, 1)) for extent, count in boxes)

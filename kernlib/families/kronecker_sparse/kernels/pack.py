@@ -145,5 +145,5 @@ def together_of(problem: Problem, packing: Packing) -> int:
     right, itemsize = problem.right, DTYPES[packing.dtype].bytes
     counts = (problem.lanes, packing.spans(problem) * packing.span)
     counts += (right.block, right.line, right.depth, right.alignment // itemsize)
-    known = packing.together if right.lane == 1 else (1,)
-    return next(count for count in known if all(x % count == 0 for x in counts))
+    candidates = packing.together if right.lane == 1 else (1,)
+    return next(count for count in candidates if all(x % count == 0 for x in counts))

@@ -285,8 +285,8 @@ def packed(problem: Problem) -> Problem:
     chunk = 16 // DTYPES[problem.dtype].bytes
     pitch = round_up(problem.depth, chunk)
     lane = problem.columns * pitch
-    made = problem._replace(right=Layout(problem.lanes * lane, lane, pitch, 1, 16, True))
-    return made if _chunks(made) <= MAX_BLOCKS else problem
+    packed_problem = problem._replace(right=Layout(problem.lanes * lane, lane, pitch, 1, 16, True))
+    return packed_problem if _chunks(packed_problem) <= MAX_BLOCKS else problem
 
 
 def _chunks(problem: Problem) -> int:
@@ -326,8 +326,8 @@ def _tiles(
     """Tiles that fit a block of ``arch`` and its registers, and that a result fills; the small one
     in any case."""
     crowded = (dtype, precision) == ("float32", "fp32") or sides == ("gather", "gather")
-    known = (TALL, SMALL) if crowded else (BIG, TALL, SMALL)
-    fitting = [t for t in known if shared_bytes(dtype, t, *sides) <= _limit(arch)]
+    tiles = (TALL, SMALL) if crowded else (BIG, TALL, SMALL)
+    fitting = [t for t in tiles if shared_bytes(dtype, t, *sides) <= _limit(arch)]
     wide = [t for t in fitting if t.columns < 2 * max(columns, SMALL.columns)]
     return [t for t in wide if t.rows < 2 * max(rows, SMALL.rows)] or [SMALL]
 
@@ -337,8 +337,8 @@ def _limit(arch: str) -> int:
 
 
 def _tile(choice: Choice) -> Tile:
-    wanted = int(choice["rows"]), int(choice["columns"])
-    return next(tile for tile in TILES if (tile.rows, tile.columns) == wanted)
+    size = int(choice["rows"]), int(choice["columns"])
+    return next(tile for tile in TILES if (tile.rows, tile.columns) == size)
 
 
 def _padded(count: int, choice: Choice) -> int:
@@ -442,5 +442,5 @@ def _stores(problem: Problem, out: OutLayout, itemsize: int) -> tuple[int, int]:
     along_rows = row is not None and (column is None or row < column)
     near, far = (row, column) if along_rows else (column, row)
     others = (far, out.block if problem.blocks > 1 else 0, out.lane if problem.lanes > 1 else 0)
-    whole = near == 1 and not any((stride or 0) % chunk for stride in others)
-    return int(along_rows), int(whole and out.alignment % 16 == 0)
+    is_aligned = near == 1 and not any((stride or 0) % chunk for stride in others)
+    return int(along_rows), int(is_aligned and out.alignment % 16 == 0)

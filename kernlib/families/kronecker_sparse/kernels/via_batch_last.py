@@ -154,8 +154,8 @@ class Transposed(Transpose):
         x = ("left", first * left.line * itemsize), ("workspace", starts["left"])
         y = ("workspace", starts["out"]), ("out", first * out.row * itemsize)
         before = self.step(dtype, (count, depths), (left.line, pitch), left.alignment, x)
-        strides, whole = (pitch, out.row), is_whole(problem)
-        after = self.step(dtype, (features, count), strides, 16, y, whole)
+        strides, is_padded = (pitch, out.row), is_whole(problem)
+        after = self.step(dtype, (features, count), strides, 16, y, is_padded)
         return before, after
 
 
@@ -171,8 +171,8 @@ def microseconds(problem: Problem, choice: Mapping[str, object]) -> float:
     moved = problem.rows * sum(feature_counts(problem)) * item / 1e6
     packed = round_up(problem.columns, columns) * stages * hopper_common.ROW_BYTES * groups / 1e6
     of_tile = rates.tile + stages * of_stage
-    whole = rates.launch + rates.byte * moved + rates.far * max(0.0, moved - IN_L2)
-    return whole + rates.weight * packed + times.rounds(tiles, times.MULTIPROCESSORS) * of_tile
+    time = rates.launch + rates.byte * moved + rates.far * max(0.0, moved - IN_L2)
+    return time + rates.weight * packed + times.rounds(tiles, times.MULTIPROCESSORS) * of_tile
 
 
 def is_faster(problem: Problem) -> bool:

@@ -147,10 +147,10 @@ class WeightGradient(Kernel):
 
 def columns_of(count: int, lines: bool) -> int:
     """The narrowest tile that holds all columns, else the one that pads them least."""
-    known = WHOLE_COLUMNS if lines or count > COLUMNS[-1] else COLUMNS
-    if count <= known[-1]:
-        return next(columns for columns in known if columns >= count)
-    return min(known[1:], key=lambda columns: (round_up(count, columns), -columns))
+    widths = WHOLE_COLUMNS if lines or count > COLUMNS[-1] else COLUMNS
+    if count <= widths[-1]:
+        return next(columns for columns in widths if columns >= count)
+    return min(widths[1:], key=lambda columns: (round_up(count, columns), -columns))
 
 
 def part_of(blocks: int, tiles: int, multiprocessors: int) -> int:

@@ -107,8 +107,8 @@ def kernel_time(problem: Problem, choice: Mapping[str, object]) -> float:
     term = MULTIPLICATIONS * 3 * rows * columns / 1e6 + GATHERED * gathered / 1e3  # 3xTF32
     tiles = problem.blocks * ceil_div(problem.rows, rows) * ceil_div(problem.columns, columns)
     rounds = ceil_div(tiles, GPU.multiprocessors)
-    taken = rounds if rounds <= ROUNDS else tiles / GPU.multiprocessors
-    of_tiles = STEP * depth + taken * (KERNEL_TILE + depth * term)
+    waves = rounds if rounds <= ROUNDS else tiles / GPU.multiprocessors
+    of_tiles = STEP * depth + waves * (KERNEL_TILE + depth * term)
     return KERNEL_LAUNCH + PACK * (read != problem) + of_tiles + KERNEL_MOVED * _megabytes(problem)
 
 

@@ -77,9 +77,11 @@ def shape_of(problem: Problem) -> Shape | None:
     tiles = ceil_div(problem.rows, 64) * ceil_div(problem.columns, 16) * problem.blocks * d
     if tiles > hopper_common.MAX_TILES or problem.columns * problem.blocks * d > MAX_FEATURES:
         return None
-    whole = (left.depth == d or problem.depth == 1) and (out.column == d or problem.columns == 1)
+    is_contiguous = (left.depth == d or problem.depth == 1) and (
+        out.column == d or problem.columns == 1
+    )
     for shape in shapes(problem.dtype, problem.precision):
-        if shape.merged and not (whole and d == shape.span):
+        if shape.merged and not (is_contiguous and d == shape.span):
             continue
         if not shape.merged and d < shape.span // 2:
             continue
@@ -109,5 +111,5 @@ def columns_of(dtype: str, precision: str, shape: Shape, count: int) -> list[int
 
 def is_in_sectors(problem: Problem) -> bool:
     """Whether all l of a k are whole sectors, or merged with the next."""
-    whole = problem.lanes * DTYPES[problem.dtype].bytes % SECTOR == 0
-    return whole or shape_of(problem).merged
+    has_sectors = problem.lanes * DTYPES[problem.dtype].bytes % SECTOR == 0
+    return has_sectors or shape_of(problem).merged

@@ -68,8 +68,8 @@ class Backward(PairKernel):
         }
         texts = [members.text(), finish_reduced(descriptor, made, SlopeSource)]
         texts.append(slopes(descriptor, derivatives, made.root))
-        own = "pairwise/gradient/slopes.cuh", "pairwise/reduce/math.cuh", "pairwise/role.cuh"
-        source = self.source(facts, *texts, includes=(*TYPES, *own))
+        headers = "pairwise/gradient/slopes.cuh", "pairwise/reduce/math.cuh", "pairwise/role.cuh"
+        source = self.source(facts, *texts, includes=(*TYPES, *headers))
         words = ["gradient", made.role]
         words += [name for name in ("points", "values") if getattr(made, name)]
         words += [f"hyperparameters={hyper}"] * bool(hyper)
@@ -95,14 +95,14 @@ def lower(
     block leaves totals of the hyperparameters, one after the other. ``rows`` overrides the rows of
     a thread."""
     hyper = len(derivatives.others)
-    made = lowering.variant(problem, hyper, rows)
-    work = lowering.work_of(problem, made, hyper, multiprocessors)
-    cut = lowering.cut_of(work, made, fixed=rows is not None)
-    made = made._replace(rows=cut.rows, partners=cut.partners)
+    variant = lowering.variant(problem, hyper, rows)
+    work = lowering.work_of(problem, variant, hyper, multiprocessors)
+    cut = lowering.cut_of(work, variant, fixed=rows is not None)
+    variant = variant._replace(rows=cut.rows, partners=cut.partners)
     row_blocks, per_split = work.row_blocks(cut), cut.per_split
     splits = ceil_div(problem.n, per_split)
     step = Step(
-        KERNEL.spec_of(descriptor, derivatives, made),
+        KERNEL.spec_of(descriptor, derivatives, variant),
         (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS)),
         fixed_parameters(problem, per_split, row_blocks, scalar_strides),
         tuple((name, 0) for name in lowering.OPERANDS),

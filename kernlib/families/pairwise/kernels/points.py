@@ -278,22 +278,22 @@ def lower(
 ) -> Lowered:
     """The launches for a problem that the kernels take. Each row gets ``parts`` partial sums."""
     hyper = len(derivatives.others)
-    made = variant(problem, hyper, warpgroups)
+    tile = variant(problem, hyper, warpgroups)
     products = by_products(descriptor, problem, arch)
-    rows, unit = (made.rows, GROUP) if products else (DIRECT_TILE, DIRECT_TILE)
+    rows, unit = (tile.rows, GROUP) if products else (DIRECT_TILE, DIRECT_TILE)
     slots = multiprocessors * (1 if products else DIRECT_RESIDENT)
-    sums = made.points * problem.k + made.values * problem.columns + hyper
+    sums = tile.points * problem.k + tile.values * problem.columns + hyper
     shape = division.Sums(problem.n, problem.m * max(1, sums), problem.batch)
     per_split = division.split(shape, ceil_div(problem.m, rows), unit, slots)
-    place = workspace(problem, made) if products else None
-    subject, behind = (descriptor, derivatives), Direct.Variant(made, place is not None)
-    rest = problem, tuple(scalar_strides), place, made, per_split
+    place = workspace(problem, tile) if products else None
+    subject, behind = (descriptor, derivatives), Direct.Variant(tile, place is not None)
+    rest = problem, tuple(scalar_strides), place, tile, per_split
     steps = [_step(DIRECT, DIRECT.spec(subject, behind, arch), *rest)]
     if place is not None:
         steps = [
-            *packing.steps(descriptor, problem, made, place.points),
-            _step(PACK, PACK.spec(descriptor, made, arch), *rest),
-            _step(MAIN, MAIN.spec(subject, made, arch), *rest),
+            *packing.steps(descriptor, problem, tile, place.points),
+            _step(PACK, PACK.spec(descriptor, tile, arch), *rest),
+            _step(MAIN, MAIN.spec(subject, tile, arch), *rest),
             *steps,
         ]
     parts = ceil_div(problem.n, per_split)

@@ -120,19 +120,19 @@ def lower(
     n each; ``per_split`` is that of another launch whose results lie side by side with this one's.
     ``rows`` overrides the rows of a thread of the small kernel, ``most_rows`` bounds those it
     chooses."""
-    made, sums = variant(problem, arch, rows), sums_of(problem)
-    if made.k:
-        work = work_of(descriptor, problem, made, multiprocessors)
-        most = min(made.rows, most_rows or made.rows)
+    tile, sums = variant(problem, arch, rows), sums_of(problem)
+    if tile.k:
+        work = work_of(descriptor, problem, tile, multiprocessors)
+        most = min(tile.rows, most_rows or tile.rows)
         cut = parts.small_cut(work, most, per_split, fixed=rows is not None)
-        made = made._replace(rows=cut.rows, partners=cut.partners)
+        tile = tile._replace(rows=cut.rows, partners=cut.partners)
         row_blocks, per_split = work.row_blocks(cut), cut.per_split
     else:
         row_blocks = ceil_div(problem.m, BIG_TILE)
         per_split = per_split or split(sums, row_blocks, BIG_TILE, multiprocessors * RESIDENT)
     splits = ceil_div(problem.n, per_split)
     step = Step(
-        (SMALL if made.k else TILE).spec(descriptor, made, arch),
+        (SMALL if tile.k else TILE).spec(descriptor, tile, arch),
         (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS)),
         fixed_parameters(problem, per_split, row_blocks, scalar_strides),
         tuple((name, 0) for name in OPERANDS),

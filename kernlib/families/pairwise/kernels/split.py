@@ -202,8 +202,8 @@ class Split(PairKernel):
         """Whatever the precision."""
         power = isinstance(descriptor.inner, norms.Power)
         difference = descriptor.operator == "difference" and (power or squares(descriptor))
-        known = scope.arch == ARCH and (difference or is_dot(descriptor))
-        dtypes = [dtype for dtype in scope.dtypes if dtype in FLOAT_SUMS and known]
+        is_product = scope.arch == ARCH and (difference or is_dot(descriptor))
+        dtypes = [dtype for dtype in scope.dtypes if dtype in FLOAT_SUMS and is_product]
         kinds = outer_kinds(descriptor)
         return {
             "dtype": dtypes,

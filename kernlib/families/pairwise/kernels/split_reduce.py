@@ -114,7 +114,7 @@ class SplitReduce(PairKernel):
 
     def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
         """The specification of the products and what reduces them."""
-        scalars, kept = scalar_count(descriptor), variant.kept
+        scalars, entries = scalar_count(descriptor), variant.kept
         fields, text = direct.fields(scalars), finish_reduced(descriptor, variant)
         fixed = f"{fields.format}{BEHIND.letters}"
         size = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars).size
@@ -122,7 +122,7 @@ class SplitReduce(PairKernel):
             **types(variant.dtype),
             **terms(descriptor, variant),
             **split_facts(variant),
-            **lists(kept, WAITING, LISTS * variant.rows, variant.largest),
+            **lists(entries, WAITING, LISTS * variant.rows, variant.largest),
             "DIFFERENCE": descriptor.operator == "difference",
             "Reducer": variant.reducer,
             "REGULARIZED": variant.regularized,
@@ -144,7 +144,7 @@ class SplitReduce(PairKernel):
         words += [f"resident={variant.resident}", f"promote={variant.promote}"]
         flags = ("ordered", "epsilon", "regularized", "largest")
         words += [flag for flag in flags if getattr(variant, flag)]
-        words += [f"kept={kept}"] * (kept > 0)
+        words += [f"kept={entries}"] * (entries > 0)
         threads = 128 * (variant.warpgroups + 1)
         return self.described(descriptor, source, threads, variant.shared_bytes, words)
 

@@ -232,9 +232,9 @@ def _ranges(panels: int, slices: int, blocks: int, copied: bool) -> int:
     panel: one with parts of two takes twice the time, and with it the launch. So there each panel
     has as many blocks, unless that would leave too many multiprocessors idle: 8192 x 28672 at .3
     took 78 us instead of 88 with 8 vectors, and 57 instead of 77 with 4."""
-    whole = blocks // panels * panels
-    if copied and whole >= LEAST_BUSY * blocks:
-        return min(panels * slices, whole)
+    even = blocks // panels * panels
+    if copied and even >= LEAST_BUSY * blocks:
+        return min(panels * slices, even)
     return min(panels * slices, blocks)
 
 

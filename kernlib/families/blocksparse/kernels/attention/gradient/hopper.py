@@ -185,7 +185,7 @@ class HopperGradient(AttentionKernel):
             if transposed
             else (blocks.grid_rows, blocks.row_words)
         )
-        own, columns = (("k", "v"), ("q", "grad"))[:: 1 if transposed else -1]
+        row_operands, column_operands = (("k", "v"), ("q", "grad"))[:: 1 if transposed else -1]
         tiles = ceil_div(rows, tile_rows)
         fixed = fields(score, len(sums)).values(
             **text.strides(of),
@@ -203,20 +203,28 @@ class HopperGradient(AttentionKernel):
             layout_head=of.layout_head,
             lines=lines,
             line_words=words,
-            own_shared=_shared(problem, own),
-            column_shared=_shared(problem, columns),
+            own_shared=_shared(problem, row_operands),
+            column_shared=_shared(problem, column_operands),
             **text.collected_strides(each for _, each in sums),
         )
         variant = variant_of_problem(problem, transposed, tile_rows, [each for _, each in sums])
         behind = deltas.nbytes(problem, has_sums=True)
-        names = (*own, *columns, *results, "col_bits" if transposed else "row_bits")
+        names = (
+            *row_operands,
+            *column_operands,
+            *results,
+            "col_bits" if transposed else "row_bits",
+        )
         pointers = tuple((name, 0) for name in names)
         pointers += tuple((WORKSPACE, n * behind) for n in (0, 1, 2 * score.has_score))
         pointers += tuple((f"collected{place}", 0) for place, _ in sums)
         pointers += tuple((name, 0) for name in text.pointers(score))
         maps = (
-            *(_map(problem, name, tile_rows) for name in own),
-            *(_map(problem, name, min(variant.block[1], variant.columns)) for name in columns),
+            *(_map(problem, name, tile_rows) for name in row_operands),
+            *(
+                _map(problem, name, min(variant.block[1], variant.columns))
+                for name in column_operands
+            ),
         )
         return Step(
             self.spec(score, variant),
