@@ -175,13 +175,17 @@ def test_epilogues(block, name, emulator, seed):
     wanted, live = made.wanted(), int(made.layout.nnz)
     y = torch.randn(made.out.shape).to(case.dtype)
     if name == "gelu":
-        found = made.run(stationary, emulator, EPILOGUES[name], (1.5,))
+        found = made.run(KINDS["stationary"], emulator, EPILOGUES[name], (1.5,))
     elif name == "add":
         made.out.copy_(y)
-        found = made.run(stationary, emulator, EPILOGUES[name], (1.5, 0.5), summand0=made.out)
+        found = made.run(
+            KINDS["stationary"], emulator, EPILOGUES[name], (1.5, 0.5), summand0=made.out
+        )
     else:
         z = torch.randn(*made.out.shape[:-2], block, block).to(case.dtype).mT
-        found = made.run(stationary, emulator, EPILOGUES[name], (0.25,), summand0=y, summand1=z)
+        found = made.run(
+            KINDS["stationary"], emulator, EPILOGUES[name], (0.25,), summand0=y, summand1=z
+        )
     if name == "gate":
         wanted = wanted * torch.nn.functional.silu(y.double()) + z.double() / 4
     else:
@@ -196,7 +200,7 @@ def test_epilogues(block, name, emulator, seed):
 def test_a_summand_that_does_not_count_is_not_read(emulator, seed):
     made = Product(Case("float16", (16, 16), (5, 12), 0.3, 1, 2, 64))
     nothing = torch.full_like(made.out, math.nan)
-    found = made.run(stationary, emulator, (kl.Add(),), (0.0,), summand0=nothing)
+    found = made.run(KINDS["stationary"], emulator, (kl.Add(),), (0.0,), summand0=nothing)
     assert error(found, made.wanted()) <= GATES["float16"]
 
 
