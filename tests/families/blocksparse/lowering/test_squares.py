@@ -25,7 +25,8 @@ from tests.families.blocksparse.squares import ARCH, HALVES, Product, problem, t
 from tests.support.compiled_kernels import compiled
 from tests.support.speeds import slow_but
 
-KINDS = {"stationary": Stationary(), "tiles": Tiles()}
+STATIONARY = Stationary()
+KINDS = {"stationary": STATIONARY, "tiles": Tiles()}
 DEPTHS = {"stationary": 72, "tiles": 200}  # two steps and four, the last one not whole
 every_kind = pytest.mark.parametrize("kind", KINDS)
 EPILOGUES = {
@@ -175,7 +176,7 @@ def test_epilogues(block, name, emulator, seed):
     wanted, live = made.wanted(), int(made.layout.nnz)
     y = torch.randn(made.out.shape).to(case.dtype)
     if name == "gelu":
-        found = made.run(KINDS["stationary"], emulator, EPILOGUES[name], (1.5,))
+        found = made.run(STATIONARY, emulator, EPILOGUES[name], (1.5,))
     elif name == "add":
         made.out.copy_(y)
         found = made.run(
@@ -200,7 +201,7 @@ def test_epilogues(block, name, emulator, seed):
 def test_a_summand_that_does_not_count_is_not_read(emulator, seed):
     made = Product(Case("float16", (16, 16), (5, 12), 0.3, 1, 2, 64))
     nothing = torch.full_like(made.out, math.nan)
-    found = made.run(KINDS["stationary"], emulator, (kl.Add(),), (0.0,), summand0=nothing)
+    found = made.run(STATIONARY, emulator, (kl.Add(),), (0.0,), summand0=nothing)
     assert error(found, made.wanted()) <= GATES["float16"]
 
 
