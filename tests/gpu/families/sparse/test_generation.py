@@ -12,7 +12,7 @@ from kernlib.sparse import magnitude
 
 TOKENS, VOCABULARY, DEVICE = 64, 1000, "cuda"
 PRUNED = r"self_attn|mlp"
-BOUND = 3e-3  # relative error of float16's logits
+BOUND = 3e-3  # relative error of float16's logits, where dense weights reach it
 
 
 def llama() -> torch.nn.Module:
@@ -69,4 +69,4 @@ def test_the_same_tokens_as_dense(density, seed):
         assert torch.equal(tokens, wanted)
         error = float((logits[:, 0] - exact).norm() / exact.norm())
         by_dense = float((of_dense[:, 0] - exact).norm() / exact.norm())
-        assert error <= min(BOUND, 2 * by_dense), (error, by_dense)
+        assert error <= min(max(BOUND, 1.05 * by_dense), 2 * by_dense), (error, by_dense)
