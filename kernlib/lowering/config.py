@@ -43,14 +43,11 @@ def of_header(header: str, facts: Mapping[str, Fact]) -> str:
 
 @cache
 def facts_read(header: str) -> frozenset[str]:
-    """The names that a header of ``kernel_sources``, with all that it includes, reads of Config."""
-    names = sources.closure(f'#include "{header}"')
-    return frozenset(fact for name in names for fact in _READ.findall(_code(sources.read(name))))
-
-
-def _code(source: str) -> str:
-    """A text without its comments."""
-    return re.sub(r"//.*", "", source)
+    """The names that a header of ``kernel_sources``, with all that it includes, reads of Config,
+    comments apart."""
+    texts = map(sources.read, sources.closure(f'#include "{header}"'))
+    lines = (line for text in texts for line in sources.lines_with("Config::", text))
+    return frozenset(fact for line in lines for fact in _READ.findall(line.split("//")[0]))
 
 
 def _member(name: str, fact: Fact) -> str:

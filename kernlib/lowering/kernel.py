@@ -9,6 +9,7 @@ of the modules in its package ``kernels``, of which :func:`choose` takes one for
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
@@ -18,11 +19,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import choice as choices
 from kernlib.lowering import config
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.names import named
 from kernlib.lowering.steps import Lowered
+
+Choice = dict[str, Any]  # the name of a kernel, as "kind", and the values of its knobs
 
 
 class Gpu(NamedTuple):
@@ -146,7 +146,7 @@ class Option(NamedTuple):
 
     @property
     def choice(self) -> Choice:
-        """As tuning stores it."""
+        """As tuning stores it, which times all options of a problem and keeps one."""
         return {"kind": self.kernel.name, **self.knobs}
 
 
@@ -167,10 +167,29 @@ def classes(package: str) -> frozenset[type[Kernel]]:
     return frozenset(kind for kind in kinds if hasattr(kind, "header"))
 
 
+def specs(among: Iterable[Kernel], subject: Any, scope: Any, arch: str) -> list[KernelSpec]:
+    """The specifications of all variants of some kernels, each once."""
+    every = (spec for kernel in among for spec in kernel.specs(subject, scope, arch))
+    return list(dict.fromkeys(every))
+
+
 def options(among: Iterable[Kernel], problem: Any, arch: str) -> list[Option]:
     """Every way to compute a problem by some kernels, in their order."""
     takers = (kernel for kernel in among if kernel.takes(problem, arch))
     return [Option(taker, knobs) for taker in takers for knobs in taker.choices(problem, arch)]
+
+
+def candidates(among: Iterable[Kernel], problem: Any, arch: str) -> list[Choice]:
+    """The choices of :func:`options`."""
+    return [option.choice for option in options(among, problem, arch)]
+
+
+def match(choice: Mapping[str, object] | None, every: Iterable[Option]) -> Option | None:
+    """The option of a choice, whose values may be text. None if there is none, as for a choice that
+    is damaged or of another version."""
+    text = {name: str(value) for name, value in (choice or {}).items()}
+    same = (o for o in every if {name: str(value) for name, value in o.choice.items()} == text)
+    return next(same, None)
 
 
 def choose(
@@ -179,9 +198,18 @@ def choose(
     """The option that was tuned for a problem, if it is one of those there are; else the one of the
     least estimate, of equals the first. None where no kernel takes the problem."""
     every = options(among, problem, gpu.arch)
-    if tuned:
-        named = choices.named(tuned, [option.choice for option in every])
-        every = [option for option in every if option.choice == named] or every
-    if len(every) < 2:
-        return every[0] if every else None
+    option = match(tuned, every) if tuned else None
+    if option is not None or len(every) < 2:
+        return option or next(iter(every), None)
     return min(every, key=lambda option: option.kernel.estimate(problem, option.knobs, gpu))
+
+
+def named(spec: KernelSpec, *words: object, epilogue: tuple[Epilogue, ...] = ()) -> KernelSpec:
+    """The spec with a longer entry name, as profilers show it:
+    ``kernlib_sparse_slices_u4_float16_8x2_bias_gelu``. The spec's entry has named family and kernel
+    so far; ``words`` add dtype, tile and whatever else tells variants apart. Device code keeps the
+    short name, which a ``#define`` replaces."""
+    epilogues = (type(part).__name__ for part in epilogue)
+    said = re.findall(r"[a-z0-9]+", " ".join([*map(str, words), *epilogues]).lower())
+    name = "_".join(["kernlib", spec.entry, *said])
+    return spec._replace(entry=name, source=f"#define {spec.entry} {name}\n{spec.source}")

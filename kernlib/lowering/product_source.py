@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kernlib.descriptors.base import render
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.lowering import config
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.epilogue_source import EpilogueSource, function_struct
@@ -67,28 +66,15 @@ def facts(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> dict[st
 
 
 def typed_finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:
-    """:func:`finish` behind ``struct Config``, and the types that it names."""
-    types = "using InputT = Config::InputT;\nusing AccT = Config::AccT;\n\n"
-    return types + finish(epilogue, name)
-
-
-def preamble(dtype: str, out_dtype: str, epilogue: tuple[Epilogue, ...]) -> str:
-    """The definitions of InputT, AccT, OutputT, VECTORS, SCALARS, EPILOGUE and Finish.
+    """:func:`finish` behind ``struct Config``, and the types that it names.
 
     ``Finish(read)`` reads scalars by ``read(k)`` and addresses of vectors by ``read.vector(k)``.
     The finished value of an output feature is then ``finish(v, feature)``. With summands it is
     ``finish(v, feature, given)``, where ``given`` has an element of each summand, in order.
     ``finish.reads(k)`` says whether a summand counts: if not, it is not read and ``given[k]`` is 0.
     """
-    return f"""#include "common/types.cuh"
-#include "common/math.cuh"
-
-{config.text(facts(dtype, out_dtype, epilogue))}
-using OutputT = Config::OutputT;
-constexpr int VECTORS = Config::VECTORS;
-constexpr int SCALARS = Config::SCALARS;
-constexpr bool EPILOGUE = Config::EPILOGUE;
-{typed_finish(epilogue)}"""
+    types = "using InputT = Config::InputT;\nusing AccT = Config::AccT;\n\n"
+    return types + finish(epilogue, name)
 
 
 def finish(epilogue: tuple[Epilogue, ...], name: str = "Finish") -> str:

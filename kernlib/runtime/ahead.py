@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 from kernlib.descriptors.epilogues import Product as Descriptor
 from kernlib.errors import UnsupportedError
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.choice import Choice
+from kernlib.lowering.kernel import Choice
 from kernlib.runtime import devices, tuned
 from kernlib.runtime.arguments import check_names, parameters_of, readable, refuse_out_of_recorded
 from kernlib.runtime.devices import allocator

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from kernlib.jit import tuning
-from kernlib.lowering.choice import Choice
+from kernlib.lowering.kernel import Choice
 from kernlib.runtime.devices import Model
 
 

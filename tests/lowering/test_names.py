@@ -7,7 +7,7 @@ import torch
 
 import kernlib as kl
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.names import named
+from kernlib.lowering.kernel import named
 from tests.architecture.golden_cases import compiled
 from tests.support.compiled_kernels import compiled as cubin_of
 

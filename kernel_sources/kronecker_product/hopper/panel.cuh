@@ -133,7 +133,6 @@ __device__ __forceinline__ short* handed(const Parameters& parameters, i64 row, 
 
 // The threads that share a tile.
 __device__ __forceinline__ int group_number() { return threadIdx.x / GROUP_THREADS; }
-__device__ __forceinline__ bool leads_group() { return threadIdx.x % GROUP_THREADS == 0; }
 __device__ __forceinline__ void sync_group() { sync_threads(1 + group_number(), GROUP_THREADS); }
 
 constexpr int BIAS = 1 << 15;  // of exponents among unsigned numbers

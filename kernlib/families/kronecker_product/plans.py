@@ -16,8 +16,8 @@ from kernlib.families.kronecker_product import reference
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.lowering import by_torch, choose
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.kernel import Choice
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import expressions, tuned
 from kernlib.runtime.arguments import address_of, folded, no_autocast

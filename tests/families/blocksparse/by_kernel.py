@@ -5,8 +5,7 @@ from __future__ import annotations
 from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Scope, Sdd, Spmm
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
 HALVES = ("float16", "bfloat16")

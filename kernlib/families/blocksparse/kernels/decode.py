@@ -15,9 +15,8 @@ from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Lowered, Step
 
 COLUMNS = (8, 16)

@@ -11,8 +11,7 @@ from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 from kernlib.lowering.wgmma import multiply
 

@@ -13,10 +13,8 @@ from typing import ClassVar, NamedTuple
 from kernlib.families.blocksparse.lowering.problem import Blocks
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.names import named
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 INDICES = {"int32": "int", "int64": "i64"}

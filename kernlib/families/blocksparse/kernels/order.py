@@ -8,10 +8,8 @@ from typing import NamedTuple
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.names import named
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
 
 THREADS, MOST_UNITS = 1024, 4096

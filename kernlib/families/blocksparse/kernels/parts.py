@@ -13,8 +13,8 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Kernel
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Step
 
 COUNTS = (2, 4, 8, 16, 32)  # of a sum

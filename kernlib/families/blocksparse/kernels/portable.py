@@ -20,11 +20,10 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.config import Constant
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 MOST_X, MOST_Y = 2**31 - 1, 65535  # of a grid

@@ -17,9 +17,8 @@ from kernlib.families.blocksparse.lowering.problem import Sdd
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.wgmma import multiply
 

@@ -13,8 +13,7 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering.problem import Scope, Sdd, Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
 PACKAGE = "kernlib.families.blocksparse.kernels"
@@ -46,7 +45,7 @@ def lower(
 def candidates(problem: Spmm | Sdd, arch: str) -> list[Choice]:
     """What :func:`lower` can choose for a problem, by preference: each the name of a kernel and its
     knobs."""
-    return [option.choice for option in kernel.options(_kernels(problem), problem, arch)]
+    return kernel.candidates(_kernels(problem), problem, arch)
 
 
 def default(problem: Spmm | Sdd, multiprocessors: int, arch: str) -> Choice:

@@ -16,9 +16,9 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.config import Fact
-from kernlib.lowering.fields import Fields
+from kernlib.lowering.kernel import Choice
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.tma import TensorMap
 

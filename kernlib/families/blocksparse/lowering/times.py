@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.choice import Choice
+from kernlib.lowering.kernel import Choice
 
 ADDING_UP = 1.0  # of the launch of parts.cuh behind another
 BYTES = 3.6e6  # a microsecond, of results and of parts

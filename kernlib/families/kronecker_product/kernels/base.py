@@ -14,8 +14,7 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.names import named
+from kernlib.lowering.kernel import Gpu, Kernel, named
 from kernlib.lowering.steps import Lowered, Step
 
 FAMILY = "kronecker_product"

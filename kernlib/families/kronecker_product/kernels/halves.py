@@ -19,9 +19,8 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.kernel import Choice, Gpu
 
 # Half-precision numbers that one of a dtype is in shared memory.
 WORDS_OF = {"float16": 1, "bfloat16": 1, "float32": 2}

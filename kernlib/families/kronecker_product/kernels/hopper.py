@@ -33,10 +33,9 @@ from kernlib.families.kronecker_product.lowering.slabs import EXPONENT_BYTES, MO
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.kernel import Choice, Gpu
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 

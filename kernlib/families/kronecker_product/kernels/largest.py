@@ -7,10 +7,8 @@ from typing import NamedTuple
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.names import named
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Step
 
 THREADS, CHUNK, COLUMNS = 256, 8, 64  # as in largest.cuh

@@ -19,10 +19,9 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.kernel import Choice, Gpu
 
 LINE = 32  # elements: what a tile's size is a multiple of
 MOST_WARPS = 16

@@ -9,10 +9,8 @@ from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.names import named
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Step
 
 LANES, GROUPS, MOST_MERGED = 32, 16, 256  # as in sum.cuh

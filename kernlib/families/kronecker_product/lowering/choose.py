@@ -24,9 +24,8 @@ from kernlib.families.kronecker_product.lowering.runs import Run, split
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
 from kernlib.lowering.arithmetic import round_up
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import WORKSPACE, Lowered
 
 

@@ -13,8 +13,7 @@ from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 
 HEADER = "kronecker_product/types.cuh"  # what generated texts name
 TICKET_BYTES = 96  # of shared memory, for what one thread finds for all

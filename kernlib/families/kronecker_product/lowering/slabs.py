@@ -18,8 +18,7 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 SLAB_BYTES = 4 << 20  # of what one run hands to the next

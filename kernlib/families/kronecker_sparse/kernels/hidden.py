@@ -12,9 +12,8 @@ from kernlib.families.kronecker_sparse.lowering.problem import Layout, Pattern, 
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Step
 from kernlib.lowering.wgmma import multiply
 

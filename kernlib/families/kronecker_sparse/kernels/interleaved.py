@@ -20,11 +20,9 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Lowered, Step
 from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply

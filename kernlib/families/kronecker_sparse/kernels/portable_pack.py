@@ -8,9 +8,8 @@ from kernlib.families.kronecker_sparse.lowering.problem import Layout, Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Step
 
 THREADS = 256

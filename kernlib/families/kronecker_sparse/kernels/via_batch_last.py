@@ -40,9 +40,8 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     is_deep,
 )
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.kernel import Choice, Gpu
 from kernlib.lowering.steps import Lowered, Step
 
 WORKSPACE = 2**30  # bytes of a transposed slice of x and of the result, beside the packed weight

@@ -18,10 +18,8 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     Scope,
 )
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import choice as choices
 from kernlib.lowering import kernel
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import Lowered, Step
 
 __all__ = [
@@ -57,8 +55,8 @@ def lower(
     may be text), else by rule, which answers None where ``torch_may`` compute the call and takes
     clearly less time. Raises UnsupportedError for sizes no grid can hold."""
     gpu = Gpu(arch, multiprocessors)
-    tuned = choices.named(choice, candidates(problem, arch)) if choice else None
-    option = kernel.choose(kernels(), problem, gpu, tuned)
+    tuned = kernel.match(choice, kernel.options(kernels(), problem, arch)) if choice else None
+    option = tuned or kernel.choose(kernels(), problem, gpu)
     if torch_may and tuned is None and by_torch.gains(problem, option.choice, gpu):
         return None
     return option.kernel.launch(epilogue, problem, gpu, option.knobs)
@@ -67,7 +65,7 @@ def lower(
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """What :func:`lower` can choose for a problem, by rank: each the name of a kernel and its
     knobs. There is always one."""
-    return [option.choice for option in kernel.options(kernels(), problem, arch)]
+    return kernel.candidates(kernels(), problem, arch)
 
 
 def default(problem: Problem, multiprocessors: int, arch: str) -> Choice:

@@ -26,8 +26,7 @@ from kernlib.families.pairwise.lowering.problem import (
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Constant
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Lowered, Step
 
 

@@ -46,10 +46,9 @@ from kernlib.families.pairwise.lowering.problem import (
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import DTYPES, outputs
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.kernel import Choice, Gpu
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Lowered, Step
 
 SMALL_COST = 1.2  # of a pair in a small tile, beside one in a big one

@@ -31,10 +31,8 @@ from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.names import named
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 TILED = ("matmul", "sum")  # reductions that tiles compute

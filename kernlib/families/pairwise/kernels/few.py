@@ -31,8 +31,8 @@ from kernlib.families.pairwise.lowering.problem import (
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, outputs
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Lowered, Step
 
 WARPS = THREADS // 32

@@ -14,8 +14,7 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, outputs
-from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.names import named
+from kernlib.lowering.kernel import Gpu, Kernel, named
 from kernlib.lowering.steps import Lowered
 
 THREADS = 256

@@ -16,10 +16,8 @@ from kernlib.families.pairwise.lowering.problem import MAX_TILES, types
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.choice import Choice
 from kernlib.lowering.dtypes import FLOAT_SUMS
-from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.names import named
+from kernlib.lowering.kernel import Choice, Gpu, Kernel, named
 from kernlib.lowering.steps import Lowered
 
 SIGN = "AbsSlope"

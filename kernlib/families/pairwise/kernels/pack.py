@@ -13,9 +13,8 @@ from kernlib.families.pairwise.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
 
 GROUP = 8  # points of a block

@@ -53,9 +53,8 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Constant, Fact
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.names import named
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.kernel import named
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 

@@ -15,9 +15,8 @@ from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.families.pairwise.lowering.wide import TILE_N, exponent_of
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import round_up
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
 
 if TYPE_CHECKING:

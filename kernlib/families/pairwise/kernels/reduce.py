@@ -35,7 +35,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Fact
 from kernlib.lowering.division import split
-from kernlib.lowering.names import named
+from kernlib.lowering.kernel import named
 from kernlib.lowering.steps import Lowered, Step
 
 

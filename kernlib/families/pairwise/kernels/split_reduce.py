@@ -31,8 +31,7 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 

@@ -41,9 +41,8 @@ from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import FLOAT_SUMS
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.names import named
+from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 # Lengths of lists, each with the threads of a block of the small kernel, so that several blocks

@@ -13,8 +13,7 @@ from kernlib.families.pairwise.kernels.few import Few
 from kernlib.families.pairwise.lowering.problem import Call, Problem, Scope
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
 ON_LANES: tuple[Kernel, ...] = (Few(), DIRECT)
@@ -56,9 +55,7 @@ def lower(
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
-    scope = Scope(dtypes, arch)
-    every = (spec for each in _kernels(descriptor) for spec in each.specs(descriptor, scope, arch))
-    return list(dict.fromkeys(every))
+    return kernel.specs(_kernels(descriptor), descriptor, Scope(dtypes, arch), arch)
 
 
 def _kernels(descriptor: Pairwise) -> tuple[Kernel, ...]:

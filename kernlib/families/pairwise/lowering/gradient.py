@@ -13,8 +13,7 @@ from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Lowered, Step
 
 # Whose addresses the parameter struct starts with, and the numbers behind them.

@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
+from kernlib.lowering.parameters import Fields
 
 TABLE_OPERANDS = ("a_codes", "b_codes", "tables")  # whose addresses stand ahead of the points'
 MOST_ELEMENTS = 2**30 - 1  # of all tables, so that places in them add up within an int

@@ -13,8 +13,7 @@ from kernlib.families.pairwise.lowering.layout import Layout, group_bytes
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.config import Constant, Fact
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.names import named
+from kernlib.lowering.kernel import Kernel, named
 
 THREADS = 256
 TILE_K = 16

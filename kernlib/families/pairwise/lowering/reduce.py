@@ -27,7 +27,7 @@ from kernlib.jit import targets
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.division import MAX_PLACES, Sums, split
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.lowering.fields import Fields
+from kernlib.lowering.parameters import Fields
 
 SMALL_K = 16
 WIDTHS = (1, 2, 4, 8, 16)  # columns of v that a launch takes

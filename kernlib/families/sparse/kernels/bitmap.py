@@ -18,9 +18,8 @@ from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.config import Constant
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 AT_ONCE = 16  # vectors of a launch

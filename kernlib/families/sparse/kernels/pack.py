@@ -14,9 +14,8 @@ from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, Scope
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
 
 THREADS = 256

@@ -26,8 +26,8 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Lowered, Step
 
 COLUMNS = (8, 4, 2, 1)  # vectors that a block takes at a time

@@ -27,9 +27,8 @@ from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 MOST_COLUMNS = 16  # columns of x that one call takes

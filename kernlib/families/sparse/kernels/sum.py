@@ -13,8 +13,8 @@ from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, Scope
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Kernel
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Step
 
 THREADS = 128

@@ -39,9 +39,7 @@ def codecs(format: str) -> tuple[Kernel, ...]:
 
 def codec_specs(format: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
     """The specs of :func:`codecs` for some dtypes."""
-    scope = Scope(format, dtypes, "")
-    every = (spec for each in codecs(format) for spec in each.specs((), scope, ""))
-    return list(dict.fromkeys(every))
+    return kernel.specs(codecs(format), (), Scope(format, dtypes, ""), "")
 
 
 def takes(problem: Problem, arch: str) -> bool:
@@ -67,6 +65,4 @@ def variants(
     format: str, epilogue: tuple[Epilogue, ...], dtypes: tuple[str, ...], arch: str
 ) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose; none for a format without kernels."""
-    scope = Scope(format, dtypes, arch)
-    every = (spec for each in kernels(format) for spec in each.specs(epilogue, scope, arch))
-    return list(dict.fromkeys(every))
+    return kernel.specs(kernels(format), epilogue, Scope(format, dtypes, arch), arch)

@@ -14,8 +14,8 @@ from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets
 from kernlib.lowering import kernel, product_source
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Lowered
 from tests.families.blocksparse.emulated import GATES, Case, error
 from tests.families.blocksparse.products import Operands

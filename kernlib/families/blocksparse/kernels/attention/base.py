@@ -8,9 +8,8 @@ from kernlib.families.blocksparse.lowering.attention import score_source
 from kernlib.families.blocksparse.lowering.attention.problem import Operand, Score
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.config import Fact
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.names import named
+from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.parameters import Fields
 
 HALVES = ("float16", "bfloat16")
 SIDES = (16, 32, 64, 128)  # of blocks

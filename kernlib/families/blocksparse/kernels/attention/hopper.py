@@ -22,8 +22,7 @@ from kernlib.families.blocksparse.lowering.attention.problem import Attention, O
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.kernel import Choice, Gpu
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.tma import TensorMap

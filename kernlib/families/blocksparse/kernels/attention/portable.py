@@ -25,8 +25,7 @@ from kernlib.families.blocksparse.lowering.attention.problem import Attention, S
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import round_up
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.kernel import Choice, Gpu
 from kernlib.lowering.parameters import Parameters
 from kernlib.lowering.steps import Lowered, Step
 

@@ -16,8 +16,7 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
 )
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
 # By role. Those of gradients are loaded where a gradient is asked for.
@@ -52,7 +51,7 @@ def lower(
 def candidates(problem: Attention | AttentionGradient, arch: str) -> list[Choice]:
     """What :func:`lower` can choose for a problem, by preference: each the name of a kernel and its
     knobs."""
-    return [option.choice for option in kernel.options(_kernels(problem), problem, arch)]
+    return kernel.candidates(_kernels(problem), problem, arch)
 
 
 def variants(

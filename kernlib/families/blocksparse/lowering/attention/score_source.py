@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from kernlib.families.blocksparse.lowering.attention.problem import Attention, Collected, Score
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 
 # The scalars of each launch, in order. On the device scale and dropout_p are float32, the rest
 # int64; on the host a window without an end on one side has 2**30 there.

@@ -13,7 +13,7 @@ from kernlib.families.sparse.lowering.problem import Scope
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import BITS, DTYPES
-from kernlib.lowering.fields import Fields
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Step
 
 CHUNK_ROWS, CHUNK_COLUMNS = 16, 256

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.config import Fact
-from kernlib.lowering.fields import Fields
 from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Step
 
 

@@ -12,7 +12,7 @@ from kernlib.families.sparse.lowering.problem import Scope
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import BITS, DTYPES
-from kernlib.lowering.fields import Fields
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Step
 
 ROWS = 4  # of a CTA, a warp each

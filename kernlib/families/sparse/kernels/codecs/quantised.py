@@ -12,7 +12,7 @@ from kernlib.families.sparse.lowering.problem import Scope
 from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.lowering.config import Constant, Fact
 from kernlib.lowering.dtypes import BITS, DTYPES
-from kernlib.lowering.fields import Fields
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Step
 
 

@@ -14,8 +14,7 @@ from kernlib.families.blocksparse.lowering.attention.problem import AttentionGra
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Step
 
 THREADS = 256

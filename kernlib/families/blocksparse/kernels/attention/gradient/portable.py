@@ -23,10 +23,8 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.choice import Choice
-from kernlib.lowering.fields import Fields
-from kernlib.lowering.kernel import Gpu
-from kernlib.lowering.parameters import Parameters
+from kernlib.lowering.kernel import Choice, Gpu
+from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 WARPS = 4
