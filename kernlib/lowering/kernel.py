@@ -161,7 +161,8 @@ def kernels(package: str, role: str = "") -> tuple[Kernel, ...]:
 def classes(package: str) -> frozenset[type[Kernel]]:
     """The classes of kernels that the modules of a package define; what has no header is the base
     of some."""
-    names = (module.name for module in pkgutil.iter_modules(import_module(package).__path__))
+    modules = pkgutil.iter_modules(import_module(package).__path__)
+    names = (module.name for module in modules if not module.ispkg)
     values = [each for name in names for each in vars(import_module(f"{package}.{name}")).values()]
     kinds = (each for each in values if isinstance(each, type) and issubclass(each, Kernel))
     return frozenset(kind for kind in kinds if hasattr(kind, "header"))

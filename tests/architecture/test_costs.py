@@ -66,7 +66,8 @@ FIRST_CALLS = {
     "kl.run_kernel(kl.KroneckerSparse(16, 64, 64, 1), t(256, 1024), t(16, 64, 64, 1))": 78,
     "kl.kron_matmul(t(256, 4096), [t(16, 16) for _ in range(3)])": 86,
     "kl.blocksparse.dsd(t(77, 64, 64), t(1024, 256), layout(64))": 91,
-    "kl.blocksparse.attention(*[t(2, 8, 2048, 128).half()] * 3, layout(128))": 100,
+    "kl.blocksparse.sdd(t(1024, 256), t(256, 1024), layout(64))": 91,
+    "kl.blocksparse.attention(*[t(2, 8, 2048, 128).half()] * 3, layout(128))": 95,
 }
 
 
@@ -125,7 +126,8 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] == "kernlib
 
 
 @pytest.mark.few(0)
-def test_attention_loads_nothing_of_other_block_sparse_operations():
+def test_attention_on_a_cpu_loads_nothing_of_other_block_sparse_operations():
+    """But what its reference has of softmax's."""
     program = """
 import json, sys, torch, kernlib as kl
 layout = kl.blocksparse.Layout([[1, 0], [1, 1]], 16)
@@ -139,8 +141,9 @@ print(json.dumps([name for name in sys.modules if name.startswith("kernlib.famil
         assert f"{home}.{name}" not in loaded
 
 
-def test_a_first_call_of_attention_loads_no_module_of_gradients():
-    """And none of scores, where there is none."""
+def test_attention_loads_nothing_of_other_block_sparse_operations():
+    """On a GPU no module of theirs, and of kernels those of its forward pass: none of gradients,
+    and none of scores, where there is none."""
     program = """
 import json, sys, pytest, torch, kernlib as kl
 from tests.architecture import golden_launches
@@ -150,10 +153,13 @@ tensors = [t.as_subclass(OnGpu) for t in host.tensors]
 golden_launches.install(pytest.MonkeyPatch())
 qkv = [golden_launches.normal(1, 2, 256, 64, dtype=torch.bfloat16) for _ in range(3)]
 kl.blocksparse.attention(*qkv, kl.blocksparse.Layout.from_layout(host.text, tensors))
-print(json.dumps([name for name in sys.modules if name.startswith("kernlib.")]))
+print(json.dumps([name for name in sys.modules if name.startswith("kernlib.families.")]))
 """
-    loaded = printed(program)
     home = "kernlib.families.blocksparse"
-    assert f"{home}.kernels.attention.hopper" in loaded
-    others = ("kernels.attention.gradient.", "lowering.attention.score_struct")
-    assert not [name for name in loaded if name.startswith(tuple(f"{home}.{n}" for n in others))]
+    loaded = {name.removeprefix(f"{home}.") for name in printed(program)}
+    kernels = {f"kernels.{name}" for name in ("order", "attention")}
+    kernels |= {f"kernels.attention.{name}" for name in ("base", "hopper", "portable")}
+    assert {name for name in loaded if name.startswith("kernels.")} == kernels
+    assert "attention.operation" in loaded and "lowering.attention.score_struct" not in loaded
+    others = ("softmax", "scaled", "plans", "operation", "lowering.choose", "lowering.softmax")
+    assert not [name for name in loaded if name.startswith(others)]

@@ -14,7 +14,7 @@
 // right operand's lanes have the same. So blocks of 16 go two by two. 4 KB of blocks are on their
 // way for each of at least 16 warps a multiprocessor.
 //
-// Facts and struct Fixed: class Decode of kernlib/families/blocksparse/kernels/decode.py.
+// Facts and struct Fixed: class Decode of kernlib/families/blocksparse/kernels/spmm/decode.py.
 #pragma once
 
 #include "blocksparse/summands.cuh"

@@ -20,7 +20,7 @@
 // whichever dimension is contiguous. Results go by shared memory and tensor copies too.
 //
 // Facts, struct Fixed and multiply(...), one wgmma of 64 x TILE_COLUMNS by 16: class Hopper of
-// kernlib/families/blocksparse/kernels/hopper.py.
+// kernlib/families/blocksparse/kernels/spmm/hopper.py.
 #pragma once
 
 #include "blocksparse/hopper/tile.cuh"

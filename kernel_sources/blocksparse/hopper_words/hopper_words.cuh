@@ -21,7 +21,7 @@
 // 768 clocks of wgmma go on. Stages are 64 KB, three of them; results are stored from registers.
 //
 // Facts, struct Fixed and multiply(...), one wgmma of 64 x 128 by 16, operands along the depth:
-// class HopperWords of kernlib/families/blocksparse/kernels/hopper_words.py.
+// class HopperWords of kernlib/families/blocksparse/kernels/spmm/hopper_words.py.
 #pragma once
 
 #include "blocksparse/hopper/run.cuh"

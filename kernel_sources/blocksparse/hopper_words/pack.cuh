@@ -7,7 +7,7 @@
 // each, so 256 bytes, at a time. What is contiguous along rows is turned in shared memory. Slots
 // that hold no block are not read.
 //
-// Struct Fixed: class PackWords of kernlib/families/blocksparse/kernels/pack_words.py.
+// Struct Fixed: class PackWords of kernlib/families/blocksparse/kernels/spmm/hopper_words.py.
 #pragma once
 
 #include "blocksparse/hopper_words/format.cuh"

@@ -17,7 +17,7 @@
 //
 // The generated source defines multiply(...) before it includes this file: one wgmma of
 // 64 x BLOCK by 16, its left operand in registers. Facts and struct Fixed: class Narrow of
-// kernlib/families/blocksparse/kernels/narrow.py.
+// kernlib/families/blocksparse/kernels/spmm/narrow.py.
 #pragma once
 
 #include "blocksparse/hopper/parameters.cuh"

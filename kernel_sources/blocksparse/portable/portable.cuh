@@ -19,7 +19,7 @@
 // its part of the depth, so many blocks whether they are stored or not, in a workspace, for
 // parts/parts.cuh to add up.
 //
-// Facts and struct Fixed: class Portable of kernlib/families/blocksparse/kernels/portable.py.
+// Facts and struct Fixed: class Portable of kernlib/families/blocksparse/kernels/spmm/portable.py.
 #pragma once
 
 #include "blocksparse/parts/overlap.cuh"

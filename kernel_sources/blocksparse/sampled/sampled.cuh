@@ -15,7 +15,7 @@
 // Where CTAs are few and sums long, several share a sum: each leaves that of its part of the depth
 // in a workspace, for parts/parts.cuh to add up.
 //
-// Facts and struct Fixed: class Sampled of kernlib/families/blocksparse/kernels/sampled.py.
+// Facts and struct Fixed: class Sampled of kernlib/families/blocksparse/kernels/sdd/sampled.py.
 #pragma once
 
 #include "blocksparse/parts/overlap.cuh"

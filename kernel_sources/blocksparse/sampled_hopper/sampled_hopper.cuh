@@ -14,7 +14,7 @@
 // step, one by one they are 102 multiprocessors' 32 KB.
 //
 // Facts, struct Fixed and multiply(...), one wgmma of 64 x COLS by 16: class SampledHopper of
-// kernlib/families/blocksparse/kernels/sampled_hopper.py.
+// kernlib/families/blocksparse/kernels/sdd/sampled_hopper.py.
 #pragma once
 
 #include "blocksparse/hopper/ring.cuh"

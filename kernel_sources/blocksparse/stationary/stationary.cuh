@@ -33,7 +33,8 @@
 //
 // Sums are in order of depth, one after the other: bits depend on neither layout nor batch.
 //
-// Facts and struct Fixed: class Stationary of kernlib/families/blocksparse/kernels/stationary.py.
+// Facts and struct Fixed: class Stationary of
+// kernlib/families/blocksparse/kernels/sdd/stationary.py.
 #pragma once
 
 #include "blocksparse/stationary/fragments.cuh"

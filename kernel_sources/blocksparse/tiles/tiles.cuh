@@ -18,7 +18,7 @@
 // Sums are in order of depth, one after the other: bits depend on neither layout nor batch.
 //
 // Facts, struct Fixed and multiply(...), one wgmma of 64 x 256 by 16: class Tiles of
-// kernlib/families/blocksparse/kernels/tiles.py.
+// kernlib/families/blocksparse/kernels/sdd/tiles.py.
 #pragma once
 
 #include "blocksparse/clear.cuh"

@@ -11,8 +11,8 @@ from kernlib.lowering.steps import Lowered
 HALVES = ("float16", "bfloat16")
 
 
-def kernel_of(name: str, among: tuple[Kernel, ...] = choose.SPMM) -> Kernel:
-    return next(kernel for kernel in among if kernel.name == name)
+def kernel_of(name: str, role: str = "spmm") -> Kernel:
+    return next(kernel for kernel in choose.kernels(role) if kernel.name == name)
 
 
 def lower(

@@ -50,14 +50,10 @@ class Order(Kernel):
 
     def step(self, units: int, problem: Spmm, first: int) -> Step:
         """The launch for a problem of so many units, whose counter gives ``first`` first."""
-        blocks = problem.blocks
-        size, lines, depth = blocks.rows, blocks.grid_rows, blocks.grid_cols
-        words, name = blocks.row_words, "row_bits"
-        if problem.transposed:
-            size, lines, depth = blocks.cols, depth, lines
-            words, name = blocks.col_words, "col_bits"
-        numbers = {"groups": _groups(problem), "units": units, "lines": lines, "words": words}
-        return self.step_of(TILE_LINES // size, name, first, **numbers, **keys(depth))
+        op, name = problem.op, "col_bits" if problem.transposed else "row_bits"
+        numbers = {"groups": _groups(problem), "units": units, "lines": op.grid_rows}
+        numbers |= {"words": op.row_words, **keys(op.grid_cols)}
+        return self.step_of(TILE_LINES // op.rows, name, first, **numbers)
 
     def step_of(self, group: int, name: str, first: int, words: int, **numbers: int) -> Step:
         """The launch for tiles of so many lines of blocks, whose bits are called ``name``, and with

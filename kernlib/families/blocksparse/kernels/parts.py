@@ -4,7 +4,7 @@ order and finishes the result."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.lowering import summands
@@ -15,7 +15,7 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Kernel
 from kernlib.lowering.parameters import Fields
-from kernlib.lowering.steps import WORKSPACE, Step
+from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
 COUNTS = (2, 4, 8, 16, 32)  # of a sum
 RUN, OWNERS, SHARES = 4, 64, 4  # of parts.cuh
@@ -76,6 +76,16 @@ def counts(sums: Sums, most: int) -> list[int]:
     return [n for n in COUNTS if n <= most and 4 * n * sums.elements <= MOST_BYTES]
 
 
+def target(problem: Spmm | Sdd, whole_stores: bool, sums: Sums | None = None) -> dict[str, Any]:
+    """Where a launch leaves its results, as members of struct Fixed: the problem's, or those of
+    parts of the depth."""
+    if sums is not None:
+        return {"out_view": sums.side, "part_stride": sums.elements, "whole_stores": True}
+    out = problem.values if isinstance(problem, Sdd) else problem.out
+    beside = summands.values(problem.summands)
+    return {"out_view": out[:4], "part_stride": 0, "whole_stores": whole_stores, **beside}
+
+
 class Parts(Kernel):
     """A block of threads has 64 runs of four results, whose parts four threads each add up."""
 
@@ -129,6 +139,22 @@ class Parts(Kernel):
             text.scalar_count(epilogue),
             overlaps=arch not in OLDER,
         )
+
+    def behind(
+        self,
+        main: Step,
+        epilogue: tuple[Epilogue, ...],
+        problem: Spmm | Sdd,
+        sums: Sums,
+        parts: int,
+        arch: str,
+    ) -> Lowered:
+        """The launches of so many parts, each of which is computed as ``main`` computes one."""
+        tiles, batches = main.grid
+        pointers = (*main.pointers[:-1], (WORKSPACE, 0))
+        main = main._replace(grid=(tiles * parts, batches), pointers=pointers)
+        last = self.step(epilogue, problem, sums, parts, arch)
+        return Lowered((main, last), 4 * sums.elements * parts)
 
     def axes(
         self, epilogue: tuple[Epilogue, ...], scope: tuple[tuple[str, ...], bool]

@@ -140,3 +140,6 @@ class Scaled(Kernel):
         source = self.source(facts, *texts, includes=hopper.INCLUDES)
         shared = hopper.shared_bytes(stage_bytes)
         return self.named_spec(source, hopper.THREADS, shared, dtype, words)
+
+
+SCALED = Scaled()

@@ -32,8 +32,8 @@ THREADS = 256
 WARPS = THREADS // 32
 CHUNK_BYTES = 16
 TEAMS = (1, 2, 4, 8)  # warps that may share a row
-HELD = (2, 8)  # chunks of a thread: the latter are 64 elements of a half type
-HELD_BESIDE_ALL = (2, 4)  # where rpe and both masks take registers too
+CHUNKS = (2, 8)  # chunks of a thread: the latter are 64 elements of a half type
+CHUNKS_BESIDE_ALL = (2, 4)  # where rpe and both masks take registers too
 ACROSS = (16, 32, 64, 128)  # columns of a block
 MOST_DOWN = 65535  # of a grid
 NONE = Operand((0,) * 5)
@@ -63,7 +63,7 @@ class Rows(Kernel):
 
         dtype: str
         columns: int
-        held: int
+        chunks: int  # of a thread
         vectors: bool
 
     def takes(self, problem: Softmax | Gradient, arch: str = "") -> bool:
@@ -80,7 +80,7 @@ class Rows(Kernel):
         """The launch of a problem, on any GPU."""
         blocks, dtype = problem.blocks, problem.dtype
         vectors = _vectors(problem)
-        held, warps = width(dtype, blocks, _chunks(options, vectors))
+        chunks, warps = width(dtype, blocks, _chunks(options, vectors))
         rows = rows_of(dtype, blocks.cols)
         batch, tasks = math.prod(problem.batch), blocks.rows // rows
         fixed = self.fixed.pack(
@@ -97,7 +97,7 @@ class Rows(Kernel):
             unused=0,
         )
         step = Step(
-            self.spec(options, self.Variant(dtype, blocks.cols, held, vectors)),
+            self.spec(options, self.Variant(dtype, blocks.cols, chunks, vectors)),
             (
                 max(1, ceil_div(_lines(blocks) * tasks, WARPS // warps)),
                 min(max(1, batch), MOST_DOWN),
@@ -113,26 +113,26 @@ class Rows(Kernel):
         return {
             "dtype": dtypes,
             "columns": ACROSS,
-            "held": sorted({*HELD, *_chunks(options, True)}),
+            "chunks": sorted({*CHUNKS, *_chunks(options, True)}),
             "vectors": (True, False),
         }
 
     def is_legal(self, variant: Variant, options: Options | None, dtypes: tuple[str, ...]) -> bool:
         """Whether a thread may have so many chunks."""
-        return variant.held in _chunks(options, variant.vectors)
+        return variant.chunks in _chunks(options, variant.vectors)
 
     def spec(self, options: Options | None, variant: Variant, arch: str = "") -> KernelSpec:
         """The specification of a variant."""
-        dtype, columns, held, vectors = variant
+        dtype, columns, chunks, vectors = variant
         facts = {
             "InputT": DTYPES[dtype].cuda,
-            "CHUNKS": held,
+            "CHUNKS": chunks,
             "BLOCK_COLUMNS": columns,
             "VECTORS": vectors,
             "PARAMETER_BYTES": Parameters(len(self.operands), self.fixed.format, 1).size,
             **self.facts(options, dtype),
         }
-        words = [dtype, f"x{columns}", f"{held} chunks", *["strided"] * (not vectors)]
+        words = [dtype, f"x{columns}", f"{chunks} chunks", *["strided"] * (not vectors)]
         if options is not None:
             words += ["causal"] * options.causal + ["rpe"] * options.rpe
             kinds = ("key", options.key), ("attn", options.attn)
@@ -219,7 +219,7 @@ def rows_of(dtype: str, columns: int) -> int:
     return max(1, 8 * CHUNK_BYTES // (columns * DTYPES[dtype].bytes))
 
 
-def width(dtype: str, blocks: Blocks, chunks: tuple[int, ...] = HELD) -> tuple[int, int]:
+def width(dtype: str, blocks: Blocks, among: tuple[int, ...] = CHUNKS) -> tuple[int, int]:
     """Chunks of a thread, of those that there are, and warps of a row that hold the rows a layout
     is likely to have: of the mean number of blocks and three standard deviations more, as chance
     would place them. The fewest warps, each of which waits for most of its row at once."""
@@ -228,19 +228,19 @@ def width(dtype: str, blocks: Blocks, chunks: tuple[int, ...] = HELD) -> tuple[i
     empty = max(0.0, 1 - mean / blocks.grid_cols) if lines else 0.0
     likely = min(blocks.grid_cols, mean + 3 * math.sqrt(mean * empty))
     at_once = 32 * CHUNK_BYTES // (rows_of(dtype, blocks.cols) * blocks.cols * DTYPES[dtype].bytes)
-    for warps, held in product(TEAMS, chunks):
-        if held * warps * at_once >= likely:
-            return held, warps
-    return chunks[-1], TEAMS[-1]
+    for warps, chunks in product(TEAMS, among):
+        if chunks * warps * at_once >= likely:
+            return chunks, warps
+    return among[-1], TEAMS[-1]
 
 
 def _chunks(options: Options | None, vectors: bool) -> tuple[int, ...]:
     """Chunks that a thread may have. Those of which each element is read alone are few: they are
     slow for that, and such code is long."""
     if not vectors:
-        return HELD[:1]
+        return CHUNKS[:1]
     is_all = options is not None and None not in (options.key, options.attn) and options.rpe
-    return HELD_BESIDE_ALL if is_all else HELD
+    return CHUNKS_BESIDE_ALL if is_all else CHUNKS
 
 
 def _lines(blocks: Blocks) -> int:

@@ -16,11 +16,10 @@ from kernlib.lowering import kernel
 from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
-PACKAGE = "kernlib.families.blocksparse.kernels"
 
-
-SPMM = kernel.kernels(PACKAGE, "spmm")
-SDD = kernel.kernels(PACKAGE, "sdd")
+def kernels(role: str) -> tuple[Kernel, ...]:
+    """Those of products, "spmm", or of sampled ones, "sdd", loaded at the first call for them."""
+    return kernel.kernels(f"kernlib.families.blocksparse.kernels.{role}", role)
 
 
 def takes(problem: Spmm | Sdd, arch: str) -> bool:
@@ -64,10 +63,9 @@ def variants(
     """Every spec that :func:`lower` can choose for products of a mode, "sdd", "dsd" or "dds", with
     blocks of so many rows and columns, whatever their sizes, strides and alignment. ``precision``
     is float32's, None for both."""
-    scope, among = Scope(block, dtypes, precision, arch), SDD if mode == "sdd" else SPMM
-    every = (spec for each in among for spec in each.specs(epilogue, scope, arch))
-    return list(dict.fromkeys(every))
+    scope = Scope(block, dtypes, precision, arch)
+    return kernel.specs(kernels("sdd" if mode == "sdd" else "spmm"), epilogue, scope, arch)
 
 
 def _kernels(problem: Spmm | Sdd) -> tuple[Kernel, ...]:
-    return SDD if isinstance(problem, Sdd) else SPMM
+    return kernels("sdd" if isinstance(problem, Sdd) else "spmm")

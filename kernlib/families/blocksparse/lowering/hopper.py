@@ -6,12 +6,13 @@ The copy engine wants strides of whole 16 bytes; other layouts go to the portabl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf
+
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.kernels import portable
 from kernlib.families.blocksparse.kernels.order import MOST_UNITS, ORDER
-from kernlib.families.blocksparse.lowering import summands, times
-from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm
-from kernlib.families.blocksparse.lowering.times import fewest_rounds
+from kernlib.families.blocksparse.lowering import summands
+from kernlib.families.blocksparse.lowering.problem import Dense, Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
@@ -114,18 +115,30 @@ def is_for_maps(problem: Spmm, arch: str) -> bool:
     )
 
 
-def is_faster(problem: Spmm, step: float, width: int, multiprocessors: int) -> bool:
-    """Whether a kernel of tiles of so many columns, with so many microseconds for a step of 64
-    along the depth, takes less time by rule than the portable kernel."""
+def microseconds(problem: Spmm, step: float, width: int, multiprocessors: int) -> float:
+    """What a kernel of tiles of so many columns takes by rule, with so many microseconds for a step
+    of 64 along the depth; infinite for few columns."""
     if problem.columns <= FEW_COLUMNS:
-        return False
-    blocks, tiles = problem.blocks, tiles_of(problem, width)
-    lines, depth = (blocks.cols, blocks.rows) if problem.transposed else blocks[:2]
-    stored = portable.depth_blocks(problem) * times.filled(blocks.density, TILE_LINES // lines)
+        return inf
+    op, tiles = problem.op, tiles_of(problem, width)
+    stored = op.grid_cols * op.filled(TILE_LINES // op.rows)
     stored = max(stored, min(1.0, multiprocessors / tiles))  # one tile at least has a block
     rounds = max(1.0, tiles / multiprocessors + 0.5)
-    own = START + rounds * (STORES[width] + stored * depth / ROW * step)
-    return own <= portable.best_microseconds(problem, ARCH, multiprocessors)
+    return START + rounds * (STORES[width] + stored * op.cols / ROW * step)
+
+
+def fewest_rounds(
+    choices: list[Choice], tiles: Callable[[Choice], tuple[int, int]], multiprocessors: int
+) -> Choice:
+    """The first of the choices whose tiles take the least time: their number is rounded up to whole
+    rounds on all multiprocessors, and each round takes what one tile does. ``tiles`` says of a
+    choice how many there are, and the time of one, in any unit."""
+
+    def cost(choice: Choice) -> int:
+        count, time = tiles(choice)
+        return ceil_div(count, multiprocessors) * time
+
+    return min(choices, key=cost)
 
 
 def widths(problem: Spmm, among: tuple[int, ...]) -> list[Choice]:
@@ -209,10 +222,7 @@ def fields(epilogue: tuple[Epilogue, ...], *strides: str) -> Fields:
 
 def numbers(problem: Spmm, multiprocessors: int, width: int = WIDTHS[0]) -> dict:
     """The values of struct Fixed, of tiles of so many columns."""
-    blocks, dense, values = problem.blocks, problem.dense, problem.values
-    grid, words = (blocks.grid_rows, blocks.grid_cols), blocks.row_words
-    if problem.transposed:
-        grid, words = grid[::-1], blocks.col_words
+    op, dense, values = problem.op, problem.dense, problem.values
     column_tiles = ceil_div(problem.columns, width)
     units, panels = units_of(problem), column_tiles * problem.batch
     return {
@@ -224,7 +234,7 @@ def numbers(problem: Spmm, multiprocessors: int, width: int = WIDTHS[0]) -> dict
         "panels": panels,
         "last": min(panels, ceil_div(LAST_TILES * multiprocessors, units)),
         "ordered": int(is_ordered(problem, multiprocessors, width)),
-        "grid": (*grid, words, blocks.row_words),
+        "grid": (op.grid_rows, op.grid_cols, op.row_words, problem.blocks.row_words),
         "lines": problem.lines,
         "columns": problem.columns,
         "dense_heads": int(dense.head > 0),
@@ -258,9 +268,7 @@ def values_extent(problem: Spmm) -> tma.Extent:
 
 
 def dense_extent(problem: Spmm) -> tma.Extent:
-    blocks: Blocks = problem.blocks
-    depth = blocks.rows * blocks.grid_rows if problem.transposed else blocks.cols * blocks.grid_cols
-    return _extent(problem, problem.dense, depth)
+    return _extent(problem, problem.dense, problem.op.cols * problem.op.grid_cols)
 
 
 def _out(problem: Spmm) -> tma.Extent:

@@ -49,6 +49,11 @@ class Blocks(NamedTuple):
         """What a layout stores, 1 at most, if all slots hold a block."""
         return min(1.0, self.capacity / max(1, self.grid_rows * self.grid_cols * self.heads))
 
+    def filled(self, lines: int) -> float:
+        """The part of the depth at which one of so many lines of blocks stores one, if all slots
+        hold a block, anywhere."""
+        return 1 - (1 - self.density) ** lines
+
     @property
     def row_words(self) -> int:
         """Words of a row of blocks."""
@@ -77,12 +82,17 @@ class Spmm(NamedTuple):
     summands: tuple[Dense, ...] = ()
 
     @property
+    def op(self) -> Blocks:
+        """The blocks of op(S)."""
+        if not self.transposed:
+            return self.blocks
+        rows, cols, grid_rows, grid_cols, *others = self.blocks
+        return Blocks(cols, rows, grid_cols, grid_rows, *others)
+
+    @property
     def lines(self) -> int:
         """Of op(S), and of a head's result."""
-        blocks = self.blocks
-        if self.transposed:
-            return blocks.cols * blocks.grid_cols
-        return blocks.rows * blocks.grid_rows
+        return self.op.rows * self.op.grid_rows
 
 
 class Sdd(NamedTuple):

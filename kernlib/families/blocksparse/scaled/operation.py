@@ -13,14 +13,14 @@ import torch
 from kernlib.families.blocksparse import checks, plans
 from kernlib.families.blocksparse.checks import FLOAT8, LAYOUT_NAMES
 from kernlib.families.blocksparse.kernels import scaled
-from kernlib.families.blocksparse.kernels.scaled import Scales
+from kernlib.families.blocksparse.kernels.scaled import SCALED, Scales
 from kernlib.families.blocksparse.layout import NAMES as TENSORS
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering.problem import Scope, Spmm
 from kernlib.families.blocksparse.scaled import reference
 from kernlib.families.blocksparse.scaled.descriptor import BlockSparseScaledMatmul
 from kernlib.lowering import kernel
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import products
 from kernlib.runtime.arguments import (
@@ -200,14 +200,10 @@ def _plan(call: Call, descriptor, operands: tuple, out, parameters: dict) -> Pro
 def _lower(problem: tuple[Spmm, Scales, Read] | None, arch: str, multiprocessors: int) -> Lowered:
     """The launches of what :func:`problem_of` returned; none where torch computes."""
     gpu = Gpu(arch, multiprocessors)
-    option = kernel.choose(_kernels(), problem[0], gpu) if problem else None
+    option = kernel.choose((SCALED,), problem[0], gpu) if problem else None
     if option is None:
         return Lowered(())
     return option.kernel.launch(problem[1], problem[0], gpu, option.knobs)
-
-
-def _kernels() -> tuple[Kernel, ...]:
-    return kernel.kernels("kernlib.families.blocksparse.kernels", scaled.Scaled.role)
 
 
 def _place(descriptor, read: Read, operands: tuple) -> tuple[list[int], list]:
@@ -348,4 +344,4 @@ def variants(
     if descriptor.transposed != (descriptor.mode == "dds"):
         return []
     scope = Scope((scaled.BLOCK,) * 2, (descriptor.out_dtype,), arch=arch)
-    return [spec for each in _kernels() for spec in each.specs((), scope, arch)]
+    return kernel.specs((SCALED,), (), scope, arch)

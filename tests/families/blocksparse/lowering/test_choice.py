@@ -28,7 +28,7 @@ def sdd(capacity: int, block: tuple[int, int], batch: int = 1, **changes) -> Sdd
 
 
 def taken(problem: Spmm | Sdd, count: int = COUNT) -> int:
-    kernels = choose.SDD if isinstance(problem, Sdd) else choose.SPMM
+    kernels = choose.kernels("sdd" if isinstance(problem, Sdd) else "spmm")
     hopper = next(kernel for kernel in kernels if kernel.name == "hopper")
     (value,) = hopper.default(problem, Gpu(ARCH, count)).values()
     return value

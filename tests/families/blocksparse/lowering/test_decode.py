@@ -8,7 +8,7 @@ import torch
 
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
-from kernlib.families.blocksparse.kernels import decode, portable
+from kernlib.families.blocksparse.kernels.spmm import decode, portable
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values

@@ -9,7 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.blocksparse.layout import NAMES, Layout
-from kernlib.families.blocksparse.lowering import choose, hopper
+from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Sdd, Spmm
 from kernlib.lowering.steps import Lowered
 from tests.families.blocksparse import by_kernel
@@ -22,7 +22,7 @@ from tests.support.speeds import slow_but
 
 ARCH, WIDTHS = hopper.ARCH, hopper.WIDTHS
 WIDE, NARROW = by_kernel.kernel_of("hopper"), by_kernel.kernel_of("narrow")
-SAMPLED = by_kernel.kernel_of("hopper", choose.SDD)
+SAMPLED = by_kernel.kernel_of("hopper", "sdd")
 COUNT = 5  # multiprocessors, so that a block has several tiles
 EPILOGUES = {
     "none": (),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.kernels.hopper_words import HopperWords
+from kernlib.families.blocksparse.kernels.spmm.hopper_words import HopperWords
 from kernlib.families.blocksparse.lowering import choose, hopper
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.lowering.steps import Lowered

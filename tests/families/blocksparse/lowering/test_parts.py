@@ -7,7 +7,9 @@ import pytest
 
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
-from kernlib.families.blocksparse.kernels import parts, portable, sampled
+from kernlib.families.blocksparse.kernels import parts
+from kernlib.families.blocksparse.kernels.sdd import sampled
+from kernlib.families.blocksparse.kernels.spmm import portable
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Spmm, Values
 from kernlib.jit import targets
 from tests.support.compiled_kernels import compiled

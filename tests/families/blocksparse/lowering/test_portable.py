@@ -9,7 +9,8 @@ import torch
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
-from kernlib.families.blocksparse.kernels import parts, portable
+from kernlib.families.blocksparse.kernels import parts
+from kernlib.families.blocksparse.kernels.spmm import portable
 from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets

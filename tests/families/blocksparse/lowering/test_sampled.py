@@ -9,7 +9,7 @@ import torch
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
-from kernlib.families.blocksparse.kernels import sampled
+from kernlib.families.blocksparse.kernels.sdd import sampled
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import choose
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values

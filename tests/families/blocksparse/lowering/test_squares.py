@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.blocksparse.kernels import stationary
-from kernlib.families.blocksparse.kernels.stationary import Stationary
-from kernlib.families.blocksparse.kernels.tiles import Tiles
+from kernlib.families.blocksparse.kernels.sdd import stationary
+from kernlib.families.blocksparse.kernels.sdd.operands import SQUARES
+from kernlib.families.blocksparse.kernels.sdd.stationary import Stationary
+from kernlib.families.blocksparse.kernels.sdd.tiles import Tiles
 from kernlib.families.blocksparse.layout import Layout
 from kernlib.families.blocksparse.lowering import choose, hopper
-from kernlib.families.blocksparse.lowering.operands import SQUARES
 from kernlib.families.blocksparse.lowering.problem import Dense
 from kernlib.jit import targets
 from tests.families.blocksparse import by_kernel

@@ -11,12 +11,12 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.blocksparse import Layout, quantize, scaled_dds, scaled_dsd, softmax
-from kernlib.families.blocksparse.kernels.hopper import Hopper
-from kernlib.families.blocksparse.kernels.hopper_words import HopperWords
-from kernlib.families.blocksparse.kernels.narrow import Narrow
-from kernlib.families.blocksparse.kernels.sampled_hopper import SampledHopper
-from kernlib.families.blocksparse.kernels.stationary import Stationary
-from kernlib.families.blocksparse.kernels.tiles import Tiles
+from kernlib.families.blocksparse.kernels.sdd.sampled_hopper import SampledHopper
+from kernlib.families.blocksparse.kernels.sdd.stationary import Stationary
+from kernlib.families.blocksparse.kernels.sdd.tiles import Tiles
+from kernlib.families.blocksparse.kernels.spmm.hopper import Hopper
+from kernlib.families.blocksparse.kernels.spmm.hopper_words import HopperWords
+from kernlib.families.blocksparse.kernels.spmm.narrow import Narrow
 from kernlib.lowering import kernel
 from tests.gpu.every_lane import BY_WARP, let_every_lane_arrive
 from tests.gpu.families.blocksparse.cases import (

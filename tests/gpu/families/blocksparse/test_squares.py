@@ -10,8 +10,8 @@ import torch
 
 import kernlib as kl
 from kernlib.blocksparse import Layout, sdd
-from kernlib.families.blocksparse.kernels.stationary import Stationary
-from kernlib.families.blocksparse.kernels.tiles import Tiles
+from kernlib.families.blocksparse.kernels.sdd.stationary import Stationary
+from kernlib.families.blocksparse.kernels.sdd.tiles import Tiles
 from kernlib.families.blocksparse.lowering import hopper
 from kernlib.runtime.devices import arch_of
 from kernlib.runtime.plan import forget_plans

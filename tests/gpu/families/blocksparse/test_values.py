@@ -9,9 +9,9 @@ import torch
 
 import kernlib as kl
 from kernlib.blocksparse import Layout, dds, dsd, sdd
-from kernlib.families.blocksparse.kernels.hopper import Hopper
-from kernlib.families.blocksparse.kernels.narrow import Narrow
-from kernlib.families.blocksparse.kernels.sampled_hopper import SampledHopper
+from kernlib.families.blocksparse.kernels.sdd.sampled_hopper import SampledHopper
+from kernlib.families.blocksparse.kernels.spmm.hopper import Hopper
+from kernlib.families.blocksparse.kernels.spmm.narrow import Narrow
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (

@@ -9,7 +9,7 @@ import torch
 
 import kernlib as kl
 from kernlib.blocksparse import Layout, dds, dsd
-from kernlib.families.blocksparse.kernels.hopper_words import HopperWords
+from kernlib.families.blocksparse.kernels.spmm.hopper_words import HopperWords
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.families.blocksparse import cases
 from tests.gpu.families.blocksparse.cases import (

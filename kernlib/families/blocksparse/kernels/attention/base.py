@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 from kernlib.families.blocksparse.lowering.attention import score_source
-from kernlib.families.blocksparse.lowering.attention.problem import Operand, Score
+from kernlib.families.blocksparse.lowering.attention.problem import (
+    Attention,
+    AttentionGradient,
+    Operand,
+    Score,
+)
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.config import Fact
 from kernlib.lowering.kernel import Kernel, named
@@ -50,7 +55,7 @@ class AttentionKernel(Kernel):
         words: list[str],
         includes: tuple[str, ...] = (),
     ) -> KernelSpec:
-        """The specification of a variant, of its own facts, struct Fixed and further texts."""
+        """The specification of a variant, of further facts, struct Fixed and further texts."""
         facts = score_source.facts(variant.dtype, score) | facts
         generated = fields.text(), score_source.text(score), *texts
         source = self.source(facts, *generated, includes=(*score_source.INCLUDES, *includes))
@@ -63,6 +68,17 @@ class AttentionKernel(Kernel):
         return named(spec, *words)
 
 
-def is_whole(operand: Operand) -> bool:
+def operand_strides(problem: Attention | AttentionGradient, *names: str) -> dict[str, tuple]:
+    """Members of struct Fixed: from one batch, head and row of these to the next."""
+    return {f"{name}_strides": getattr(problem, name)[:3] for name in names}
+
+
+def common_sizes(problem: Attention) -> dict[str, int]:
+    """Members of struct Fixed that every kernel has, of the problem's names."""
+    names = ("heads", "group", "queries", "keys", "layout_batch", "layout_head")
+    return {name: getattr(problem, name) for name in names}
+
+
+def is_aligned(operand: Operand) -> bool:
     """Whether rows are read and written by 16 bytes."""
     return operand.alignment % 16 == 0 and not any(stride % CHUNK for stride in operand[:3])

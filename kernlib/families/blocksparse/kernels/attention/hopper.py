@@ -14,7 +14,9 @@ from kernlib.families.blocksparse.kernels.attention.base import (
     SIDES,
     AttentionKernel,
     Scope,
-    is_whole,
+    common_sizes,
+    is_aligned,
+    operand_strides,
 )
 from kernlib.families.blocksparse.kernels.order import ORDER
 from kernlib.families.blocksparse.lowering.attention import score_source as text
@@ -118,19 +120,11 @@ class Hopper(AttentionKernel):
 
     def takes(self, problem: Attention, arch: str) -> bool:
         """Whether the kernel computes a problem."""
-        shape = (problem.batch, problem.heads, problem.queries, problem.keys)
         return (
-            arch == ARCH
-            and problem.dtype in HALVES
-            and all(side in SIDES for side in problem.blocks[:2])
-            and problem.features == problem.values
-            and 16 <= problem.features <= WIDTHS[-1]
-            and problem.features % 8 == 0
-            and min(shape) > 0
-            and max(problem.queries, problem.keys) <= text.WIDEST
+            has_sizes(problem, arch, WIDTHS[-1])
             and _tiles(problem, HEIGHT) <= MOST_TILES
-            and all(_is_addressable(problem, operand, size) for operand, size in _operands(problem))
-            and is_whole(problem.out)
+            and all(is_addressable(problem, name, getattr(problem, name)) for name in MAPS)
+            and is_aligned(problem.out)
         )
 
     def choices(self, problem: Attention, arch: str) -> list[Choice]:
@@ -159,10 +153,8 @@ class Hopper(AttentionKernel):
         units = row_tiles * heads * batches
         fixed = text.fields(score, FIXED).values(
             **text.strides(problem),
-            q_strides=problem.q[:3],
-            k_strides=problem.k[:3],
-            v_strides=problem.v[:3],
-            out_strides=problem.out[:3],
+            **operand_strides(problem, *MAPS, "out"),
+            **common_sizes(problem),
             tiles=_tiles(problem, rows),
             row_tiles=row_tiles,
             units=units,
@@ -171,18 +163,12 @@ class Hopper(AttentionKernel):
             ordered=int(ordered),
             unit_heads=heads,
             panel_heads=panel_heads,
-            layout_batch=problem.layout_batch,
-            layout_head=problem.layout_head,
-            heads=problem.heads,
-            group=problem.group,
-            queries=problem.queries,
-            keys=problem.keys,
             values=problem.values,
             lines=blocks.grid_rows,
             line_words=blocks.row_words,
             unused=0,
         )
-        # Without an order nothing is read of what is given for it.
+        # Without an order nothing is read of what stands there.
         names = (*MAPS, *NAMES, WORKSPACE if ordered else "row_bits", *text.pointers(score))
         main = Step(
             self.spec(score, variant, gpu.arch),
@@ -309,34 +295,47 @@ def parameters(score: Score) -> Parameters:
 
 
 def maps(problem: Attention, variant: Hopper.Variant) -> tuple[TensorMap, ...]:
-    """Of q, k and v, read by boxes of 64 features: of a tile's rows, and of columns that lie side
-    by side."""
+    """Of q, k and v, read by boxes of a tile's rows, and of columns that lie side by side."""
     rows = variant.rows, *(min(problem.blocks.cols, variant.columns),) * 2
-    return tuple(
-        tma.tensor_map(problem.dtype, _extent(problem, *each), (ROW, count, 1, 1))
-        for each, count in zip(_operands(problem), rows, strict=True)
+    every = zip(MAPS, rows, strict=True)
+    return tuple(map_of(problem, name, getattr(problem, name), count) for name, count in every)
+
+
+# What every kernel by wgmma asks of a problem, and how the copy engine is told of its operands.
+
+
+def has_sizes(problem: Attention, arch: str, widest: int) -> bool:
+    """Whether a problem is one of half types on Hopper, of sizes of which none is 0, and of so many
+    features at most."""
+    return (
+        arch == ARCH
+        and problem.dtype in HALVES
+        and all(side in SIDES for side in problem.blocks[:2])
+        and problem.features == problem.values
+        and 16 <= problem.features <= widest
+        and problem.features % 8 == 0
+        and min(problem.batch, problem.heads, problem.queries, problem.keys) > 0
+        and max(problem.queries, problem.keys) <= text.WIDEST
     )
 
 
-def _operands(problem: Attention) -> list[tuple[Operand, tuple[int, int]]]:
-    """Those that the copy engine reads, and their rows and heads."""
-    keys = (problem.keys, problem.kv_heads)
-    return [
-        (problem.q, (problem.queries, problem.heads)),
-        (problem.k, keys),
-        (problem.v, keys),
-    ]
+def is_addressable(problem: Attention, name: str, t: Operand) -> bool:
+    """Whether a tensor map holds an operand."""
+    return tma.addressable(problem.dtype, t.alignment, _extent(problem, name, t))
 
 
-def _extent(problem: Attention, t: Operand, size: tuple[int, int]) -> tma.Extent:
+def map_of(problem: Attention, name: str, t: Operand, rows: int) -> TensorMap:
+    """Its map, read by boxes of so many rows and 64 features."""
+    return tma.tensor_map(problem.dtype, _extent(problem, name, t), (ROW, rows, 1, 1))
+
+
+def _extent(problem: Attention, name: str, t: Operand) -> tma.Extent:
     """What serves all heads or batches is one."""
-    rows, heads = size
+    rows, heads = problem.queries, problem.heads
+    if name in ("k", "v"):
+        rows, heads = problem.keys, problem.kv_heads
     sizes = (problem.features, rows, heads if t.head else 1, problem.batch if t.batch else 1)
     return tma.Extent(sizes, (t.row, t.head, t.batch))
-
-
-def _is_addressable(problem: Attention, t: Operand, size: tuple[int, int]) -> bool:
-    return tma.addressable(problem.dtype, t.alignment, _extent(problem, t, size))
 
 
 def _tiles(problem: Attention, rows: int) -> int:

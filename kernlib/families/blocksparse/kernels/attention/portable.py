@@ -18,7 +18,9 @@ from kernlib.families.blocksparse.kernels.attention.base import (
     SIDES,
     AttentionKernel,
     Scope,
-    is_whole,
+    common_sizes,
+    is_aligned,
+    operand_strides,
 )
 from kernlib.families.blocksparse.lowering.attention import score_source as text
 from kernlib.families.blocksparse.lowering.attention.problem import Attention, Score
@@ -86,7 +88,7 @@ class Portable(AttentionKernel):
             and all(side in SIDES for side in problem.blocks[:2])
             and all(16 <= width <= 256 and width % CHUNK == 0 for width in widths)
             and max(problem.queries, problem.keys) <= text.WIDEST
-            and all(map(is_whole, operands))
+            and all(map(is_aligned, operands))
         )
 
     def choices(self, problem: Attention, arch: str) -> list[Choice]:
@@ -112,10 +114,7 @@ class Portable(AttentionKernel):
         variant = self.Variant(problem.dtype, problem.blocks[:2], *widths(problem), tile)
         fixed = text.fields(score, FIXED).pack(
             **text.strides(problem),
-            q_strides=problem.q[:3],
-            k_strides=problem.k[:3],
-            v_strides=problem.v[:3],
-            out_strides=problem.out[:3],
+            **operand_strides(problem, "q", "k", "v", "out"),
             **sizes(problem, problem.row_tiles(tile.rows)),
         )
         step = Step(
@@ -200,10 +199,10 @@ def grid(count: int) -> int:
 
 def sizes(problem: Attention, tiles: int) -> dict[str, int]:
     """The values of SIZES, of so many tiles of a head."""
-    same = ("batch", "heads", "group", "queries", "keys", "layout_batch", "layout_head")
     of_blocks = ("grid_rows", "row_words", "grid_cols", "col_words")
     return {
-        **{name: getattr(problem, name) for name in same},
+        **common_sizes(problem),
+        "batch": problem.batch,
         **{name: getattr(problem.blocks, name) for name in of_blocks},
         "feature_chunks": problem.features // CHUNK,
         "value_chunks": problem.values // CHUNK,

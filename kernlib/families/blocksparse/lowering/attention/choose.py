@@ -66,8 +66,8 @@ def variants(
     specs: dict[KernelSpec, None] = {}
     for block, (features, values), role in product(blocks, widths, PACKAGES):
         scope = Scope(block, dtypes, arch, features, values)
-        for each in kernel.kernels(PACKAGES[role], role):
-            specs.update(dict.fromkeys(each.specs(score, scope, arch)))
+        every = kernel.specs(kernel.kernels(PACKAGES[role], role), score, scope, arch)
+        specs.update(dict.fromkeys(every))
     yield from specs
 
 

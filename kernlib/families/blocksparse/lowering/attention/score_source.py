@@ -77,9 +77,9 @@ def fields(score: Score, members: Iterable[str], collected: int = 0) -> Fields:
     return Fields((*first, *members, *last))
 
 
-def parameters(own: int, fixed: Fields, score: Score, maps: int = 0) -> Parameters:
-    """The parameter struct of a kernel with so many pointers of its own."""
-    return Parameters(own + len(pointers(score)), fixed.format, len(SCALARS), maps)
+def parameters(operands: int, fixed: Fields, score: Score, maps: int = 0) -> Parameters:
+    """The parameter struct of a kernel with so many operands that no map tells of."""
+    return Parameters(operands + len(pointers(score)), fixed.format, len(SCALARS), maps)
 
 
 def strides(attention: Attention) -> dict[str, tuple[int, ...]]:
@@ -96,7 +96,7 @@ def collected_strides(collected: Iterable[Collected]) -> dict[str, tuple[int, ..
 
 def words(score: Score) -> list[str]:
     """What tells kernels apart in names: what of a call is in the code."""
-    found = {
+    flags = {
         "causal": score.causal,
         "window": score.window,
         "lengths": score.lengths,
@@ -104,4 +104,4 @@ def words(score: Score) -> list[str]:
         "score": score.has_score,
         "mask": score.has_mask,
     }
-    return [word for word, there in found.items() if there]
+    return [word for word, is_set in flags.items() if is_set]

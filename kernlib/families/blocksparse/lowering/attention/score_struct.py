@@ -94,14 +94,14 @@ class _Source(ExpressionSource):
 
     def function(self, head: str, tree: Node) -> str:
         """A function of an element, whose name and arguments are its head."""
-        found = self._render(tree)
+        result = self._render(tree)
         used = [name for name in self._elements if name in names(tree)]
         values = "".join(
             f"        const {_TYPES[self._kinds[name]]} {self._name(name)} = "
             f"{self._elements[name]};\n"
             for name in used
         )
-        return f"    {_INLINE} {head} const {{\n{values}        return {found};\n    }}\n"
+        return f"    {_INLINE} {head} const {{\n{values}        return {result};\n    }}\n"
 
     def _is_constant(self, node: Node) -> bool:
         return names(node).isdisjoint((VALUE, "row", "col", *self._elements))
@@ -115,8 +115,8 @@ class _Source(ExpressionSource):
 
     def _member_of(self, text: str, cuda: str) -> str:
         """The member with this text, which is added if there is none."""
-        found = [name for name, value in self.members if value == text]
-        return found[0] if found else self._add_member(f"constant_{len(self.members)}", cuda, text)
+        names = [name for name, value in self.members if value == text]
+        return names[0] if names else self._add_member(f"constant_{len(self.members)}", cuda, text)
 
     def _render(self, node: Node) -> str:
         if isinstance(node, Integer):
@@ -183,11 +183,11 @@ def _struct(source: _Source, expression: ScoreExpression, trees: Trees, by: froz
         )
     mask = _ALWAYS if trees.mask is None else trees.mask
     functions.append(source.function("bool keeps(int row, int col)", mask))
-    wanted = [index for index, name in enumerate(expression.names) if name in by]
-    for index in wanted:
+    indices = [index for index, name in enumerate(expression.names) if name in by]
+    for index in indices:
         slope = derivative(value, expression.names[index], SMALLEST)
         functions.append(source.function(f"float slope_of_{index}{element}", slope))
-    functions.append(_dispatch(wanted))
+    functions.append(_dispatch(indices))
     fields = "".join(f"    {source.types[name]} {name};\n" for name, _ in source.members)
     reads = "".join(f"        {name} = {text};\n" for name, text in source.members)
     return f"""#include "blocksparse/attention/elements.cuh"
@@ -199,11 +199,11 @@ struct Score {{
 """
 
 
-def _dispatch(wanted: list[int]) -> str:
+def _dispatch(indices: list[int]) -> str:
     """The function template that a kernel calls."""
     cases = "".join(
         f"        if constexpr (K == {index}) return slope_of_{index}(v, row, col);\n"
-        for index in wanted
+        for index in indices
     )
     return f"""    template <int K>
     {_INLINE} float slope_of(float v, int row, int col) const {{

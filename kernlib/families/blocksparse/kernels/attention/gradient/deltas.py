@@ -9,7 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.blocksparse.kernels.attention.base import CHUNK, AttentionKernel
+from kernlib.families.blocksparse.kernels.attention.base import (
+    CHUNK,
+    AttentionKernel,
+    operand_strides,
+)
 from kernlib.families.blocksparse.lowering.attention.problem import AttentionGradient
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -62,8 +66,8 @@ class Deltas(AttentionKernel):
                 "of the batch"
             )
         fixed = FIXED.pack(
-            out_strides=attention.out[:3],
-            grad_strides=problem.grad[:3],
+            **operand_strides(attention, "out"),
+            **operand_strides(problem, "grad"),
             total=total,
             heads=attention.heads,
             rows=attention.queries,

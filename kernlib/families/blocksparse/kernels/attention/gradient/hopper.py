@@ -13,14 +13,24 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.families.blocksparse.kernels.attention.base import (
-    HALVES,
     SIDES,
     AttentionKernel,
     Scope,
-    is_whole,
+    common_sizes,
+    is_aligned,
 )
 from kernlib.families.blocksparse.kernels.attention.gradient import deltas
 from kernlib.families.blocksparse.kernels.attention.gradient.portable import PortableGradient, Sums
+from kernlib.families.blocksparse.kernels.attention.hopper import (
+    ARCH,
+    HEIGHT,
+    MOST_TILES,
+    ROW,
+    TILE_ROWS,
+    has_sizes,
+    is_addressable,
+    map_of,
+)
 from kernlib.families.blocksparse.lowering.attention import score_source as text
 from kernlib.families.blocksparse.lowering.attention.problem import (
     AttentionGradient,
@@ -29,17 +39,12 @@ from kernlib.families.blocksparse.lowering.attention.problem import (
     Score,
 )
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.kernel import Choice, Gpu
 from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
-from kernlib.lowering.tma import TensorMap
 from kernlib.lowering.wgmma import multiply
 
-ARCH = "sm_90a"
-ROW, HEIGHT = 64, 64  # elements of a line of shared memory; rows of a warpgroup
-TILE_ROWS = (128, 64)  # of a CTA
 WIDTHS = (32, 64, 80, 96, 128)  # features, with zeros behind them
 # By warpgroups that multiply: of one there are two CTAs on a multiprocessor.
 SHARED_BYTES = {1: 113 * 1024, 2: 227 * 1024}
@@ -50,7 +55,6 @@ WIDE_REGISTERS = 24, 232
 # Features up to which two results leave registers for 64 columns beside what captured tensors have
 # of these, without the bits of a dropout: 280 to 600 bytes were spilled of 96.
 MOST_BESIDE_SUMS = 64
-MOST_TILES = 2**31 - 1
 POINTERS = 6  # beside those of maps
 FIXED = (
     "Strides first_strides", "Strides second_strides",
@@ -113,32 +117,25 @@ class HopperGradient(AttentionKernel):
             return 2 * slot + 1024 * self.transposed + 2 * 8 + 8 + 4 * (pieces + lines)
 
         @property
-        def own_bytes(self) -> int:
-            """Of the rows' own operands, a barrier, and what lies before whole 1024 bytes."""
+        def row_bytes(self) -> int:
+            """Of operands of a tile's rows, a barrier, and what lies before whole 1024 bytes."""
             return 2 * ceil_div(self.features, ROW) * 2 * ROW * self.rows + 8 + 1024
 
         @property
         def stages(self) -> int:
             """As many as there is room for, up to MOST_STAGES."""
-            room = SHARED_BYTES[self.warpgroups] - self.own_bytes
+            room = SHARED_BYTES[self.warpgroups] - self.row_bytes
             return min(MOST_STAGES, room // self.stage_bytes)
 
     def takes(self, problem: AttentionGradient, arch: str) -> bool:
         """Whether the kernels compute a problem."""
-        of, shape = problem.attention, problem.attention[2:7]
+        of, names = problem.attention, ("q", "k", "v", "grad")
+        tiles = of.batch * of.heads * ceil_div(deltas.rows_of(problem, has_sums=True), HEIGHT)
         return (
-            arch == ARCH
-            and of.dtype in HALVES
-            and all(side in SIDES for side in of.blocks[:2])
-            and of.features == of.values
-            and 16 <= of.features <= WIDTHS[-1]
-            and of.features % 8 == 0
-            and min(shape) > 0
-            and max(of.queries, of.keys) <= text.WIDEST
-            and of.batch * of.heads * ceil_div(deltas.rows_of(problem, has_sums=True), HEIGHT)
-            <= MOST_TILES
-            and all(is_addressable(problem, name) for name in ("q", "k", "v", "grad"))
-            and all(map(is_whole, (of.out, problem.dq, problem.dk, problem.dv)))
+            has_sizes(of, arch, WIDTHS[-1])
+            and tiles <= MOST_TILES
+            and all(is_addressable(of, name, _operand(problem, name)) for name in names)
+            and all(map(is_aligned, (of.out, problem.dq, problem.dk, problem.dv)))
         )
 
     def choices(self, problem: AttentionGradient, arch: str) -> list[Choice]:
@@ -178,11 +175,9 @@ class HopperGradient(AttentionKernel):
         rows, heads = (of.keys, of.kv_heads) if transposed else (of.queries, of.heads)
         results = ("dk", "dv") if transposed else ("dq", "dq")
         first, second = (getattr(problem, name) for name in results)
-        lines, words = (
-            (blocks.grid_cols, blocks.col_words)
-            if transposed
-            else (blocks.grid_rows, blocks.row_words)
-        )
+        lines, words = blocks.grid_rows, blocks.row_words
+        if transposed:
+            lines, words = blocks.grid_cols, blocks.col_words
         row_operands, column_operands = (("k", "v"), ("q", "grad"))[:: 1 if transposed else -1]
         tiles = ceil_div(rows, tile_rows)
         fixed = fields(score, len(sums)).values(
@@ -191,14 +186,9 @@ class HopperGradient(AttentionKernel):
             second_strides=second[:3],
             row_tiles=tiles,
             own_heads=heads,
-            group=of.group,
-            heads=of.heads,
-            queries=of.queries,
-            keys=of.keys,
+            **common_sizes(of),
             padded=deltas.rows_of(problem, has_sums=True),
             features=of.features,
-            layout_batch=of.layout_batch,
-            layout_head=of.layout_head,
             lines=lines,
             line_words=words,
             own_shared=_shared(problem, row_operands),
@@ -217,20 +207,16 @@ class HopperGradient(AttentionKernel):
         pointers += tuple((WORKSPACE, n * behind) for n in (0, 1, 2 * score.has_score))
         pointers += tuple((f"collected{place}", 0) for place, _ in sums)
         pointers += tuple((name, 0) for name in text.pointers(score))
-        maps = (
-            *(_map(problem, name, tile_rows) for name in row_operands),
-            *(
-                _map(problem, name, min(variant.block[1], variant.columns))
-                for name in column_operands
-            ),
-        )
+        boxes = dict.fromkeys(row_operands, tile_rows)
+        boxes |= dict.fromkeys(column_operands, min(variant.block[1], variant.columns))
+        maps = (map_of(of, name, _operand(problem, name), n) for name, n in boxes.items())
         return Step(
             self.spec(score, variant),
             (tiles * heads * of.batch, 1),
             parameters(score, len(sums)).pack(*fixed),
             pointers,
             len(text.SCALARS),
-            maps,
+            tuple(maps),
             overlaps=True,
         )
 
@@ -265,7 +251,7 @@ class HopperGradient(AttentionKernel):
         """The specification of a variant."""
         (rows, cols), features, columns = variant.block, variant.features, variant.columns
         stages, count = variant.stages, len(variant.collected)
-        shared = variant.own_bytes + stages * variant.stage_bytes
+        shared = variant.row_bytes + stages * variant.stage_bytes
         produces, multiplies = variant.registers
         facts = {
             "TRANSPOSED": variant.transposed,
@@ -352,39 +338,14 @@ def parameters(score: Score, collected: int) -> Parameters:
     return text.parameters(POINTERS + collected, fields(score, collected), score, maps=4)
 
 
-# Operands as the copy engine is told of them: what serves all heads or batches is one.
-
-
-def _operand(problem: AttentionGradient, name: str) -> tuple[Operand, int, int]:
-    """One by its name, its rows and its heads."""
-    of = problem.attention
-    if name in ("k", "v"):
-        return getattr(of, name), of.keys, of.kv_heads
-    return (of.q if name == "q" else problem.grad), of.queries, of.heads
-
-
-def _extent(problem: AttentionGradient, name: str) -> tma.Extent:
-    t, rows, heads = _operand(problem, name)
-    batch = problem.attention.batch if t.batch else 1
-    sizes = (problem.attention.features, rows, heads if t.head else 1, batch)
-    return tma.Extent(sizes, (t.row, t.head, t.batch))
-
-
-def is_addressable(problem: AttentionGradient, name: str) -> bool:
-    """Whether a tensor map holds an operand."""
-    alignment = _operand(problem, name)[0].alignment
-    return tma.addressable(problem.attention.dtype, alignment, _extent(problem, name))
-
-
-def _map(problem: AttentionGradient, name: str, rows: int) -> TensorMap:
-    box = (ROW, rows, 1, 1)
-    return tma.tensor_map(problem.attention.dtype, _extent(problem, name), box)
+def _operand(problem: AttentionGradient, name: str) -> Operand:
+    return problem.grad if name == "grad" else getattr(problem.attention, name)
 
 
 def _shared(problem: AttentionGradient, names: tuple[str, str]) -> int:
     """Bits of what serves all heads, and all batches, of two operands: see parameters.cuh."""
     bits = 0
     for place, name in enumerate(names):
-        t = _operand(problem, name)[0]
+        t = _operand(problem, name)
         bits |= (int(not t.head) | int(not t.batch) << 1) << 2 * place
     return bits

@@ -12,7 +12,12 @@ from itertools import product
 from typing import NamedTuple
 
 from kernlib.families.blocksparse.kernels.attention import portable
-from kernlib.families.blocksparse.kernels.attention.base import AttentionKernel, Scope, is_whole
+from kernlib.families.blocksparse.kernels.attention.base import (
+    AttentionKernel,
+    Scope,
+    is_aligned,
+    operand_strides,
+)
 from kernlib.families.blocksparse.kernels.attention.gradient import deltas
 from kernlib.families.blocksparse.lowering.attention import score_source as text
 from kernlib.families.blocksparse.lowering.attention.problem import (
@@ -93,7 +98,7 @@ class PortableGradient(AttentionKernel):
     def takes(self, problem: AttentionGradient, arch: str) -> bool:
         """Whether the kernel computes a problem: what the one of its attention computes."""
         others = (problem.grad, problem.dq, problem.dk, problem.dv)
-        return portable.Portable().takes(problem.attention, arch) and all(map(is_whole, others))
+        return portable.Portable().takes(problem.attention, arch) and all(map(is_aligned, others))
 
     def choices(self, problem: AttentionGradient, arch: str) -> list[Choice]:
         """The depths of tiles, by preference."""
@@ -172,10 +177,8 @@ class PortableGradient(AttentionKernel):
         count = ceil_div(lines, LINES)
         fixed = fields(score, len(sums)).pack(
             **text.strides(attention),
-            q_strides=attention.q[:3],
-            k_strides=attention.k[:3],
-            v_strides=attention.v[:3],
-            grad_strides=problem.grad[:3],
+            **operand_strides(attention, "q", "k", "v"),
+            **operand_strides(problem, "grad"),
             first_strides=first[:3],
             second_strides=second[:3],
             **portable.sizes(attention, count),

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.lowering import hopper, operands, summands
+from kernlib.families.blocksparse.kernels.sdd import operands
+from kernlib.families.blocksparse.lowering import hopper, summands
 from kernlib.families.blocksparse.lowering.problem import Sdd
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
@@ -27,8 +28,7 @@ FIXED = (
     "u32 units",
     "int groups", "int splits", "int panels",  # groups of rows, parts of a line of panels
     "int panels_a_unit",
-    "int grid_rows", "int row_words", "int heads", "int capacity", "int batch",
-    *operands.SHARED,
+    *operands.SIZES,
 )  # fmt: skip
 DEPTHS = (64, 128)  # filled up with zeros
 WARPS, WARP_ROWS, PANEL = 16, 32, 128
@@ -103,12 +103,7 @@ class Stationary(Kernel):
             splits=splits,
             panels=panels,
             panels_a_unit=a_unit,
-            grid_rows=blocks.grid_rows,
-            row_words=blocks.row_words,
-            heads=blocks.heads,
-            capacity=blocks.capacity,
-            batch=problem.batch,
-            **operands.shared(problem),
+            **operands.sizes(problem),
         )
         depth = next(depth for depth in DEPTHS if problem.depth <= depth)
         lines = operands.lines_last(problem)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.kernels.order import ORDER
+from kernlib.families.blocksparse.kernels.spmm import portable
 from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
@@ -57,18 +58,20 @@ class Hopper(Kernel):
 
     def pays(self, problem: Spmm, gpu: Gpu) -> bool:
         """Whether columns are so many, and tiles, that it takes less time than the portable one."""
-        width = int(self.default(problem, gpu)["columns"])
-        return hopper.is_faster(problem, STEPS[width], width, gpu.multiprocessors)
+        width, count = int(self.default(problem, gpu)["columns"]), gpu.multiprocessors
+        time = hopper.microseconds(problem, STEPS[width], width, count)
+        return time <= portable.best_microseconds(problem, hopper.ARCH, count)
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Spmm, gpu: Gpu, choice: Mapping[str, int]
     ) -> Lowered:
         """The launch of a problem."""
-        blocks, width, count = problem.blocks, int(choice["columns"]), gpu.multiprocessors
-        sizes = (blocks.cols, blocks.rows) if problem.transposed else (blocks.rows, blocks.cols)
+        width, count = int(choice["columns"]), gpu.multiprocessors
         deep, across = hopper.is_across(problem.dense), hopper.is_across(problem.out)
         ends = problem.transposed, bool(deep), bool(across)
-        spec = self.spec(epilogue, self.Variant(problem.dtype, *sizes, width, *ends), gpu.arch)
+        spec = self.spec(
+            epilogue, self.Variant(problem.dtype, *problem.op[:2], width, *ends), gpu.arch
+        )
         # Rows of the box of a panel: its columns, or as many of the depth as a stage has.
         maps = hopper.operand_maps(problem, width if deep else hopper.ROW)
         numbers = hopper.fields(epilogue).values(**hopper.numbers(problem, count, width))

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.kernels import portable
-from kernlib.families.blocksparse.lowering import summands
+from kernlib.families.blocksparse.kernels.spmm import portable
+from kernlib.families.blocksparse.lowering import mma, summands
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
@@ -64,12 +64,12 @@ class Decode(Kernel):
         if problem.dtype == "float32" or problem.transposed or problem.columns > COLUMNS[-1]:
             return False
         blocks, outer = problem.blocks, (problem.batch, problem.blocks.heads)
-        if not blocks.capacity or not problem.lines or _tiles(problem) > portable.MOST_X:
+        if not blocks.capacity or not problem.lines or _tiles(problem) > mma.MOST_X:
             return False
         if blocks.cols * blocks.grid_cols >= MOST_DEPTH:
             return False
-        dense = portable.access(problem.dtype, problem.dense, outer, None, problem.columns)
-        return portable.values_access(problem) == dense == "depth"
+        dense = mma.access(problem.dtype, problem.dense, outer, None, problem.columns)
+        return mma.values_access(problem) == dense == "depth"
 
     def choices(self, problem: Spmm, arch: str) -> list[Choice]:
         """The warps that share the blocks of 16 lines."""
@@ -108,7 +108,7 @@ class Decode(Kernel):
         )
         step = Step(
             self.spec(epilogue, variant, gpu.arch),
-            (_tiles(problem), min(problem.batch, portable.MOST_Y)),
+            (_tiles(problem), min(problem.batch, mma.MOST_Y)),
             fixed,
             text.pointers(OPERANDS, epilogue),
             text.scalar_count(epilogue),

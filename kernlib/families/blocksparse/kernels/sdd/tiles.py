@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.kernels import sampled
-from kernlib.families.blocksparse.lowering import hopper, operands
+from kernlib.families.blocksparse.kernels.sdd import operands, sampled
+from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Sdd
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
@@ -27,8 +27,7 @@ FIELDS = Fields((
     "i64 batch_step",  # of values, in elements; slots lie side by side
     "u32 tiles",
     "int groups", "int panels", "int steps",  # tiles down and across a head; of 64 of the depth
-    "int grid_rows", "int row_words", "int heads", "int capacity", "int batch",
-    *operands.SHARED,
+    *operands.SIZES,
     "int unused",
 ))  # fmt: skip
 TILE_LINES, TILE_COLUMNS, ROW = 128, 256, 64
@@ -93,22 +92,17 @@ class Tiles(Kernel):
         self, epilogue: tuple[Epilogue, ...], problem: Sdd, gpu: Gpu, choice: Mapping[str, int]
     ) -> Lowered:
         """The launch of a problem."""
-        blocks, (down, across), tiles = problem.blocks, _tiles_of_head(problem), _tiles(problem)
+        (down, across), tiles = _tiles_of_head(problem), _tiles(problem)
         numbers = FIELDS.values(
             batch_step=problem.values.batch,
             tiles=tiles,
             groups=down,
             panels=across,
             steps=ceil_div(problem.depth, ROW),
-            grid_rows=blocks.grid_rows,
-            row_words=blocks.row_words,
-            heads=blocks.heads,
-            capacity=blocks.capacity,
-            batch=problem.batch,
-            **operands.shared(problem),
+            **operands.sizes(problem),
             unused=0,
         )
-        variant = self.Variant(problem.dtype, blocks.rows, *operands.lines_last(problem))
+        variant = self.Variant(problem.dtype, problem.blocks.rows, *operands.lines_last(problem))
         step = Step(
             self.spec(epilogue, variant, gpu.arch),
             (min(gpu.multiprocessors, tiles), 1),

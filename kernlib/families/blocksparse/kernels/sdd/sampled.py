@@ -8,21 +8,9 @@ from typing import Any, NamedTuple
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse.kernels import parts
-from kernlib.families.blocksparse.kernels.portable import (
-    CHUNK_BYTES,
-    INCLUDES,
-    LARGE_SHARED,
-    MOST_X,
-    MOST_Y,
-    access,
-    is_split,
-    numbers,
-    waiting_bytes,
-)
-from kernlib.families.blocksparse.lowering import summands, times
+from kernlib.families.blocksparse.lowering import mma, summands
+from kernlib.families.blocksparse.lowering.mma import Rate, is_split
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
-from kernlib.families.blocksparse.lowering.times import Rate
-from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
@@ -30,7 +18,7 @@ from kernlib.lowering.config import Constant
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.parameters import Fields
-from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.lowering.steps import Lowered, Step
 
 OPERANDS = ("rows", "cols", "a", "b", "out")
 FIXED = (
@@ -131,10 +119,10 @@ class Sampled(Kernel):
         is_words = is_split(problem.dtype, problem.precision)
         rate = RATES[is_words, max(blocks.rows, blocks.cols)]
         sums = parts.sums_of(problem, False)
-        time = START + times.stages(count, steps + FILLING, rate, gpu.multiprocessors)
+        time = START + mma.microseconds(count, steps + FILLING, rate, gpu.multiprocessors)
         if split == 1:
-            return time + 4 * sums.elements / times.BYTES
-        return time + times.adding_up(sums.elements, split)
+            return time + 4 * sums.elements / mma.BYTES
+        return time + mma.adding_up(sums.elements, split)
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Sdd, gpu: Gpu, choice: Mapping[str, Any]
@@ -143,10 +131,10 @@ class Sampled(Kernel):
         come out so. Raises UnsupportedError for sizes that no grid can hold."""
         split, variant = int(choice.get("parts", 1)), variant_of(problem)
         count = ceil_div(problem.blocks.capacity, variant.slots)
-        if count * split > MOST_X or problem.depth >= 2**31:
+        if count * split > mma.MOST_X or problem.depth >= 2**31:
             raise UnsupportedError(
                 f"{problem.blocks.capacity} blocks of sums of {problem.depth} terms are more than "
-                f"one launch holds ({MOST_X} blocks, 2**31 terms); call it on slices"
+                f"one launch holds ({mma.MOST_X} blocks, 2**31 terms); call it on slices"
             )
         if split == 1:
             return Lowered((self._main(epilogue, problem, variant, gpu.arch),))
@@ -155,11 +143,7 @@ class Sampled(Kernel):
         split = ceil_div(problem.depth, depth)
         sums = parts.sums_of(problem, False)
         main = self._main((), problem, variant._replace(partial=True), gpu.arch, sums, depth)
-        main = main._replace(
-            grid=(count * split, main.grid[1]), pointers=(*main.pointers[:-1], (WORKSPACE, 0))
-        )
-        last = parts.PARTS.step(epilogue, problem, sums, split, gpu.arch)
-        return Lowered((main, last), 4 * sums.elements * split)
+        return parts.PARTS.behind(main, epilogue, problem, sums, split, gpu.arch)
 
     def _main(
         self,
@@ -176,9 +160,7 @@ class Sampled(Kernel):
         fixed = _fixed(epilogue).pack(
             a_view=a[:4],
             b_view=(b.batch, b.head, b.column, b.line),
-            out_view=problem.values[:4] if sums is None else sums.side,
             capacity=blocks.capacity,
-            part_stride=0 if sums is None else sums.elements,
             groups=count,
             part_depth=part_depth,
             batch=problem.batch,
@@ -186,12 +168,11 @@ class Sampled(Kernel):
             grid_rows=blocks.grid_rows,
             a_depth_first=a.column <= a.line,
             b_depth_first=b.line <= b.column,
-            whole_stores=stores(problem) if sums is None else True,
-            **summands.values(problem.summands if sums is None else ()),
+            **parts.target(problem, mma.has_chunks(problem), sums),
         )
         return Step(
             self.spec(epilogue, variant, arch),
-            (count, min(problem.batch, MOST_Y)),
+            (count, min(problem.batch, mma.MOST_Y)),
             fixed,
             text.pointers(OPERANDS, epilogue),
             text.scalar_count(epilogue),
@@ -212,7 +193,7 @@ class Sampled(Kernel):
 
     def is_legal(self, variant: Variant, epilogue: tuple[Epilogue, ...], scope) -> bool:
         """Whether a dtype has the precision."""
-        return variant[:2] in numbers((variant.dtype,), scope.precision)
+        return variant[:2] in mma.numbers((variant.dtype,), scope.precision)
 
     def specs(self, epilogue: tuple[Epilogue, ...], scope, arch: str) -> list[KernelSpec]:
         """With those of the launch behind."""
@@ -233,7 +214,7 @@ class Sampled(Kernel):
             "WARP_LINES": warp_lines,
             "WARP_COLUMNS": warp_columns,
             "DEPTH_BYTES": DEPTH_BYTES,
-            "STAGES": stages(arch),
+            "STAGES": mma.stages(STAGES, arch),
             "MIN_BLOCKS": variant.blocks,
             "PRODUCTS": 3 if is_split(dtype, precision) else 1,
             "ALONG_LINES": False,
@@ -242,7 +223,9 @@ class Sampled(Kernel):
             "ACCESS_B": Constant(f"Access::{b}"),
             "PARAMETER_BYTES": text.parameters(len(OPERANDS), fields.format, epilogue).size,
         }
-        source = self.source(facts, fields.text(), text.typed_finish(epilogue), includes=INCLUDES)
+        source = self.source(
+            facts, fields.text(), text.typed_finish(epilogue), includes=mma.INCLUDES
+        )
         words = [f"{rows}x{cols}", f"{a}/{b}"] + ["partial"] * partial
         shared = shared_bytes(variant, arch)
         return self.named_spec(
@@ -280,18 +263,15 @@ def variant_of(problem: Sdd) -> Sampled.Variant:
 def _access(dtype: str, t: Dense, batches: tuple[int, int], depth: int) -> str:
     """Of an operand whose lines are the matrix's, and whose columns the depth."""
     turned = t._replace(line=t.column, column=t.line)
-    return access(dtype, turned, batches, depth, None)
-
-
-def stages(arch: str) -> int:
-    """Stages under way: one more where a multiprocessor has shared memory for it."""
-    return STAGES + (targets.SHARED_BYTES[arch] >= LARGE_SHARED)
+    return mma.access(dtype, turned, batches, depth, None)
 
 
 def shared_bytes(variant: Sampled.Variant, arch: str) -> int:
     """The stages of both operands, or the sums that take their place."""
     one = DEPTH_BYTES * variant.slots * (variant.rows + variant.cols)
-    return max(stages(arch) * one, waiting_bytes(variant.warps, *variant.warp, False))
+    return max(
+        mma.stages(STAGES, arch) * one, mma.waiting_bytes(variant.warps, *variant.warp, False)
+    )
 
 
 def stage_depth(dtype: str) -> int:
@@ -302,12 +282,3 @@ def stage_depth(dtype: str) -> int:
 def slots(rows: int, cols: int) -> int:
     """Of a block of threads, for blocks of so many rows and columns."""
     return max(1, TILE // max(rows, cols))
-
-
-def stores(problem: Sdd) -> bool:
-    """Whether rows of blocks take 16-byte stores."""
-    values, chunk = problem.values, CHUNK_BYTES // DTYPES[problem.dtype].bytes
-    slot = values.slot if problem.blocks.capacity > 1 else 0
-    apart = values.batch if problem.batch > 1 else 0, slot, values.row
-    is_aligned = values.alignment % CHUNK_BYTES == 0 and not any(stride % chunk for stride in apart)
-    return values.column == 1 and is_aligned

@@ -3,14 +3,14 @@ serves all heads or batches is one."""
 
 from __future__ import annotations
 
-from kernlib.families.blocksparse.kernels import sampled
-from kernlib.families.blocksparse.lowering import hopper
+from kernlib.families.blocksparse.lowering import hopper, mma
 from kernlib.families.blocksparse.lowering.problem import Dense, Sdd
 from kernlib.lowering import tma
 from kernlib.lowering.config import Fact
 
 SQUARES = (16, 32, 64)  # sizes of square blocks
 SHARED = ("int a_heads", "int a_batches", "int b_heads", "int b_batches")  # 0 where one serves all
+SIZES = ("int grid_rows", "int row_words", "int heads", "int capacity", "int batch", *SHARED)
 
 
 def addressable(problem: Sdd, arch: str) -> bool:
@@ -32,7 +32,7 @@ def is_of_squares(problem: Sdd, arch: str) -> bool:
     if blocks.rows != blocks.cols or blocks.rows not in SQUARES:
         return False
     slots_apart = blocks.capacity > 1 and values.slot != blocks.rows * blocks.cols
-    if slots_apart or values.row != blocks.cols or not sampled.stores(problem):
+    if slots_apart or values.row != blocks.cols or not mma.has_chunks(problem):
         return False
     return addressable(problem, arch)
 
@@ -47,6 +47,19 @@ def shared(problem: Sdd) -> dict[str, int]:
     """The values of SHARED: whether heads and batches of a, and of b, each have one."""
     numbers = (int(n > 0) for t in (problem.a, problem.b) for n in (t.head, t.batch))
     return {member.split()[1]: number for member, number in zip(SHARED, numbers, strict=True)}
+
+
+def sizes(problem: Sdd) -> dict[str, int]:
+    """The values of SIZES."""
+    blocks = problem.blocks
+    return {
+        "grid_rows": blocks.grid_rows,
+        "row_words": blocks.row_words,
+        "heads": blocks.heads,
+        "capacity": blocks.capacity,
+        "batch": problem.batch,
+        **shared(problem),
+    }
 
 
 def lines_last(problem: Sdd) -> tuple[bool, bool]:

@@ -1,5 +1,6 @@
 """float32 products at fp32 grade with blocks of 64 and 128, on Hopper, of operands that are packed
-as pairs of float16 words.
+as pairs of float16 words with scales: anew for each call, as a copy that lasts would have to know
+of every way in which a tensor can change.
 
 Takes any strides that leave something side by side; what little work three launches are too much
 for is left to the portable kernel.
@@ -11,18 +12,35 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.kernels import pack_words, portable
 from kernlib.families.blocksparse.kernels.order import ORDER
-from kernlib.families.blocksparse.kernels.pack_words import PACK, TILE_COLUMNS, Packed
-from kernlib.families.blocksparse.lowering import hopper
+from kernlib.families.blocksparse.kernels.spmm import portable
+from kernlib.families.blocksparse.lowering import hopper, summands
 from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.kernel import Gpu, Kernel, named
 from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
+
+PACK_THREADS = 256
+SQUARE = 64  # rows that a CTA packs, and numbers of a row
+TILE_COLUMNS = 128
+PACK_SHARED_BYTES = 4 * SQUARE * (SQUARE + 1)
+CHUNK = 4  # elements of 16 bytes
+WORD_BYTES, SCALE_BYTES = 4, 4  # of a number's two words, of a row's scale
+ALIGNMENT = 256  # of what the workspace holds
+PACK_FIELDS = Fields((
+    "Side of_dense", "Side of_values",  # a line is a row that is packed; its columns, the depth
+    "u32 squares",                      # of the dense operand; behind them those of values
+    "int columns", "int column_squares",            # of a head's dense operand
+    "int depth_squares", "int heads",               # of it, that are packed
+    "int capacity", "int lines", "int depths",      # slots; squares of a block of op(S), down and
+                                                    # across
+    "int dense_whole", "int values_whole",          # whether 16 bytes can be read at a time
+))  # fmt: skip
+PACK_PARAMETERS = Parameters(7, PACK_FIELDS.format)
 
 STAGES, STAGE_BYTES, SCALES_BYTES = 3, 64 * 1024, 1024
 BARRIER_BYTES = 128
@@ -44,6 +62,111 @@ MULTIPROCESSORS = 132
 WORDS_RATE = 200e6  # operations a microsecond on what is stored
 PACKED_RATE = 3.5e6  # bytes a microsecond, read and written
 LAUNCHES = 9.0  # microseconds of three launches
+
+
+class Packed(NamedTuple):
+    """What is made of a problem's operands: pieces of 64 x 64 of the stored blocks and panels of
+    128 columns by 64 of the depth, and where their words and scales begin in the workspace."""
+
+    pieces: int  # of a batch entry
+    piece_batches: int
+    depths: int  # panels of 128 columns
+    columns: int  # tiles of them
+    heads: int
+    panel_batches: int
+    start: int
+
+    @property
+    def all_pieces(self) -> int:
+        return self.pieces * self.piece_batches
+
+    @property
+    def head_panels(self) -> int:
+        """Of a head."""
+        return self.depths * self.columns
+
+    @property
+    def all_panels(self) -> int:
+        return self.head_panels * self.heads * self.panel_batches
+
+    @property
+    def squares(self) -> int:
+        """CTAs that pack them."""
+        return self.all_pieces + 2 * self.all_panels
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where pieces, their scales, panels and their scales begin, and all of it ends."""
+        rows = self.all_pieces * SQUARE, self.all_panels * TILE_COLUMNS
+        sizes = [n * each for n in rows for each in (SQUARE * WORD_BYTES, SCALE_BYTES)]
+        places = [round_up(self.start, ALIGNMENT)]
+        for size in sizes:
+            places.append(round_up(places[-1] + size, ALIGNMENT))
+        return tuple(places)
+
+
+class PackWords(Kernel):
+    """A block of threads packs 64 rows by 64 of the depth."""
+
+    role = "step"
+    name = "pack"
+    header = "blocksparse/hopper_words/pack.cuh"
+    entry = "blocksparse_pack"
+    reason = "operands of `hopper_words` as pairs of float16 words"
+
+    class Variant(NamedTuple):
+        """Nothing: one kernel packs all problems."""
+
+    def step(self, problem: Spmm, packed: Packed, overlaps: bool) -> Step:
+        """The launch that packs both operands."""
+        blocks, dense, values = problem.blocks, problem.dense, problem.values
+        ends = (values.row, values.column)[:: -1 if problem.transposed else 1]
+        of_dense = (dense.batch, dense.head, dense.column, dense.line)
+        of_values = (values.batch, values.slot, *ends)
+        outer = (packed.panel_batches, packed.heads, problem.columns, packed.depths * SQUARE)
+        inner = (packed.piece_batches, blocks.capacity, SQUARE, SQUARE)
+        numbers = PACK_FIELDS.values(
+            of_dense=of_dense,
+            of_values=of_values,
+            squares=packed.squares - packed.all_pieces,
+            columns=problem.columns,
+            column_squares=2 * packed.columns,
+            depth_squares=packed.depths,
+            heads=packed.heads,
+            capacity=blocks.capacity,
+            lines=problem.op.rows // SQUARE,
+            depths=problem.op.cols // SQUARE,
+            dense_whole=int(_has_chunks(of_dense, outer, dense.alignment)),
+            values_whole=int(_has_chunks(of_values, inner, values.alignment)),
+        )
+        pieces, piece_scales, panels, panel_scales, _ = packed.places
+        pointers = [(name, 0) for name in ("dense", "values", "counts")]
+        pointers += [(WORKSPACE, place) for place in (panels, panel_scales, pieces, piece_scales)]
+        return Step(
+            self.spec((), self.Variant(), ""),
+            (packed.squares, 1),
+            PACK_PARAMETERS.pack(*numbers),
+            tuple(pointers),
+            overlaps=overlaps,
+        )
+
+    def axes(self, subject, scope) -> Mapping[str, Iterable]:
+        """None."""
+        return {}
+
+    def spec(self, subject, variant: Variant, arch: str) -> KernelSpec:
+        """The specification, one for all problems."""
+        facts = {"THREADS": PACK_THREADS, "PARAMETER_BYTES": PACK_PARAMETERS.size}
+        source = self.source(facts, PACK_FIELDS.text(), includes=(summands.HEADER,))
+        line = "blocksparse pack float32 words"
+        return named(
+            KernelSpec(
+                "blocksparse", source, self.entry, PACK_THREADS, PACK_SHARED_BYTES, description=line
+            )
+        )
+
+
+PACK = PackWords()
 
 
 class HopperWords(Kernel):
@@ -96,8 +219,7 @@ class HopperWords(Kernel):
         self, epilogue: tuple[Epilogue, ...], problem: Spmm, gpu: Gpu, choice: Mapping[str, int]
     ) -> Lowered:
         """The launches of a problem."""
-        blocks, count = problem.blocks, gpu.multiprocessors
-        sizes = (blocks.cols, blocks.rows) if problem.transposed else (blocks.rows, blocks.cols)
+        count = gpu.multiprocessors
         ordered = hopper.is_ordered(problem, count, TILE_COLUMNS)
         packed, grid = _packed(problem, ordered), min(count, _tiles(problem))
         words = ((WORKSPACE, place) for place in packed.places[:-1])
@@ -106,7 +228,7 @@ class HopperWords(Kernel):
             **hopper.numbers(problem, count, TILE_COLUMNS),
         )
         main = Step(
-            self.spec(epilogue, self.Variant(*sizes, problem.transposed), gpu.arch),
+            self.spec(epilogue, self.Variant(*problem.op[:2], problem.transposed), gpu.arch),
             (grid, 1),
             _parameters(epilogue).pack(*numbers),
             (*words, ("out", 0), *hopper.lists(ordered), *text.pointers((), epilogue)),
@@ -121,9 +243,9 @@ class HopperWords(Kernel):
         """Of blocks of one size and their transposes."""
         sizes = dict.fromkeys(scope.block)
         is_single = "float32" in scope.dtypes and scope.precision in (None, "fp32")
-        is_taken = is_single and scope.arch == hopper.ARCH and set(sizes) <= set(hopper.SIZES)
+        fits = is_single and scope.arch == hopper.ARCH and set(sizes) <= set(hopper.SIZES)
         return {
-            "lines": sizes if is_taken else (),
+            "lines": sizes if fits else (),
             "depth": sizes,
             "transposed": (False, True),
         }
@@ -198,8 +320,26 @@ def _in_pairs(problem: Spmm) -> bool:
 
 def _packed(problem: Spmm, ordered: bool) -> Packed:
     """What is packed, behind the order of tiles where there is one."""
-    return pack_words.packed(problem, ORDER.workspace(problem) if ordered else 0)
+    op, dense, values = problem.op, problem.dense, problem.values
+    return Packed(
+        pieces=op.capacity * (op.rows // SQUARE) * (op.cols // SQUARE),
+        piece_batches=problem.batch if values.batch else 1,
+        depths=op.cols * op.grid_cols // SQUARE,
+        columns=ceil_div(problem.columns, TILE_COLUMNS),
+        heads=op.heads if dense.head else 1,
+        panel_batches=problem.batch if dense.batch else 1,
+        start=ORDER.workspace(problem) if ordered else 0,
+    )
 
 
 def _tiles(problem: Spmm) -> int:
     return hopper.tiles_of(problem, TILE_COLUMNS)
+
+
+def _has_chunks(strides: tuple[int, ...], sizes: tuple[int, ...], alignment: int) -> bool:
+    """Whether neighbours can be read 16 bytes at a time, by rows or along the depth."""
+    near = strides.index(1, 2) if 1 in strides[2:] else None
+    if strides[3] == 1:
+        near = 3
+    others = [n for i, n in enumerate(strides) if i != near and sizes[i] > 1]
+    return near is not None and alignment == 16 and all(n % CHUNK == 0 for n in others)

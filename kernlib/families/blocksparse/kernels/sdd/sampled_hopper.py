@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.blocksparse.kernels import sampled
-from kernlib.families.blocksparse.lowering import hopper, operands, summands
+from kernlib.families.blocksparse.kernels.sdd import operands, sampled
+from kernlib.families.blocksparse.lowering import hopper, summands
 from kernlib.families.blocksparse.lowering.problem import Sdd
-from kernlib.families.blocksparse.lowering.times import fewest_rounds
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
@@ -86,7 +85,7 @@ class SampledHopper(Kernel):
             slots = int(choice["slots"])
             return _tiles(problem, slots), _pieces(problem, slots)
 
-        return fewest_rounds(self.choices(problem, gpu.arch), tiles, gpu.multiprocessors)
+        return hopper.fewest_rounds(self.choices(problem, gpu.arch), tiles, gpu.multiprocessors)
 
     def pays(self, problem: Sdd, gpu: Gpu) -> bool:
         """Whether it takes less time by rule than the kernel for every GPU, which can share

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse.kernels import parts
-from kernlib.families.blocksparse.lowering import summands, times
-from kernlib.families.blocksparse.lowering.problem import Dense, Spmm
-from kernlib.families.blocksparse.lowering.times import Rate
-from kernlib.jit import targets
+from kernlib.families.blocksparse.lowering import mma, summands
+from kernlib.families.blocksparse.lowering.mma import CHUNK_BYTES, Rate
+from kernlib.families.blocksparse.lowering.problem import Spmm
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
@@ -24,9 +23,8 @@ from kernlib.lowering.config import Constant
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.parameters import Fields
-from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.lowering.steps import Lowered, Step
 
-MOST_X, MOST_Y = 2**31 - 1, 65535  # of a grid
 OPERANDS = ("row_bits", "row_ranks", "col_bits", "values", "dense", "out")
 FIXED = (
     "Side values_view",  # panels are slots, columns depths
@@ -41,10 +39,6 @@ FIXED = (
     "u32 values_depth_first", "u32 dense_depth_first",
     "u32 whole_stores",  # of Target
 )  # fmt: skip
-INCLUDES = ("common/math.cuh", "blocksparse/access.cuh", summands.HEADER)
-CHUNK_BYTES = 16
-PASS_LINES = 32  # of sums that a warp stages at a time
-LARGE_SHARED = 128 * 1024  # from which on a block has one more stage
 
 
 class Tile(NamedTuple):
@@ -126,7 +120,7 @@ class Portable(Kernel):
         every = tiles(problem.dtype, problem.precision)
         fitting = [tile.columns for tile in every if tile.columns < 2 * problem.columns]
         fitting = fitting or [every[-1].columns]
-        counts = parts.counts(parts.sums_of(problem, False), depth_blocks(problem))
+        counts = parts.counts(parts.sums_of(problem, False), problem.op.grid_cols)
         split = product((columns for columns in fitting if columns <= PARTS_COLUMNS), counts)
         return [
             *({"columns": columns} for columns in fitting),
@@ -136,19 +130,18 @@ class Portable(Kernel):
     def estimate(self, problem: Spmm, choice: Mapping[str, Any], gpu: Gpu) -> float:
         """Microseconds of a problem by a choice."""
         tile, split = _tile(problem, choice), int(choice.get("parts", 1))
-        blocks, itemsize = problem.blocks, DTYPES[problem.dtype].bytes
-        lines, depth = (blocks.cols, blocks.rows) if problem.transposed else blocks[:2]
-        deep = ceil_div(depth_blocks(problem), split)
-        split = ceil_div(depth_blocks(problem), deep)
+        op, itemsize = problem.op, DTYPES[problem.dtype].bytes
+        deep = ceil_div(op.grid_cols, split)
+        split = ceil_div(op.grid_cols, deep)
         count = _tile_count(problem, tile) * split
-        stored = deep * times.filled(blocks.density, max(1, tile.lines // lines))
+        stored = deep * op.filled(max(1, tile.lines // op.rows))
         stored = max(stored, min(1.0, gpu.multiprocessors / count))  # one tile at least has a block
-        rate, slower = RATES[is_split(problem.dtype, problem.precision), tile.columns]
-        stages = stored * depth * itemsize / tile.depth_bytes + FILLING
-        stages *= slower if depth == 16 else 1.0
+        rate, slower = RATES[mma.is_split(problem.dtype, problem.precision), tile.columns]
+        stages = stored * op.cols * itemsize / tile.depth_bytes + FILLING
+        stages *= slower if op.cols == 16 else 1.0
         sums = parts.sums_of(problem, False)
-        time = START + times.stages(count, stages, rate, gpu.multiprocessors)
-        return time + times.adding_up(sums.elements, split)
+        time = START + mma.microseconds(count, stages, rate, gpu.multiprocessors)
+        return time + mma.adding_up(sums.elements, split)
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Spmm, gpu: Gpu, choice: Mapping[str, Any]
@@ -158,23 +151,19 @@ class Portable(Kernel):
         tile, split = _tile(problem, choice), int(choice.get("parts", 1))
         variant = variant_of(problem, tile)
         count = _tile_count(problem, tile) // problem.batch
-        if count * split > MOST_X:
+        if count * split > mma.MOST_X:
             raise UnsupportedError(
                 f"a product of {problem.blocks.heads} heads with {problem.lines} x "
-                f"{problem.columns} results is more than one launch holds ({MOST_X} tiles of "
+                f"{problem.columns} results is more than one launch holds ({mma.MOST_X} tiles of "
                 f"{tile.lines} x {tile.columns}); call it on slices"
             )
         if split == 1:
             return Lowered((self._main(epilogue, problem, variant, gpu.arch),))
-        deep = ceil_div(depth_blocks(problem), split)
-        split = ceil_div(depth_blocks(problem), deep)
+        deep = ceil_div(problem.op.grid_cols, split)
+        split = ceil_div(problem.op.grid_cols, deep)
         sums = parts.sums_of(problem, variant.along_lines)
         main = self._main((), problem, variant._replace(partial=True), gpu.arch, sums, deep)
-        main = main._replace(
-            grid=(count * split, main.grid[1]), pointers=(*main.pointers[:-1], (WORKSPACE, 0))
-        )
-        last = parts.PARTS.step(epilogue, problem, sums, split, gpu.arch)
-        return Lowered((main, last), 4 * sums.elements * split)
+        return parts.PARTS.behind(main, epilogue, problem, sums, split, gpu.arch)
 
     def _main(
         self,
@@ -186,22 +175,15 @@ class Portable(Kernel):
         part_blocks: int = 0,
     ) -> Step:
         """The launch that leaves a result, or ``sums`` of parts of the depth."""
-        values, dense, blocks, tile = problem.values, problem.dense, problem.blocks, variant.tile
-        ends, grid = (values.row, values.column), (blocks.grid_rows, blocks.grid_cols)
-        if problem.transposed:
-            ends, grid = ends[::-1], grid[::-1]
-        words = blocks.col_words if problem.transposed else blocks.row_words
+        values, dense, op, tile = problem.values, problem.dense, problem.op, variant.tile
+        ends = (values.row, values.column)[:: -1 if problem.transposed else 1]
         count = _tile_count(problem, tile) // problem.batch
-        view = problem.out[:4] if sums is None else sums.side
-        beside = problem.summands if sums is None else ()
         fixed = _fixed(epilogue).pack(
             values_view=(values.batch, values.slot, *ends),
             dense_view=dense[:4],
-            out_view=view,
             lines=problem.lines,
             columns=problem.columns,
-            grid=(*grid, words, blocks.row_words),
-            part_stride=0 if sums is None else sums.elements,
+            grid=(op.grid_rows, op.grid_cols, op.row_words, problem.blocks.row_words),
             line_tiles=ceil_div(problem.lines, tile.lines),
             column_tiles=ceil_div(problem.columns, tile.columns),
             tiles=count,
@@ -209,12 +191,11 @@ class Portable(Kernel):
             batch=problem.batch,
             values_depth_first=ends[1] <= ends[0],
             dense_depth_first=dense.line <= dense.column,
-            whole_stores=stores(problem)[1] if sums is None else True,
-            **summands.values(beside),
+            **parts.target(problem, stores(problem)[1], sums),
         )
         return Step(
             self.spec(epilogue, variant, arch),
-            (count, min(problem.batch, MOST_Y)),
+            (count, min(problem.batch, mma.MOST_Y)),
             fixed,
             text.pointers(OPERANDS, epilogue),
             text.scalar_count(epilogue),
@@ -242,7 +223,7 @@ class Portable(Kernel):
         block = scope.block[::-1] if transposed else scope.block
         return (
             (lines, depth) == block
-            and (dtype, precision) in numbers((dtype,), scope.precision)
+            and (dtype, precision) in mma.numbers((dtype,), scope.precision)
             and tile in tiles(dtype, precision)
             and values != ("depth" if transposed else "line")
             and not (variant.partial and tile.columns > PARTS_COLUMNS)
@@ -271,16 +252,18 @@ class Portable(Kernel):
             "WARP_LINES": tile.warp_lines,
             "WARP_COLUMNS": tile.warp_columns,
             "DEPTH_BYTES": tile.depth_bytes,
-            "STAGES": stages(tile, arch),
+            "STAGES": mma.stages(tile.stages, arch),
             "MIN_BLOCKS": tile.blocks,
-            "PRODUCTS": 3 if is_split(dtype, precision) else 1,
+            "PRODUCTS": 3 if mma.is_split(dtype, precision) else 1,
             "ALONG_LINES": variant.along_lines,
             "PARTIAL": variant.partial,
             "ACCESS_VALUES": Constant(f"Access::{variant.values}"),
             "ACCESS_DENSE": Constant(f"Access::{variant.dense}"),
             "PARAMETER_BYTES": text.parameters(len(OPERANDS), fields.format, epilogue).size,
         }
-        source = self.source(facts, fields.text(), text.typed_finish(epilogue), includes=INCLUDES)
+        source = self.source(
+            facts, fields.text(), text.typed_finish(epilogue), includes=mma.INCLUDES
+        )
         words = [f"{lines}x{depth}"] + ["transposed"] * transposed
         words += [f"{tile.lines}x{tile.columns}", f"{variant.values}/{variant.dense}"]
         words += ["along_lines"] * variant.along_lines + ["partial"] * variant.partial
@@ -301,87 +284,31 @@ def best_microseconds(problem: Spmm, arch: str, multiprocessors: int) -> float:
     return min(PORTABLE.estimate(problem, each, gpu) for each in PORTABLE.choices(problem, arch))
 
 
-def numbers(dtypes: tuple[str, ...], precision: str | None) -> list[tuple[str, str]]:
-    """Each dtype with its precision, or both of float32's if that is None."""
-    of_floats = ("fp32", "tf32") if precision is None else (precision,)
-    return [
-        (dtype, each)
-        for dtype in dtypes
-        for each in (of_floats if dtype == "float32" else ("fp32",))
-    ]
-
-
 def tiles(dtype: str, precision: str) -> tuple[Tile, ...]:
     """Those of a kind of numbers, largest first."""
-    return SPLIT_TILES if is_split(dtype, precision) else TILES
+    return SPLIT_TILES if mma.is_split(dtype, precision) else TILES
 
 
 def variant_of(problem: Spmm, tile: Tile) -> Portable.Variant:
     """The kernel of a problem, for a tile."""
-    sizes = problem.blocks.rows, problem.blocks.cols
     return Portable.Variant(
         problem.dtype,
         problem.precision,
-        *(sizes[::-1] if problem.transposed else sizes),
+        *problem.op[:2],
         problem.transposed,
         tile,
-        values_access(problem),
-        access(problem.dtype, problem.dense, _batches(problem), None, problem.columns),
+        mma.values_access(problem),
+        mma.access(problem.dtype, problem.dense, _batches(problem), None, problem.columns),
         stores(problem)[0],
     )
-
-
-def access(
-    dtype: str, t: Dense, batches: tuple[int, int], lines: int | None, columns: int | None
-) -> str:
-    """How far 16-byte copies can run along a dense operand's lines ("depth") or its columns
-    ("line"): whole ones, of strides and addresses that are whole ones. ``batches`` are those and
-    the heads, ``lines`` and ``columns`` None where they are whole blocks."""
-    chunk = CHUNK_BYTES // DTYPES[dtype].bytes
-    outer = [stride for stride, count in zip(t[:2], batches, strict=True) if count > 1]
-    if t.alignment % CHUNK_BYTES or any(stride % chunk for stride in outer):
-        return "gather"
-    along = lines is None or lines % chunk == 0
-    if t.line == 1 and along and (columns == 1 or t.column % chunk == 0):
-        return "depth"
-    along = columns is None or columns % chunk == 0
-    if t.column == 1 and along and (lines == 1 or t.line % chunk == 0):
-        return "line"
-    return "gather"
-
-
-def values_access(problem: Spmm) -> str:
-    """Blocks whose rows lie side by side, or nothing."""
-    values, chunk = problem.values, CHUNK_BYTES // DTYPES[problem.dtype].bytes
-    batch = values.batch if problem.batch > 1 else 0
-    apart = batch, values.slot if problem.blocks.capacity > 1 else 0, values.row
-    is_aligned = values.alignment % CHUNK_BYTES == 0 and not any(stride % chunk for stride in apart)
-    if values.column != 1 or not is_aligned:
-        return "gather"
-    return "line" if problem.transposed else "depth"
-
-
-def stages(tile: Tile, arch: str) -> int:
-    """Stages under way: one more where a multiprocessor has shared memory for it."""
-    return tile.stages + (targets.SHARED_BYTES[arch] >= LARGE_SHARED)
 
 
 def shared_bytes(variant: Portable.Variant, arch: str) -> int:
     """The stages of both operands, or the sums that take their place."""
     tile = variant.tile
-    waiting = waiting_bytes(tile.warps, tile.warp_lines, tile.warp_columns, variant.along_lines)
-    return max(stages(tile, arch) * tile.depth_bytes * (tile.lines + tile.columns), waiting)
-
-
-def waiting_bytes(warps: int, lines: int, columns: int, along_lines: bool) -> int:
-    """Sums on their way to the result: see store.cuh."""
-    lines = min(lines, PASS_LINES)
-    return 4 * warps * (columns * (lines + 4) if along_lines else lines * (columns + 8))
-
-
-def depth_blocks(problem: Spmm) -> int:
-    """Blocks along the depth, stored or not."""
-    return problem.blocks.grid_rows if problem.transposed else problem.blocks.grid_cols
+    waiting = mma.waiting_bytes(tile.warps, tile.warp_lines, tile.warp_columns, variant.along_lines)
+    stage = tile.depth_bytes * (tile.lines + tile.columns)
+    return max(mma.stages(tile.stages, arch) * stage, waiting)
 
 
 def stores(problem: Spmm) -> tuple[bool, bool]:
@@ -400,11 +327,6 @@ def stores(problem: Spmm) -> tuple[bool, bool]:
 
 def _batches(problem: Spmm) -> tuple[int, int]:
     return problem.batch, problem.blocks.heads
-
-
-def is_split(dtype: str, precision: str) -> bool:
-    """Whether numbers are words of TF32 and what is left of them."""
-    return dtype == "float32" and precision == "fp32"
 
 
 def _tile(problem: Spmm, choice: Mapping[str, Any]) -> Tile:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.blocksparse.kernels.order import ORDER
+from kernlib.families.blocksparse.kernels.spmm import portable
 from kernlib.families.blocksparse.lowering import hopper
 from kernlib.families.blocksparse.lowering.problem import Scope, Spmm
 from kernlib.jit.spec import KernelSpec
@@ -62,8 +63,9 @@ class Narrow(Kernel):
 
     def pays(self, problem: Spmm, gpu: Gpu) -> bool:
         """As for larger blocks."""
-        step = STEPS[problem.blocks.rows]
-        return hopper.is_faster(problem, step, hopper.WIDTHS[0], gpu.multiprocessors)
+        step, count = STEPS[problem.blocks.rows], gpu.multiprocessors
+        time = hopper.microseconds(problem, step, hopper.WIDTHS[0], count)
+        return time <= portable.best_microseconds(problem, hopper.ARCH, count)
 
     def launch(
         self, epilogue: tuple[Epilogue, ...], problem: Spmm, gpu: Gpu, choice: Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""Kernels of products of a block-sparse and a dense matrix, one class each."""
