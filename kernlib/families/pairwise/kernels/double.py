@@ -16,11 +16,11 @@ from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.finish import finish_double, takes_powers
-from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.problem import (
     EXPONENT_STAGES,
     MAX_BATCH_BLOCKS,
     TYPES,
+    Layout,
     PairKernel,
     scalar_count,
     terms,

@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise.lowering import reduce
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import THREADS
+from kernlib.families.pairwise.lowering.problem import THREADS, Layout
 from kernlib.families.pairwise.lowering.reduce import Cut, Work
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.division import Sums, split

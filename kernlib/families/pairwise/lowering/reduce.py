@@ -14,12 +14,13 @@ from functools import cache
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.layout import Layout, access
 from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
     EXPONENT_STAGES,
     PROMOTE_K,
     THREADS,
+    Layout,
+    access,
     shared_bytes,
     view,
 )

@@ -10,7 +10,7 @@ from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.kernels import product, reduce
 from kernlib.families.pairwise.kernels import split_reduce as products
 from kernlib.families.pairwise.lowering import reduce as lowering
-from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Layout
 from kernlib.families.pairwise.matrix import Scalars, precision
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
 from kernlib.families.pairwise.request import layout_of, scalar_strides

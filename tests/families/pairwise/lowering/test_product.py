@@ -9,8 +9,7 @@ from kernlib.families.pairwise.kernels import product
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering import wide as variants
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import scalar_count
+from kernlib.families.pairwise.lowering.problem import Layout, scalar_count
 from kernlib.jit import targets
 from tests.families.pairwise.lowering.cases import constant
 from tests.families.pairwise.lowering.cases import problem as of_columns

@@ -11,8 +11,7 @@ import kernlib as kl
 from kernlib.families.pairwise.kernels import split_reduce as products
 from kernlib.families.pairwise.kernels import topk as lowering
 from kernlib.families.pairwise.lowering import pack
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import scalar_count
+from kernlib.families.pairwise.lowering.problem import Layout, scalar_count
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import sources, targets
 from kernlib.lowering import division
