@@ -19,9 +19,7 @@ from kernlib.families.pairwise.kernels.direct import DIRECT
 from kernlib.families.pairwise.lowering import problem as lowering
 from kernlib.families.pairwise.lowering.finish import finish, is_norm, outer_kinds
 from kernlib.families.pairwise.lowering.pack import (
-    ARCH,
     BARRIER_BYTES,
-    DOUBTFUL,
     INFO_BYTES,
     MAX_WORKSPACE,
     PRECISIONS,
@@ -31,10 +29,12 @@ from kernlib.families.pairwise.lowering.pack import (
     is_difference,
     is_dot,
     is_product,
+    split_facts,
     squares,
     workspace,
 )
 from kernlib.families.pairwise.lowering.problem import (
+    ARCH,
     TYPES,
     Call,
     PairKernel,
@@ -260,20 +260,6 @@ class Split(PairKernel):
         words += [f"tile={TILE_M}x{variant.columns} promote={variant.promote}"]
         words += ["ordered"] * variant.ordered
         return self.described(descriptor, source, THREADS, variant.shared_bytes, words)
-
-
-def split_facts(variant) -> dict:
-    """Facts of products of words: ``variant`` is one of Split or of what reduces."""
-    return {
-        "TILE_N": variant.columns,
-        "DEPTH": variant.depth,
-        "STAGES": variant.stages,
-        "COPIES": variant.copies,
-        "PROMOTE": variant.promote,
-        "ORDERED": variant.ordered,
-        "DOUBTFUL": DOUBTFUL,  # of the sample, above which nothing is done
-        "DYNAMIC_BYTES": variant.shared_bytes,
-    }
 
 
 def variant_of(descriptor: Pairwise, problem: Problem, precision: str) -> Split.Variant:

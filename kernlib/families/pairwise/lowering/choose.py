@@ -33,11 +33,15 @@ def _kernels(products: bool, few: bool) -> tuple[Kernel, ...]:
     return *among, DIRECT
 
 
+def _has_products(descriptor: Pairwise, arch: str) -> bool:
+    return arch == lowering.ARCH and descriptor.takes_products
+
+
 def candidates(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> list[Choice]:
     """What :func:`lower` can choose for a problem: each the name of a kernel, or the tile of the
     direct one. There is always one."""
     call = Call(descriptor, problem, (), precision)
-    among = _kernels(descriptor.takes_products, lowering.is_few(problem))
+    among = _kernels(_has_products(descriptor, arch), lowering.is_few(problem))
     every = kernel.options(among, call, arch)
     return [option.knobs or option.choice for option in every]
 
@@ -64,13 +68,13 @@ def lower(
     gpu, call = Gpu(arch, multiprocessors), Call(descriptor, problem, strides, precision)
     if choice and "tile" in choice:
         choice = {"kind": DIRECT.name, **choice}
-    products = descriptor.takes_products and (choice or lowering.split_pays(problem))
-    among = _kernels(bool(products), lowering.is_few(problem))
+    products = _has_products(descriptor, arch) and bool(choice or lowering.split_pays(problem))
+    among = _kernels(products, lowering.is_few(problem))
     option = kernel.choose(among, call, gpu, choice)
     return option.kernel.launch(descriptor, call, gpu, option.knobs)
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
-    among = _kernels(descriptor.takes_products, True)
+    among = _kernels(_has_products(descriptor, arch), True)
     return kernel.specs(among, descriptor, Scope(dtypes, arch), arch)

@@ -9,8 +9,8 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack, reduce
 from kernlib.families.pairwise.lowering.backward import Problem
 from kernlib.families.pairwise.lowering.backward_source import LARGEST
-from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES
-from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS
+from kernlib.families.pairwise.lowering.pack import BARRIER_BYTES
+from kernlib.families.pairwise.lowering.problem import ARCH, MAX_BATCH_BLOCKS
 from kernlib.jit import targets
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up

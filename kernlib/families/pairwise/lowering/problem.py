@@ -15,6 +15,7 @@ from kernlib.lowering.config import Constant, Fact
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Kernel, named
 
+ARCH = "sm_90a"  # of products of tensor cores
 THREADS = 256
 TILE_K = 16
 PROMOTE_K = 64
