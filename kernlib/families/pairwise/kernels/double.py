@@ -113,9 +113,10 @@ def variant(descriptor: Pairwise, problem: Problem) -> Variant:
 
 def by_products(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether tensor cores multiply points."""
-    known = pack.is_difference(descriptor, problem) or pack.is_dot(descriptor)
-    known = known and problem.reduction in TILED
-    if not known or descriptor.direct or problem.k < LEAST_FEATURES:
+    products = pack.is_difference(descriptor, problem) or pack.is_dot(descriptor)
+    if not products or problem.reduction not in TILED:
+        return False
+    if descriptor.direct or problem.k < LEAST_FEATURES:
         return False
     few = problem.batch <= MAX_BATCH_BLOCKS
     return few and workspace(problem).size <= pack.MAX_WORKSPACE

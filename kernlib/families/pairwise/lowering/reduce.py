@@ -199,11 +199,11 @@ def fits(problem: Problem, arch: str) -> bool:
 
 def variant(problem: Problem, arch: str, rows: int | None = None) -> Variant:
     """The code for a problem. Where totals beside the stages do not fit, two chains become one."""
-    made = _variant(problem, rows)
-    if made.k:
-        return made
-    short = problem.k <= 2 * PROMOTE_K and shared(made) > targets.SHARED_BYTES[arch]
-    return made._replace(long_k=False) if short else made
+    code = _variant(problem, rows)
+    if code.k:
+        return code
+    short = problem.k <= 2 * PROMOTE_K and shared(code) > targets.SHARED_BYTES[arch]
+    return code._replace(long_k=False) if short else code
 
 
 def _variant(problem: Problem, rows: int | None) -> Variant:
@@ -231,8 +231,8 @@ def rows_of(k: int, width: int, dtype: str = "float32", reducer: str = "") -> in
     """Rows of a thread of the small kernel. Each read of a point serves them all, but with 8 of
     them fewer threads hide less: 1e10 pairs of 3 features take 3.8 ms with 4, 4.5 with 8 (H200)."""
     size = DTYPES[dtype].sums.bytes
-    kept = LONG_REDUCERS.get(reducer) if size == 8 else None
-    words = (k + (kept or 2 * max(1, width))) * size // 4
+    numbers = LONG_REDUCERS.get(reducer) if size == 8 else None
+    words = (k + (numbers or 2 * max(1, width))) * size // 4
     return 4 if 4 * words <= 80 else 2
 
 
@@ -290,16 +290,16 @@ class Work(NamedTuple):
         return busy * each + waiting * ceil_div(each, RESIDENT) + joining
 
 
-def work_of(descriptor: Pairwise, problem: Problem, made: Variant, multiprocessors: int) -> Work:
+def work_of(descriptor: Pairwise, problem: Problem, variant: Variant, multiprocessors: int) -> Work:
     """That of a problem. Slots are those of differences, a Gaussian and products, about; those of
     float64 take two, and its exponential 12 more."""
-    slots = 2 * problem.k + 3 + max(1, made.columns) + 8 * (made.reducer == "LogSumExp")
+    slots = 2 * problem.k + 3 + max(1, variant.columns) + 8 * (variant.reducer == "LogSumExp")
     if type(descriptor.inner) in EXPONENT_STAGES and problem.inner in ("any", "device"):
         slots += 16 * problem.k
     if DTYPES[problem.dtype].sums.bytes == 8:
         slots = 2 * (slots + 12)
     joins = JOINS.get(problem.reduction, 1)
-    return Work(problem.m, sums_of(problem), slots, made.line_bytes, multiprocessors, joins)
+    return Work(problem.m, sums_of(problem), slots, variant.line_bytes, multiprocessors, joins)
 
 
 def stage_of(partners: int, line_bytes: int) -> int:
@@ -339,11 +339,11 @@ def _per_splits(work: Work, rows: int, partners: int) -> list[int]:
     return [ceil_div(units, count) * unit for count in counts]
 
 
-def shared(made: Variant) -> int:
+def shared(variant: Variant) -> int:
     """Bytes of dynamic shared memory: the tile kernel's stages, sums and lines of v."""
-    if made.k:
+    if variant.k:
         return 0
-    return shared_bytes(made.dtype, BIG_TILE, made.long_k) + BIG_TILE * made.columns * 4
+    return shared_bytes(variant.dtype, BIG_TILE, variant.long_k) + BIG_TILE * variant.columns * 4
 
 
 @cache

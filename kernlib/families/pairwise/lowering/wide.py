@@ -102,8 +102,8 @@ def is_on_lanes(descriptor: Pairwise, problem: Problem) -> bool:
 
 
 def is_of_words(descriptor: Pairwise, problem: Problem) -> bool:
-    taken = descriptor.takes_products and pack.is_product(descriptor, problem)
-    return taken and problem.k <= DEPTHS[-1]
+    product = descriptor.takes_products and pack.is_product(descriptor, problem)
+    return product and problem.k <= DEPTHS[-1]
 
 
 def variants(
@@ -135,15 +135,15 @@ def _plain(descriptor: Pairwise, problem: Problem, precision: str | None) -> Var
     ))  # fmt: skip
 
 
-def _fitting(made: Variant) -> Variant:
+def _fitting(variant: Variant) -> Variant:
     """With as many warpgroups as registers and shared memory hold."""
-    narrow = NARROW // 2 if made.sums == "words" else NARROW
-    counts = (4, 3, 2) if made.width <= narrow else (3, 2) if made.width <= MIDDLE else (2,)
+    narrow = NARROW // 2 if variant.sums == "words" else NARROW
+    counts = (4, 3, 2) if variant.width <= narrow else (3, 2) if variant.width <= MIDDLE else (2,)
     for count in counts:
-        made = made._replace(warpgroups=count)
-        if made.stages >= LEAST_STAGES:
+        variant = variant._replace(warpgroups=count)
+        if variant.stages >= LEAST_STAGES:
             break
-    return made
+    return variant
 
 
 def is_exponent(descriptor: Pairwise, problem: Problem) -> bool:
@@ -158,8 +158,8 @@ def is_exponent(descriptor: Pairwise, problem: Problem) -> bool:
     return exponent_of(descriptor, problem) is not None
 
 
-def exponent_of(descriptor: Pairwise, made) -> str | None:
+def exponent_of(descriptor: Pairwise, variant) -> str | None:
     """The member of Finish that multiplies the squared distance, of an epilogue that is no more
-    than an exponential of it. ``made`` has what :func:`finish.finish_reduced` reads."""
-    found = EXPONENT.search(finish_reduced(descriptor, made))
-    return found and found[1]
+    than an exponential of it. ``variant`` has what :func:`finish.finish_reduced` reads."""
+    match = EXPONENT.search(finish_reduced(descriptor, variant))
+    return match and match[1]

@@ -35,11 +35,11 @@ class ReductionPlan(NamedTuple):
 
 def choose(call: Call, arch: str) -> lowering.ReductionKernel | None:
     """The kernel of a reduction. None where blocks of the matrix are faster, or the only way."""
-    option = kernel.choose(_kernels(call, arch), call, Gpu(arch, 0))
+    option = kernel.choose(kernels_of(call, arch), call, Gpu(arch, 0))
     return option and option.kernel
 
 
-def _kernels(call: Call, arch: str) -> Sequence[kernel.Kernel]:
+def kernels_of(call: Call, arch: str) -> Sequence[kernel.Kernel]:
     """Those that may compute a reduction, by preference: a first call loads no others."""
     descriptor, problem, _, precision = call
     if problem.reduction == "topk":
