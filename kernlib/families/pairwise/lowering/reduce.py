@@ -152,7 +152,7 @@ def product_pays(descriptor: Pairwise, problem: Problem) -> bool:
     others = _others_us(problem)
     if _product_us(problem, FOLDED) >= others:  # as most calls, of whose epilogue nothing is asked
         return False
-    from kernlib.families.pairwise.lowering.wide import is_exponent
+    from kernlib.families.pairwise.lowering.exponents import is_exponent
 
     return is_exponent(descriptor, problem) or _product_us(problem, UNFOLDED) < others
 

@@ -1,33 +1,29 @@
-"""Kernels of products with many columns (product.py): which calls they take, when they pay,
-and what code generation chooses."""
+"""Kernels of products with many columns (product.py): which calls they take, and
+what code generation chooses."""
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
+from kernlib.families.pairwise.lowering.exponents import entries, is_exponent
+from kernlib.families.pairwise.lowering.finish import is_norm
 from kernlib.families.pairwise.lowering.pack import BARRIER_BYTES, PRECISIONS
 from kernlib.families.pairwise.lowering.problem import ARCH, inner_codes
 from kernlib.families.pairwise.lowering.reduce import LANES, MOST_WIDE, Problem
 from kernlib.jit import targets
-from kernlib.lowering.arithmetic import round_up
 
 WIDTHS = (16, 32, 48, 64, 96, MOST_WIDE)  # columns of v that a launch takes
 NARROW, MIDDLE = 32, 64  # up to which registers hold the sums of four and three warpgroups
 DEPTHS = (16, 32, 64, 128)  # features of sums of words
-NORMS, MOST_ENTRIES = 6, 208  # entries of norms, and of a point of folded exponents
 # Terms that take numbers of the call, which sums on the lanes do not have, or a unit (unit.cuh).
 NUMBERED = {
     None, "Power", "PowerOnDevice", "PowerLog",
     "ExpPower", "ExpPower1", "ExpPower2", "ExpPowerOnDevice",
 }  # fmt: skip
-# What Finish ends with where values are exponentials of a multiple of the sum alone.
-EXPONENT = re.compile(r"AccT v = s;\n\s*v = exp2_approximate\(v \* (\w+)\);\n\s*return v;")
-TILE_N, STEP, GROUP = 64, 16, 256  # n of a stage, of a wgmma, and of those summed in one go
+TILE_N, GROUP = 64, 256  # n of a stage, and of those summed in one go
 LEAST_STAGES, MAX_STAGES = 2, 8
 
 
@@ -113,12 +109,7 @@ def variants(
     second = _plain(descriptor, problem, precision)
     if not second.behind:
         return second, None
-    return _fitting(second._replace(sums="folded", depth=_entries(problem))), second
-
-
-def _entries(problem: Problem) -> int:
-    """Of a point of folded exponents, as padded."""
-    return round_up(NORMS + 3 * problem.k, STEP)
+    return _fitting(second._replace(sums="folded", depth=entries(problem))), second
 
 
 def _plain(descriptor: Pairwise, problem: Problem, precision: str | None) -> Variant:
@@ -144,22 +135,3 @@ def _fitting(variant: Variant) -> Variant:
         if variant.stages >= LEAST_STAGES:
             break
     return variant
-
-
-def is_exponent(descriptor: Pairwise, problem: Problem) -> bool:
-    """Whether values are 2 to the power of a squared distance times a number of the call, of few
-    enough features to fold that into the product."""
-    if problem.epsilon or not descriptor.takes_products:
-        return False
-    if not pack.is_difference(descriptor, problem):
-        return False
-    if _entries(problem) > MOST_ENTRIES:
-        return False
-    return exponent_of(descriptor, problem) is not None
-
-
-def exponent_of(descriptor: Pairwise, variant) -> str | None:
-    """The member of Finish that multiplies the squared distance, of an epilogue that is no more
-    than an exponential of it. ``variant`` has what :func:`finish.finish_reduced` reads."""
-    match = EXPONENT.search(finish_reduced(descriptor, variant))
-    return match and match[1]
