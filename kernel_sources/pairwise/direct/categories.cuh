@@ -21,7 +21,7 @@ constexpr int CATEGORIES = Config::CATEGORIES;
 
 constexpr int GROUP = 8;              // features whose codes wait in shared memory together
 constexpr int NOWHERE = -(1 << 30);   // with another place it is below 0; tables are smaller
-// As kernlib/families/pairwise/lowering/layout.py has it, and no larger than two stages.
+// As kernlib/families/pairwise/lowering/problem.py has it, and no larger than two stages.
 constexpr int GROUP_BYTES = TILE * 256;
 constexpr int TABLE_ELEMENTS = (GROUP_BYTES - 2 * GROUP * TILE * 4) / int(sizeof(AccT));
 

@@ -16,17 +16,9 @@ import torch
 
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import problem as lowering
 from kernlib.families.pairwise.lowering.finish import EXPONENT_CODE
 from kernlib.families.pairwise.request import Request, is_empty, problem_of, tuning_signature
-from kernlib.families.pairwise.units import (
-    LEAST_USUAL,
-    MOST_USUAL,
-    in_unit,
-    is_of_quotients,
-    unit_of,
-)
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import operation, rehearsal, tuned
 from kernlib.runtime.devices import arch_of, lower_on, model
@@ -148,7 +140,8 @@ class PairwisePlan(NamedTuple):
     scalars: Scalars
     spans: tuple[int, int, int]  # bytes from first to last element of a, b, out
     swapped: bool  # its launch takes b ahead of a
-    quotients: bool  # points are divided by a bandwidth
+    # Bandwidths by which points may be divided, from and up to; None where they are not.
+    usual: tuple[float, float] | None
     launch: Plan | Steps | None  # None for an output without elements
 
 
@@ -178,20 +171,33 @@ def loaded_plan(request: Request, call: checks.Call, lowered: Lowered | None) ->
         scalars=Scalars.of(descriptor, request.hyperparameters),
         spans=tuple(span(t) for t in (request.a, request.second, request.target(call))),
         swapped=swapped,
-        quotients=is_of_quotients(descriptor, request.hyperparameters),
+        usual=_usual_bandwidths(descriptor, request.hyperparameters),
         launch=None if lowered is None else load_lowered(lowered, operands, request.a.device),
     )
 
 
+def _usual_bandwidths(descriptor: Pairwise, values: dict) -> tuple[float, float] | None:
+    """Those beside which points need no other unit, of a kernel of their quotients; else None."""
+    if not descriptor.epilogue:
+        return None
+    from kernlib.families.pairwise import units  # plans of distances need none
+
+    usual = units.LEAST_USUAL, units.MOST_USUAL
+    return usual if units.is_of_quotients(descriptor, values) else None
+
+
 def lower(request: Request, call: checks.Call, device: int) -> Lowered:
     """The kernels for a call on a device: the tuned ones, else by rule."""
+    from kernlib.families.pairwise.lowering import choose  # reductions need none
+
     problem, strides = problem_of(request, call)
     descriptor, arch = request.descriptor, arch_of(device)
     permitted, choice = precision(descriptor) or "fp32", None
-    candidates = choose.candidates(descriptor, problem, arch, permitted)
-    if len(candidates) > 1 or tuned.is_trial():
+    arguments = descriptor, problem, arch, permitted
+    if tuned.is_trial() or choose.are_several(*arguments):
         tuning = tuning_signature(descriptor, problem)
-        choice = tuned.choice(descriptor.family, model(device), tuning, lambda: candidates)
+        candidates = partial(choose.candidates, *arguments)
+        choice = tuned.choice(descriptor.family, model(device), tuning, candidates)
     return lower_on(
         lambda n: choose.lower(descriptor, problem, arch, n, strides, permitted, choice), device
     )
@@ -260,9 +266,12 @@ def _launch(
             torch.autograd.graph.increment_version(out)
     if plan.launch is None:
         return out
-    if plan.quotients:
+    usual = plan.usual
+    if usual is not None:
         bandwidth = values["bandwidth"]
-        if type(bandwidth) is not float or not LEAST_USUAL <= bandwidth < MOST_USUAL:
+        if type(bandwidth) is not float or not usual[0] <= bandwidth < usual[1]:
+            from kernlib.families.pairwise.units import in_unit, unit_of  # the plan has loaded it
+
             unit = unit_of(descriptor, values, accumulator(a.dtype))
             if unit is not None:  # which leaves a bandwidth near 1, or a tensor on the device
                 a, b, values, _ = in_unit(unit, a.detach(), b, values)

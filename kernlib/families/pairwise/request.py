@@ -11,7 +11,7 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import problem as lowering
-from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Layout
 from kernlib.runtime.dtypes import DTYPE_NAMES, accumulator
 from kernlib.runtime.rehearsal import on_gpu
 from kernlib.runtime.tensors import materialised

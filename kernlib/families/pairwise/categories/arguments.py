@@ -12,7 +12,7 @@ import torch
 from kernlib.descriptors.base import shown
 from kernlib.families.pairwise import checks, stages
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
-from kernlib.families.pairwise.lowering.layout import MOST_ELEMENTS
+from kernlib.families.pairwise.lowering.tables import MOST_ELEMENTS
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import extremes, host_value
 from kernlib.runtime.tensors import check_dense, common_batch

@@ -20,8 +20,8 @@ from kernlib.families.pairwise.categories.arguments import Tables
 from kernlib.families.pairwise.descriptor import CODES, Pairwise
 from kernlib.families.pairwise.gradients.autograd import kernel_matrix
 from kernlib.families.pairwise.kernels.direct import DIRECT
-from kernlib.families.pairwise.lowering.layout import TABLE_OPERANDS, Categories
 from kernlib.families.pairwise.lowering.problem import OPERANDS as POINTS
+from kernlib.families.pairwise.lowering.tables import TABLE_OPERANDS, Categories
 from kernlib.families.pairwise.matrix import PairwisePlan, key_of, loaded_plan, numbers_of
 from kernlib.families.pairwise.request import Request, is_empty, layout_of, problem_of
 from kernlib.families.pairwise.stages_reference import finish

@@ -15,9 +15,7 @@ from typing import NoReturn
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.debug import heard
 from kernlib.descriptors.base import as_int, check_flag, real
-from kernlib.families.pairwise import feature_map as pairwise_features
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
@@ -163,7 +161,7 @@ def kernel_min(
     """
     if debug is not False:
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
-        return heard(debug, kernel_min, descriptor, a, b, **maps, **hyperparameters)
+        return _heard(debug, kernel_min, descriptor, a, b, **maps, **hyperparameters)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
     if again is not None:
@@ -203,7 +201,7 @@ def kernel_argmin(
     """
     maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
     if debug is not False:
-        return heard(debug, kernel_argmin, descriptor, a, b, **maps, **hyperparameters)
+        return _heard(debug, kernel_argmin, descriptor, a, b, **maps, **hyperparameters)
     # What Dynamo records within torch.no_grad() leaves gradients off where it raises (torch 2.13).
     with nullcontext() if is_dynamo_compiling() else torch.no_grad():
         return kernel_min(descriptor, a, b, **maps, **hyperparameters)[1]
@@ -241,7 +239,7 @@ def kernel_topk(
     """
     if debug is not False:
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
-        return heard(debug, kernel_topk, descriptor, a, b, k, largest, **maps, **hyperparameters)
+        return _heard(debug, kernel_topk, descriptor, a, b, k, largest, **maps, **hyperparameters)
     arguments.refuse_own_names("kernel_topk", descriptor, ("k", "largest"))
     check_flag("largest", largest)
     k = k if type(k) is int else as_int("k", k)
@@ -266,7 +264,7 @@ def _run(
         request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values)
         call = partial(_run, *request)
         call.__name__ = f"kernel_{reduction}"  # in the line that is written
-        return heard(debug, call)
+        return _heard(debug, call)
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     again = _respelled(a, b, v, (row_offset, col_offset), values)
     if again is not None:
@@ -283,6 +281,12 @@ def _run(
 
         return gradients.run(*request)
     return operation.run(*request)
+
+
+def _heard(debug: bool, *call, **named):
+    from kernlib.debug import heard  # most calls need none
+
+    return heard(debug, *call, **named)
 
 
 def _respelled(a, b, v, offsets: tuple, values: dict):
@@ -347,10 +351,12 @@ def _placed(descriptor, feature_map, a, b, values: dict, out=None) -> tuple:
         values = {name: value for name, value in values.items() if name != "lengthscale"}
     if lengthscale is not None:
         arguments.check_tensors(descriptor, a, b, None)
-        a, b, values = pairwise_features.scaled(
-            descriptor, lengthscale, feature_map, a, b, out, values
-        )
+        from kernlib.families.pairwise.feature_map import scaled  # most calls need none
+
+        a, b, values = scaled(descriptor, lengthscale, feature_map, a, b, out, values)
     elif feature_map is not None:
+        from kernlib.families.pairwise import feature_map as pairwise_features
+
         a, b = pairwise_features.apply(feature_map, a, b, out)
     bandwidth = _far_bandwidth(values.get("bandwidth"))
     if bandwidth is None:

@@ -21,7 +21,7 @@ from kernlib.families.pairwise.gradients.arguments import Call, Kind, Operands
 from kernlib.families.pairwise.kernels import gradient_tensor
 from kernlib.families.pairwise.kernels.gradient import Gradient, Subject
 from kernlib.families.pairwise.lowering import gradient as lowering
-from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Layout
 from kernlib.families.pairwise.request import layout_of, scalar_stride
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.kernel import Gpu, choose

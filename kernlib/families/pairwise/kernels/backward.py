@@ -39,42 +39,45 @@ class Backward(PairKernel):
     entry = "pairwise_reduce_gradient"
     Variant = Variant
 
-    def spec_of(self, descriptor: Pairwise, derivatives: Derivatives, made: Variant) -> KernelSpec:
+    def spec(
+        self, subject: tuple[Pairwise, Derivatives], variant: Variant, arch: str
+    ) -> KernelSpec:
         """The specification of a variant."""
+        descriptor, derivatives = subject
         scalars, hyper = scalar_count(descriptor), len(derivatives.others)
         members = fields(scalars)
         pointers = len(lowering.OPERANDS)
-        swapped = made.role == "second" and descriptor.operator != "dot"
+        swapped = variant.role == "second" and descriptor.operator != "dot"
         facts = {
-            **types(made.dtype),
-            **terms(descriptor, made, swapped),
+            **types(variant.dtype),
+            **terms(descriptor, variant, swapped),
             "BY_NORM": False,
-            "K": made.k,
+            "K": variant.k,
             "THREADS": THREADS,
-            "ROWS": made.rows,
-            "PARTNERS": made.partners,
-            "STAGE": stage_of(made, hyper),
-            "ROLE": Constant(f"Role::{made.role}"),
-            "Slope": made.slope,
-            "COLUMNS": made.columns,
-            "WEIGHTED": made.weighted,
-            "POINTS": made.points,
-            "VALUES": made.values,
+            "ROWS": variant.rows,
+            "PARTNERS": variant.partners,
+            "STAGE": stage_of(variant, hyper),
+            "ROLE": Constant(f"Role::{variant.role}"),
+            "Slope": variant.slope,
+            "COLUMNS": variant.columns,
+            "WEIGHTED": variant.weighted,
+            "POINTS": variant.points,
+            "VALUES": variant.values,
             "HYPER": hyper,
             "CURVED": is_curved(derivatives),
             "DOT": descriptor.operator == "dot",
             "PARAMETER_BYTES": Parameters(pointers, members.format, scalars).size,
         }
-        texts = [members.text(), finish_reduced(descriptor, made, SlopeSource)]
-        texts.append(slopes(descriptor, derivatives, made.root))
+        texts = [members.text(), finish_reduced(descriptor, variant, SlopeSource)]
+        texts.append(slopes(descriptor, derivatives, variant.root))
         headers = "pairwise/gradient/slopes.cuh", "pairwise/reduce/math.cuh", "pairwise/role.cuh"
         source = self.source(facts, *texts, includes=(*TYPES, *headers))
-        words = ["gradient", made.role]
-        words += [name for name in ("points", "values") if getattr(made, name)]
+        words = ["gradient", variant.role]
+        words += [name for name in ("points", "values") if getattr(variant, name)]
         words += [f"hyperparameters={hyper}"] * bool(hyper)
-        words += [f"K={made.k} C={made.columns * made.weighted} rows={made.rows}"]
-        words += [f"partners={made.partners}"] * (made.partners > 1)
-        words += [f"p={made.inner}"] * (made.inner != "any") + ["epsilon"] * made.epsilon
+        words += [f"K={variant.k} C={variant.columns * variant.weighted} rows={variant.rows}"]
+        words += [f"partners={variant.partners}"] * (variant.partners > 1)
+        words += [f"p={variant.inner}"] * (variant.inner != "any") + ["epsilon"] * variant.epsilon
         return self.described(descriptor, source, THREADS, 0, words)
 
 
@@ -101,7 +104,7 @@ def lower(
     row_blocks, per_split = work.row_blocks(cut), cut.per_split
     splits = ceil_div(problem.n, per_split)
     step = Step(
-        KERNEL.spec_of(descriptor, derivatives, variant),
+        KERNEL.spec((descriptor, derivatives), variant, arch),
         (row_blocks * splits, min(problem.batch, MAX_BATCH_BLOCKS)),
         fixed_parameters(problem, per_split, row_blocks, scalar_strides),
         tuple((name, 0) for name in lowering.OPERANDS),

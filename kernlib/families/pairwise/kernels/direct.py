@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering.finish import finish, outer_kinds
-from kernlib.families.pairwise.lowering.layout import (
-    TABLE_OPERANDS,
-    Categories,
-    access,
-    table_fields,
-)
 from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
     MAX_BATCH_BLOCKS,
@@ -34,14 +28,15 @@ from kernlib.families.pairwise.lowering.problem import (
     PairKernel,
     Problem,
     Scope,
+    access,
     accesses,
     exponents,
+    fixed_values,
     inner_codes,
     scalar_count,
     shared_bytes,
     terms,
     types,
-    view,
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -50,6 +45,9 @@ from kernlib.lowering.dtypes import DTYPES, outputs
 from kernlib.lowering.kernel import Choice, Gpu
 from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Lowered, Step
+
+if TYPE_CHECKING:
+    from kernlib.families.pairwise.lowering.tables import Categories
 
 SMALL_COST = 1.2  # of a pair in a small tile, beside one in a big one
 LAST = 1e300  # an estimate behind those of kernels whose own rule says that they are faster
@@ -136,26 +134,16 @@ class Direct(PairKernel):
                 f"launch holds ({MAX_TILES} tiles of {tile}); call it on slices"
             )
         fixed = fields(len(call.strides)).pack(
-            scalar_strides=call.strides,
-            a_view=view(problem.a),
-            b_view=view(problem.b),
-            out_view=view(problem.out),
-            m=problem.m,
-            n=problem.n,
+            **fixed_values(problem, call.strides),
             batch=problem.batch,
-            diagonal=problem.diagonal,
-            k=problem.k,
             tiles_m=tiles_m,
             tiles_n=tiles_n,
             out_vectors=_takes_vectors(problem),
-            accumulate=problem.accumulate,
-            padding=0,
         )
         operands = ("b", "a", "out") if swapped else OPERANDS
         if categories is not None:
-            fixed += (categories.transposed() if swapped else categories).pack()
-            codes = ("b_codes", "a_codes", "tables") if swapped else TABLE_OPERANDS
-            operands = (*codes, *operands)
+            codes, text = categories.launched(swapped)
+            operands, fixed = (*codes, *operands), fixed + text
         step = Step(
             self.spec(descriptor, variant, gpu.arch),
             (tiles_m * tiles_n, min(problem.batch, MAX_BATCH_BLOCKS)),
@@ -216,7 +204,12 @@ class Direct(PairKernel):
             "GATED": 0,  # see pack.gated
         }
         texts = [fields(scalar_count(descriptor)).text(), finish(descriptor, variant)]
-        texts.append(table_fields(descriptor.categories).text("Categories"))
+        tables = Fields(())
+        if descriptor.categories:
+            from kernlib.families.pairwise.lowering.tables import table_fields
+
+            tables = table_fields(descriptor.categories)
+        texts.append(tables.text("Categories"))
         source = self.source(facts, *texts, includes=(*TYPES, "pairwise/access.cuh"))
         words = ["->".join(dict.fromkeys((variant.dtype, variant.out_dtype)))]
         words += [f"tile={variant.tile}", f"{variant.access_a}/{variant.access_b}"]

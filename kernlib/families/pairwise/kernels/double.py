@@ -9,6 +9,7 @@ log-sum-exps and minima too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -16,22 +17,22 @@ from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.finish import finish_double, takes_powers
-from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.problem import (
     EXPONENT_STAGES,
     MAX_BATCH_BLOCKS,
     TYPES,
-    PairKernel,
+    Call,
+    Layout,
     scalar_count,
     terms,
     types,
     view,
 )
-from kernlib.families.pairwise.lowering.reduce import Problem
+from kernlib.families.pairwise.lowering.reduce import Problem, ReductionKernel
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.kernel import Gpu, Kernel, named
 from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
@@ -101,26 +102,21 @@ class Place(NamedTuple):
     b_norms_stride: int
 
 
-def takes(descriptor: Pairwise, problem: Problem) -> bool:
-    """Whether this kernel computes a reduction, for the columns of all launches, and is the fastest
-    to do so."""
-    known = problem.reduction in TILED or is_small(descriptor, problem)
-    if not known or problem.dtype != "float64":
-        return False
-    sizes = problem.m, problem.n, problem.k
-    if min(sizes) < 1 or max(sizes) > pack.MAX_SIZE:
-        return False
-    if ceil_div(problem.m, TILE) * division.MAX_SPLITS > direct.MAX_BLOCKS:
-        return False
-    cheap = problem.k <= direct.SMALL_K or by_products(descriptor, problem)
-    return problem.columns <= (MOST_COLUMNS if cheap else FEW_COLUMNS)
+def variant(descriptor: Pairwise, problem: Problem) -> Variant:
+    """That of a problem."""
+    products = by_products(descriptor, problem)
+    return Variant(
+        products, products and pack.is_difference(descriptor, problem), problem.reduction == "sum",
+        problem.inner, problem.outer, problem.root, problem.epsilon, problem.regularized,
+    )  # fmt: skip
 
 
 def by_products(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether tensor cores multiply points."""
-    known = pack.is_difference(descriptor, problem) or pack.is_dot(descriptor)
-    known = known and problem.reduction in TILED
-    if not known or descriptor.direct or problem.k < LEAST_FEATURES:
+    products = pack.is_difference(descriptor, problem) or pack.is_dot(descriptor)
+    if not products or problem.reduction not in TILED:
+        return False
+    if descriptor.direct or problem.k < LEAST_FEATURES:
         return False
     few = problem.batch <= MAX_BATCH_BLOCKS
     return few and workspace(problem).size <= pack.MAX_WORKSPACE
@@ -153,47 +149,13 @@ def _entries(side: Layout, problem: Problem) -> int:
     return 1 if side.batch == 0 else problem.batch
 
 
-def lower(
-    descriptor: Pairwise,
-    problem: Problem,
-    multiprocessors: int,
-    scalar_strides: tuple[int, ...],
-    per_split: int = 0,
-) -> Lowered:
-    """The launches of up to WIDTH columns of what this module :func:`takes`, with partial results
-    in float64 and ``per_split`` as of :func:`kernlib.families.pairwise.kernels.reduce.lower`."""
-    if is_small(descriptor, problem):  # by a kernel without dynamic shared memory, for any arch
-        rows = POWER_ROWS if takes_powers(descriptor, problem) else None
-        return reduce.lower(
-            descriptor, problem, "", multiprocessors, scalar_strides, per_split, most_rows=rows
-        )
-    made = variant(descriptor, problem)
-    row_blocks = ceil_div(problem.m, TILE)
-    sums = direct.sums_of(problem)
-    per_split = per_split or division.split(sums, row_blocks, TILE, multiprocessors * RESIDENT)
-    place = workspace(problem) if made.products else None
-    main = _main_step(descriptor, problem, made, place, per_split, row_blocks, scalar_strides)
-    steps = (_pack_step(problem, place, made.centred), main) if place else (main,)
-    size = place.size if place else 0
-    return Lowered(steps, size, parts=ceil_div(problem.n, per_split), per_part=per_split)
-
-
-def variant(descriptor: Pairwise, problem: Problem) -> Variant:
-    """That of a problem."""
-    products = by_products(descriptor, problem)
-    return Variant(
-        products, products and pack.is_difference(descriptor, problem), problem.reduction == "sum",
-        problem.inner, problem.outer, problem.root, problem.epsilon, problem.regularized,
-    )  # fmt: skip
-
-
 def _main_step(
-    descriptor, problem: Problem, made: Variant, place: Place | None, per_split, row_blocks, strides
+    spec: KernelSpec, problem: Problem, place: Place | None, per_split: int, row_blocks, strides
 ) -> Step:
     # A row sum is a product with one column of ones.
     columns = max(1, problem.columns)
-    given = problem._replace(columns=columns, out_columns=max(columns, problem.out_columns))
-    fixed = direct.fixed_parameters(given, per_split, row_blocks, tuple(strides))
+    product = problem._replace(columns=columns, out_columns=max(columns, problem.out_columns))
+    fixed = direct.fixed_parameters(product, per_split, row_blocks, strides)
     pointers = tuple((name, 0) for name in direct.OPERANDS)
     if place is not None:
         pointers = (*_packed(place), *pointers)
@@ -207,8 +169,7 @@ def _main_step(
         row_blocks * ceil_div(problem.n, per_split),
         min(problem.batch, MAX_BATCH_BLOCKS),
     )
-    spec = DOUBLE.spec(descriptor, made, "")
-    return Step(spec, grid, fixed, pointers, scalar_count(descriptor))
+    return Step(spec, grid, fixed, pointers, len(strides))
 
 
 def _packed(place: Place) -> tuple[tuple[str, int], ...]:
@@ -230,15 +191,68 @@ def _pack_step(problem: Problem, place: Place, centred: bool) -> Step:
     return Step(PACK.spec(None, centred, ""), (a_blocks + b_blocks, entries), fixed, pointers)
 
 
-class Double(PairKernel):
+def _fits(descriptor: Pairwise, problem: Problem) -> bool:
+    """Whether grids have room for a problem of these types, which storing blocks of the matrix
+    would not take less time for."""
+    sizes = problem.m, problem.n, problem.k
+    if problem.dtype != "float64" or min(sizes) < 1 or max(sizes) > pack.MAX_SIZE:
+        return False
+    if ceil_div(problem.m, TILE) * division.MAX_SPLITS > direct.MAX_BLOCKS:
+        return False
+    cheap = problem.k <= direct.SMALL_K or by_products(descriptor, problem)
+    return problem.columns <= (MOST_COLUMNS if cheap else FEW_COLUMNS)
+
+
+class DoubleSmall(reduce.Small):
+    """Of few features, by a kernel without dynamic shared memory, for any arch."""
+
+    role = "double"
+    name = "double small"
+    widest = WIDTH
+
+    def takes(self, call: Call, arch: str) -> bool:
+        return is_small(call.descriptor, call.problem) and _fits(call.descriptor, call.problem)
+
+    def launch(
+        self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, int]
+    ) -> Lowered:
+        """The launch of a pass."""
+        if takes_powers(descriptor, call.problem):
+            choice = {**choice, "most_rows": POWER_ROWS}
+        return super().launch(descriptor, call, gpu, choice)
+
+
+class Double(ReductionKernel):
     """Products with up to WIDTH columns, and row sums."""
 
     role = "double"
+    rank = 1
+    widest = WIDTH
     name = "double"
     header = "pairwise/double/double.cuh"
     entry = "pairwise_double_main"
     reason = "float64 sums in tiles: by tensor cores of squares and dot products of enough features"
     Variant = Variant
+
+    def takes(self, call: Call, arch: str) -> bool:
+        """Whether it computes a reduction, and is the fastest to do so."""
+        return call.problem.reduction in TILED and _fits(call.descriptor, call.problem)
+
+    def launch(
+        self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, int]
+    ) -> Lowered:
+        """The launches of a pass, whose partial results are in float64."""
+        problem, main = call.problem, variant(descriptor, call.problem)
+        row_blocks, sums = ceil_div(problem.m, TILE), direct.sums_of(problem)
+        slots = gpu.multiprocessors * RESIDENT
+        per_split = choice.get("per_split") or division.split(sums, row_blocks, TILE, slots)
+        place = workspace(problem) if main.products else None
+        spec = self.spec(descriptor, main, gpu.arch)
+        steps = [_main_step(spec, problem, place, per_split, row_blocks, call.strides)]
+        if place is not None:
+            steps.insert(0, _pack_step(problem, place, main.centred))
+        size, parts = place.size if place else 0, ceil_div(problem.n, per_split)
+        return Lowered(tuple(steps), size, parts=parts, per_part=per_split)
 
     def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant."""
@@ -283,4 +297,5 @@ class Pack(Kernel):
         return named(spec, *words)
 
 
-DOUBLE, PACK = Double(), Pack()
+SMALL, DOUBLE, PACK = DoubleSmall(), Double(), Pack()
+KERNELS: tuple[Kernel, ...] = (SMALL, DOUBLE)

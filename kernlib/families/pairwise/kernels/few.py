@@ -15,6 +15,7 @@ from kernlib.families.pairwise.kernels.direct import exponent_axes, has_legal_re
 from kernlib.families.pairwise.lowering.finish import finish
 from kernlib.families.pairwise.lowering.problem import (
     OPERANDS,
+    PATCH_SIDE,
     SMALL_TILE,
     THREADS,
     TYPES,
@@ -23,10 +24,12 @@ from kernlib.families.pairwise.lowering.problem import (
     Problem,
     Scope,
     exponents,
+    fixed_values,
+    is_few,
+    patches,
     scalar_count,
     terms,
     types,
-    view,
 )
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -36,11 +39,7 @@ from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Lowered, Step
 
 WARPS = THREADS // 32
-SIDE = 4  # points of a and of b in a patch
 LANES = 32
-# 2000 a multiprocessor of an H100, as far as was measured, and so at most 2**14 entries of a batch;
-# features whose place steps past the last one within an int.
-MOST_PAIRS, MOST_FEATURES = 2**18, 2**30
 # Nanoseconds of a multiprocessor on an H100: a feature of the direct kernel's tile; a pair of this
 # one for each warp of its patch, alone or among several, whose sums meet, and as many times as much
 # where lanes take more than one feature each. Of 55 calls the rule mistakes none by over 3 %.
@@ -75,9 +74,7 @@ class Few(PairKernel):
 
     def takes(self, call: Call, arch: str) -> bool:
         """Whether there are few enough; a descriptor's categories are not asked for."""
-        problem = call.problem
-        pairs = _patches(problem) * SIDE * SIDE * problem.batch
-        return pairs <= MOST_PAIRS and problem.k <= MOST_FEATURES
+        return is_few(call.problem)
 
     def estimate(self, call: Call, choice: Mapping[str, int], gpu: Gpu) -> float:
         """Infinite where the direct kernel is faster, whose busiest multiprocessor has so many
@@ -93,28 +90,19 @@ class Few(PairKernel):
     ) -> Lowered:
         """The launch of a call that it takes."""
         problem = call.problem
-        bits, patches = slice_bits(problem.k), _patches(problem)
+        bits, count = slice_bits(problem.k), patches(problem)
         variant = self.Variant(
             problem.dtype, problem.out_dtype, problem.inner, problem.outer, problem.root
         )
         fixed = _fixed(len(call.strides)).pack(
-            scalar_strides=call.strides,
-            a_view=view(problem.a),
-            b_view=view(problem.b),
-            out_view=view(problem.out),
-            diagonal=problem.diagonal,
-            m=problem.m,
-            n=problem.n,
-            k=problem.k,
-            across=ceil_div(problem.n, SIDE),
-            patches=patches,
+            **fixed_values(problem, call.strides),
+            across=ceil_div(problem.n, PATCH_SIDE),
+            patches=count,
             slice_bits=bits,
-            accumulate=problem.accumulate,
-            padding=0,
         )
         step = Step(
             self.spec(descriptor, variant, gpu.arch),
-            (ceil_div(patches, WARPS >> bits), problem.batch),
+            (ceil_div(count, WARPS >> bits), problem.batch),
             fixed,
             tuple((name, 0) for name in OPERANDS),
             scalar_count(descriptor),
@@ -145,7 +133,7 @@ class Few(PairKernel):
         words = ["->".join(dict.fromkeys((variant.dtype, variant.out_dtype)))]
         words += exponents(descriptor, variant)
         # The sums of each warp's patch, and a word that it has sampled.
-        shared = WARPS * (SIDE * SIDE * DTYPES[variant.dtype].sums.bytes + 4)
+        shared = WARPS * (PATCH_SIDE**2 * DTYPES[variant.dtype].sums.bytes + 4)
         return self.described(descriptor, source, THREADS, shared, words, ("few pairs",))
 
 
@@ -172,15 +160,10 @@ def _time_ns(problem: Problem, multiprocessors: int) -> float:
     summed = warps * (AMONG_NS if warps > 1 else ALONE_NS)
     if problem.k > warps * LANES:
         summed *= LOOP
-    pairs = ceil_div(_patches(problem) * problem.batch, multiprocessors) * SIDE * SIDE
+    pairs = ceil_div(patches(problem) * problem.batch, multiprocessors) * PATCH_SIDE**2
     return pairs * max(read, summed)
 
 
 def slice_bits(features: int) -> int:
     """Log2 of the warps that share a patch: one for each 32 features, up to those of a block."""
     return min((max(features, 1) - 1) // LANES, WARPS - 1).bit_length()
-
-
-def _patches(problem: Problem) -> int:
-    """Of one entry of the batch."""
-    return ceil_div(problem.m, SIDE) * ceil_div(problem.n, SIDE)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.families.pairwise.lowering.gradient import Problem, cut, parted
-from kernlib.families.pairwise.lowering.layout import access
-from kernlib.families.pairwise.lowering.problem import MAX_TILES, accesses, types
+from kernlib.families.pairwise.lowering.problem import MAX_TILES, access, accesses, types
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div

@@ -11,8 +11,7 @@ from kernlib.errors import UnsupportedError
 from kernlib.families.pairwise.kernels.gradient import O_TILES, Scope, Subject
 from kernlib.families.pairwise.lowering import gradient as lowering
 from kernlib.families.pairwise.lowering.gradient import Problem, cut, parted
-from kernlib.families.pairwise.lowering.layout import access
-from kernlib.families.pairwise.lowering.problem import MAX_TILES, types
+from kernlib.families.pairwise.lowering.problem import MAX_TILES, access, types
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up

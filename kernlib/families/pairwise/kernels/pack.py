@@ -7,9 +7,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.layout import Layout
 from kernlib.families.pairwise.lowering.pack import PROBES, Workspace, is_difference
-from kernlib.families.pairwise.lowering.problem import Problem
+from kernlib.families.pairwise.lowering.problem import Layout, Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES

@@ -188,15 +188,15 @@ def _step(
     problem: Problem,
     strides: tuple[int, ...],
     place: Place | None,
-    made: Variant,
+    variant: Variant,
     per_split: int,
 ) -> Step:
     """One of the launches that have struct PointsLaunch."""
     splits = ceil_div(problem.n, per_split)
-    row_blocks = ceil_div(problem.m, made.rows if kernel is MAIN else DIRECT_TILE)
+    row_blocks = ceil_div(problem.m, variant.rows if kernel is MAIN else DIRECT_TILE)
     grid = (row_blocks * splits * problem.batch, 1)
     if kernel is PACK:
-        parts = (made.width // EIGHT if made.points else 0) + 1
+        parts = (variant.width // EIGHT if variant.points else 0) + 1
         grid = (ceil_div(problem.n, GROUP) * parts, problem.batch)
     fixed = fixed_parameters(problem, place, per_split, row_blocks, strides)
     return Step(spec, grid, fixed, _pointers(place), len(strides))

@@ -9,6 +9,7 @@ results.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -18,16 +19,17 @@ from kernlib.families.pairwise.kernels.product_pack import ProductFold, ProductP
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.finish import finish_reduced
-from kernlib.families.pairwise.lowering.pack import ARCH
 from kernlib.families.pairwise.lowering.problem import (
+    ARCH,
     MAX_BATCH_BLOCKS,
     TYPES,
+    Call,
     PairKernel,
     scalar_count,
     terms,
     types,
 )
-from kernlib.families.pairwise.lowering.reduce import Problem
+from kernlib.families.pairwise.lowering.reduce import Problem, ReductionKernel
 from kernlib.families.pairwise.lowering.wide import (
     GROUP,
     LEAST_STAGES,
@@ -36,18 +38,16 @@ from kernlib.families.pairwise.lowering.wide import (
     Variant,
     is_of_words,
     is_on_lanes,
-    pays,
     variants,
 )
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
-
-__all__ = ["WIDTHS", "lower", "pays", "takes", "variants", "widths"]
 
 CLOSED = 8  # bytes from the count of doubtful pairs on: struct Gate
 MAX_BLOCKS = 2**31 - 1
@@ -62,7 +62,7 @@ BEHIND = Fields((  # what a plan fixes behind it; strides of batch entries
 class _Main(PairKernel):
     """Values of a tile in registers, where they become words that are multiplied by those of v."""
 
-    role = "reduction"
+    role = "step"
     entry = "pairwise_product_main"
     Variant = Variant
 
@@ -202,45 +202,16 @@ class Place(NamedTuple):
         return self.points._replace(doubtful=self.points.doubtful + CLOSED)
 
 
-def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str | None) -> bool:
-    """Whether this kernel computes a product. ``precision`` is a key of PRECISIONS, None for sums
-    that are no products."""
-    if arch != ARCH or problem.reduction != "matmul" or problem.dtype not in FLOAT_SUMS:
-        return False
-    if min(problem.m, problem.n, problem.k, problem.columns) < 1:
-        return False
-    if problem.columns > WIDTHS[-1] or max(problem.m, problem.n) > pack.MAX_SIZE:
-        return False
-    if problem.batch > MAX_BATCH_BLOCKS:
-        return False
-    gated = problem._replace(columns=min(problem.columns, direct.WIDTHS[-1]))
-    on_lanes, of_words = is_on_lanes(descriptor, problem), is_of_words(descriptor, problem)
-    if not (on_lanes or of_words) or not direct.fits(gated, arch):
-        return False
-    variant, second = variants(descriptor, problem, precision)
-    blocks = ceil_div(problem.m, variant.rows) * division.MAX_SPLITS * problem.batch
-    stages = min(each.stages for each in (variant, second) if each)
-    size = workspace(problem, variant, second).size
-    return stages >= LEAST_STAGES and blocks <= MAX_BLOCKS and size <= pack.MAX_WORKSPACE
-
-
-def widths(columns: int) -> list[tuple[int, int]]:
-    """The launches for so many columns of v: first column, count, nearly the same for all."""
-    count = ceil_div(columns, WIDTHS[-1])
-    each = ceil_div(columns, count)
-    return [(first, min(each, columns - first)) for first in range(0, columns, each)]
-
-
 def workspace(problem: Problem, variant: Variant, behind: Variant | None = None) -> Place:
     """What a call keeps where, by a variant and, if that is of folded exponents, the one behind it.
     What all batch entries share is packed once, but for entries of folded exponents, of which each
     may have a bandwidth of its own."""
-    made = behind or variant
-    points = pack.workspace(problem, made) if made.sums == "words" else _few(problem)
+    plain = behind or variant
+    points = pack.workspace(problem, plain) if plain.sums == "words" else _few(problem)
     batch, groups = problem.batch, ceil_div(problem.n, GROUP)
     of_v, of_b = (1 if side.batch == 0 else problem.batch for side in (problem.v, problem.b))
     v_bytes = groups * (GROUP // TILE_N) * variant.v_bytes
-    lines = groups * GROUP * made.features
+    lines = groups * GROUP * plain.features
     entries = variant.point_bytes if behind else 0
     a_bytes = round_up(problem.m, variant.rows) * entries
     b_bytes = round_up(problem.n, TILE_N) * entries
@@ -264,32 +235,61 @@ def _few(problem: Problem) -> pack.Workspace:
     return none._replace(centre=pack.ALIGNMENT, size=size, centre_pitch=pitch, centres=centres)
 
 
-def lower(
-    descriptor: Pairwise,
-    problem: Problem,
-    arch: str,
-    multiprocessors: int,
-    scalar_strides: tuple[int, ...],
-    precision: str | None,
-    per_split: int = 0,
-) -> Lowered:
-    """The launches of a product that :func:`takes`, with partial results and ``per_split`` as of
-    :func:`kernlib.families.pairwise.kernels.reduce.lower`."""
-    variant, second = variants(descriptor, problem, precision)
-    place = workspace(problem, variant, second)
-    row_blocks = ceil_div(problem.m, variant.rows)
-    sums = direct.sums_of(problem)
-    per_split = per_split or division.split(sums, row_blocks, GROUP, multiprocessors)
-    given = descriptor, problem, scalar_strides, place
-    main = [MAIN[one.sums].step(*given, one, per_split) for one in (variant, second) if one]
-    steps = (
-        *_point_steps(descriptor, problem, second or variant, place),
-        *([ProductFold().step(*given, variant)] if second else ()),
-        ProductPack().step(problem, second or variant, place),
-        *main,
-        *_steps_behind(*given, arch, multiprocessors, per_split),
-    )
-    return Lowered(steps, place.size, parts=ceil_div(problem.n, per_split), per_part=per_split)
+class Product(ReductionKernel):
+    """The product by whichever of these, and what is launched before and behind it."""
+
+    name = "product"
+    widest = WIDTHS[-1]
+
+    def passes(self, columns: int) -> list[tuple[int, int]]:
+        """Nearly the same columns for all."""
+        each = ceil_div(columns, ceil_div(columns, self.widest))
+        return [(first, min(each, columns - first)) for first in range(0, columns, each)]
+
+    def takes(self, call: Call, arch: str) -> bool:
+        """Whether it computes a product."""
+        descriptor, problem, _, precision = call
+        if arch != ARCH or problem.reduction != "matmul" or problem.dtype not in FLOAT_SUMS:
+            return False
+        if min(problem.m, problem.n, problem.k, problem.columns) < 1:
+            return False
+        if max(problem.m, problem.n) > pack.MAX_SIZE or problem.batch > MAX_BATCH_BLOCKS:
+            return False
+        problem = self.first(problem)
+        gated = problem._replace(columns=min(problem.columns, direct.WIDTHS[-1]))
+        on_lanes, of_words = is_on_lanes(descriptor, problem), is_of_words(descriptor, problem)
+        if not (on_lanes or of_words) or not direct.fits(gated, arch):
+            return False
+        variant, second = variants(descriptor, problem, precision)
+        blocks = ceil_div(problem.m, variant.rows) * division.MAX_SPLITS * problem.batch
+        stages = min(each.stages for each in (variant, second) if each)
+        size = workspace(problem, variant, second).size
+        return stages >= LEAST_STAGES and blocks <= MAX_BLOCKS and size <= pack.MAX_WORKSPACE
+
+    def launch(
+        self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, int]
+    ) -> Lowered:
+        """The launches of a pass."""
+        problem, per_split = call.problem, choice.get("per_split", 0)
+        variant, second = variants(descriptor, problem, call.precision)
+        place = workspace(problem, variant, second)
+        row_blocks = ceil_div(problem.m, variant.rows)
+        sums = direct.sums_of(problem)
+        per_split = per_split or division.split(sums, row_blocks, GROUP, gpu.multiprocessors)
+        rest = descriptor, problem, call.strides, place
+        main = [MAIN[one.sums].step(*rest, one, per_split) for one in (variant, second) if one]
+        steps = (
+            *_point_steps(descriptor, problem, second or variant, place),
+            *([ProductFold().step(*rest, variant)] if second else ()),
+            ProductPack().step(problem, second or variant, place),
+            *main,
+            *_steps_behind(*rest, gpu, per_split),
+        )
+        parts = ceil_div(problem.n, per_split)
+        return Lowered(steps, place.size, parts=parts, per_part=per_split)
+
+
+KERNEL = Product()
 
 
 def _point_steps(descriptor, problem: Problem, variant: Variant, place: Place) -> tuple[Step, ...]:
@@ -300,15 +300,15 @@ def _point_steps(descriptor, problem: Problem, variant: Variant, place: Place) -
 
 
 def _steps_behind(
-    descriptor, problem: Problem, strides, place: Place, arch, multiprocessors, per_split: int
+    descriptor, problem: Problem, strides, place: Place, gpu: Gpu, per_split: int
 ) -> list[Step]:
     """What computes the call where the gate is closed."""
-    made = []
+    steps = []
     for first in range(0, problem.columns, direct.WIDTHS[-1]):
         count = min(direct.WIDTHS[-1], problem.columns - first)
         part = problem._replace(columns=count)
-        (step,) = reduce.lower(descriptor, part, arch, multiprocessors, strides, per_split).steps
+        (step,) = reduce.lower(descriptor, part, *gpu, strides, per_split).steps
         offsets = {"v": first * problem.v.columns * DTYPES[problem.dtype].bytes, "out": 4 * first}
         pointers = tuple((name, at + offsets.get(name, 0)) for name, at in step.pointers)
-        made.append(pack.gated_step(step._replace(pointers=pointers), place.closed))
-    return made
+        steps.append(pack.gated_step(step._replace(pointers=pointers), place.closed))
+    return steps

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import wide
+from kernlib.families.pairwise.lowering.exponents import exponent_of
 from kernlib.families.pairwise.lowering.finish import finish_reduced
-from kernlib.families.pairwise.lowering.pack import ARCH
-from kernlib.families.pairwise.lowering.problem import TYPES, PairKernel, scalar_count, types
+from kernlib.families.pairwise.lowering.problem import ARCH, TYPES, PairKernel, scalar_count, types
 from kernlib.families.pairwise.lowering.reduce import Problem
-from kernlib.families.pairwise.lowering.wide import TILE_N, exponent_of
+from kernlib.families.pairwise.lowering.wide import TILE_N
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.kernel import Kernel

@@ -3,6 +3,9 @@ in registers, of any number by the main loop of :mod:`kernlib.families.pairwise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import reduce as parts
 from kernlib.families.pairwise.lowering.finish import finish_reduced, takes_powers
@@ -11,7 +14,7 @@ from kernlib.families.pairwise.lowering.problem import (
     MAX_BATCH_BLOCKS,
     THREADS,
     TYPES,
-    PairKernel,
+    Call,
     accesses,
     scalar_count,
     short,
@@ -22,6 +25,7 @@ from kernlib.families.pairwise.lowering.reduce import (
     OPERANDS,
     RESIDENT,
     Problem,
+    ReductionKernel,
     Variant,
     fields,
     fixed_parameters,
@@ -35,14 +39,13 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Fact
 from kernlib.lowering.division import split
-from kernlib.lowering.kernel import named
+from kernlib.lowering.kernel import Gpu, named
 from kernlib.lowering.steps import Lowered, Step
 
 
-class Reduction(PairKernel):
-    """What the kernels of reductions share."""
+class Reduction(ReductionKernel):
+    """What the kernels of reductions on the lanes share."""
 
-    role = "reduction"
     Variant = Variant
 
     def text(self, descriptor: Pairwise, base: Variant, facts: dict[str, Fact]) -> str:
@@ -80,24 +83,47 @@ class Reduction(PairKernel):
         raise NotImplementedError
 
 
-class Small(Reduction):
+class OnLanes(Reduction):
+    """What the two that leave one value of each row, or products, share."""
+
+    most_columns: ClassVar[int]  # of v, from which on storing blocks of the matrix is faster
+
+    def takes(self, call: Call, arch: str) -> bool:
+        """Whether a launch fits, of so few columns that it is the fastest way."""
+        problem = self.first(call.problem)
+        return call.problem.columns <= self.most_columns and parts.fits(problem, arch)
+
+    def launch(
+        self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, int]
+    ) -> Lowered:
+        """The launch of a pass."""
+        return lower(descriptor, call.problem, *gpu, call.strides, **choice)
+
+
+class Small(OnLanes):
     """Of up to SMALL_K features."""
 
     name = "small"
     header = "pairwise/reduce/small.cuh"
     entry = "pairwise_reduce_small"
+    # Blocks of the matrix take as long as 60 issue slots an entry, and their products.
+    most_columns = 64
+
+    def takes(self, call: Call, arch: str) -> bool:
+        return call.problem.k <= parts.SMALL_K and super().takes(call, arch)
 
     def facts(self, variant: Variant) -> dict[str, Fact]:
         return small_facts(variant, THREADS)
 
 
-class Tile(Reduction):
+class Tile(OnLanes):
     """Of any number of features."""
 
     name = "tile"
     header = "pairwise/reduce/tile.cuh"
     entry = "pairwise_reduce_tile"
     rank = 1
+    most_columns = 16
 
     def facts(self, variant: Variant) -> dict[str, Fact]:
         return tile_facts(variant)

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.kernels.direct import DIRECT
+from kernlib.families.pairwise.lowering import problem as lowering
 from kernlib.families.pairwise.lowering.finish import finish, is_norm, outer_kinds
 from kernlib.families.pairwise.lowering.pack import (
-    ARCH,
     BARRIER_BYTES,
-    DOUBTFUL,
     INFO_BYTES,
     MAX_WORKSPACE,
     PRECISIONS,
@@ -30,21 +29,24 @@ from kernlib.families.pairwise.lowering.pack import (
     is_difference,
     is_dot,
     is_product,
+    split_facts,
     squares,
     workspace,
 )
 from kernlib.families.pairwise.lowering.problem import (
+    ARCH,
     TYPES,
     Call,
     PairKernel,
     Problem,
     Scope,
+    fixed_values,
     scalar_count,
     types,
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
-from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS, outputs
 from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.parameters import Fields, Parameters
@@ -53,7 +55,6 @@ from kernlib.lowering.wgmma import multiply
 
 WARPGROUPS = 2
 TILE_M = 64 * WARPGROUPS
-DIRECT_TILE = 64  # the smaller of the direct kernel's
 RASTER_ROWS = 16
 THREADS = 128 * (WARPGROUPS + 1)
 PART_BYTES = 8 * 16 * 32 * 4  # a part of 32 columns for each of 8 warps
@@ -133,8 +134,9 @@ class Split(PairKernel):
         return small and workspace(call, variant).size <= MAX_WORKSPACE
 
     def estimate(self, problem: Call, choice: Mapping[str, Any], gpu: Gpu) -> float:
-        """The microseconds that :func:`pays` compares, infinite where the direct kernel wins."""
-        return time_us(problem.problem) if pays(problem.problem) else inf
+        """Infinite where the direct kernel wins."""
+        call = problem.problem
+        return lowering.split_us(call) if lowering.split_pays(call) else inf
 
     def launch(
         self, descriptor: Pairwise, problem: Call, gpu: Gpu, choice: Mapping[str, Any]
@@ -168,25 +170,16 @@ class Split(PairKernel):
     ) -> Step:
         tiles = tile_count(descriptor, problem, variant)
         fixed = fields(len(strides)).pack(
-            scalar_strides=strides,
-            a_view=problem.a[:3],
-            b_view=problem.b[:3],
-            out_view=problem.out[:3],
+            **fixed_values(problem, strides),
             a_packed_stride=place.a_stride,
             b_packed_stride=place.b_stride,
             a_info_stride=place.a_points,
             b_info_stride=place.b_points,
-            diagonal=problem.diagonal,
-            m=problem.m,
-            n=problem.n,
-            k=problem.k,
             stages=place.stages,
             tiles_m=ceil_div(problem.m, TILE_M),
             tiles_n=ceil_div(problem.n, variant.columns),
             tiles=tiles,
             out_vectors=_takes_vectors(problem),
-            accumulate=problem.accumulate,
-            padding=0,
         )
         offsets = (place.doubtful, place.packed_a, place.packed_b, place.a_info, place.b_info)
         pointers = (
@@ -267,40 +260,6 @@ class Split(PairKernel):
         words += [f"tile={TILE_M}x{variant.columns} promote={variant.promote}"]
         words += ["ordered"] * variant.ordered
         return self.described(descriptor, source, THREADS, variant.shared_bytes, words)
-
-
-def split_facts(variant) -> dict:
-    """Facts of products of words: ``variant`` is one of Split or of what reduces."""
-    return {
-        "TILE_N": variant.columns,
-        "DEPTH": variant.depth,
-        "STAGES": variant.stages,
-        "COPIES": variant.copies,
-        "PROMOTE": variant.promote,
-        "ORDERED": variant.ordered,
-        "DOUBTFUL": DOUBTFUL,  # of the sample, above which nothing is done
-        "DYNAMIC_BYTES": variant.shared_bytes,
-    }
-
-
-def pays(problem: Problem) -> bool:
-    """Whether it beats the direct kernel, by microseconds on an H200: four launches, the packing
-    and the store of each pair or the products of whole tiles, against the store or 0.07 a million
-    differences, those of whole tiles too. Neither is faster than a tile's walk along K, which no
-    other shares."""
-    k = problem.k
-    padded = round_up(problem.m, DIRECT_TILE) * round_up(problem.n, DIRECT_TILE) * problem.batch
-    differences = max(5 + padded * max(1.3e-6, 7e-8 * k), 3.5 + 0.0625 * k)
-    return k >= 16 and time_us(problem) < differences
-
-
-def time_us(problem: Problem) -> float:
-    """The microseconds that :func:`pays` compares."""
-    k, points = problem.k, problem.m + problem.n
-    stored = 1.75e-6 * problem.m * problem.n * problem.batch
-    multiplied = 1e-8 * k * round_up(problem.m, TILE_M) * round_up(problem.n, TILE_M)
-    packed = 2e-6 * points * problem.batch * k
-    return 20 + 0.025 * k + packed + max(stored, multiplied * problem.batch)
 
 
 def variant_of(descriptor: Pairwise, problem: Problem, precision: str) -> Split.Variant:

@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.kernels import pack as packing
 from kernlib.families.pairwise.kernels import reduce
-from kernlib.families.pairwise.kernels.split import split_facts
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering.finish import finish_reduced, lists
-from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES, PRECISIONS
+from kernlib.families.pairwise.lowering.pack import BARRIER_BYTES, PRECISIONS, split_facts
 from kernlib.families.pairwise.lowering.problem import (
+    ARCH,
     TYPES,
-    PairKernel,
+    Call,
     scalar_count,
     terms,
     types,
 )
-from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, width_of
+from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, ReductionKernel, width_of
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
@@ -53,13 +54,15 @@ SHORT |= {"maximum", "minimum"}
 L2_BYTES = 1 << 24  # of rows of a that blocks at work at a time may share
 
 
-class SplitReduce(PairKernel):
+class SplitReduce(ReductionKernel):
     """Products of words, reduced over n in registers."""
 
-    role = "reduction"
     name = "split reduce"
     header = "pairwise/split/reduce.cuh"
     entry = "pairwise_split_reduce"
+    # 18 ms for 1e10 pairs of 64 features, and 16 in one go 54, as each value then waits for its
+    # share of reads of v.
+    widest = 8
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the descriptor."""
@@ -78,7 +81,7 @@ class SplitReduce(PairKernel):
         root: bool
         epsilon: bool
         regularized: bool
-        kept: int = 0  # entries of the lists of a Nearest, of which a row has LISTS
+        entries: int = 0  # of the lists of a Nearest, of which a row has LISTS
         largest: bool = False
 
         @property
@@ -108,12 +111,48 @@ class SplitReduce(PairKernel):
         @property
         def _beside(self) -> int:
             resident = self.resident * 2 * self.copies * self.depth * self.rows
-            lists = LISTS * self.rows * (self.kept + WAITING) * 8 if self.kept else 0
+            lists = LISTS * self.rows * (self.entries + WAITING) * 8 if self.entries else 0
             return resident + INFOS * self.columns * (pack.INFO_BYTES + 4 * self.width) + lists
+
+    def takes(self, call: Call, arch: str) -> bool:
+        """Whether a reduction is of squared distances or dot products of a size and type that this
+        kernel knows."""
+        descriptor, problem, _, precision = call
+        if arch != ARCH or precision is None or problem.columns > direct.WIDTHS[-1]:
+            return False
+        problem = self.first(problem)
+        if not pack.is_product(descriptor, problem) or not direct.fits(problem, arch):
+            return False
+        variant = default(descriptor, problem, precision)
+        blocks = ceil_div(problem.m, variant.rows) * division.MAX_SPLITS * problem.batch
+        place = pack.workspace(problem, variant)
+        return blocks <= MAX_BLOCKS and place.size <= pack.MAX_WORKSPACE
+
+    def launch(
+        self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, Any]
+    ) -> Lowered:
+        """The launches of a pass. What is chosen may be members of the variant too."""
+        knobs, problem, strides = dict(choice), call.problem, call.strides
+        per_split = knobs.pop("per_split", 0)
+        variant = default(descriptor, problem, call.precision)._replace(**knobs)
+        place = pack.workspace(problem, variant)
+        row_blocks = ceil_div(problem.m, variant.rows)
+        if not per_split:
+            least = least_splits(variant, place, gpu.multiprocessors)
+            sums, columns = direct.sums_of(problem), variant.columns
+            per_split = division.split(sums, row_blocks, columns, gpu.multiprocessors, least)
+        main = main_step(descriptor, problem, variant, place, per_split, row_blocks, strides)
+        behind = reduce.lower(descriptor, problem, *gpu, strides, per_split)
+        steps = (
+            *packing.steps(descriptor, problem, variant, place),
+            main,
+            pack.gated_step(*behind.steps, place),
+        )
+        return Lowered(steps, place.size, parts=behind.parts, per_part=per_split)
 
     def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
         """The specification of the products and what reduces them."""
-        scalars, entries = scalar_count(descriptor), variant.kept
+        scalars, entries = scalar_count(descriptor), variant.entries
         fields, text = direct.fields(scalars), finish_reduced(descriptor, variant)
         fixed = f"{fields.format}{BEHIND.letters}"
         size = Parameters(POINTERS + len(direct.OPERANDS), fixed, scalars).size
@@ -151,29 +190,6 @@ class SplitReduce(PairKernel):
 KERNEL = SplitReduce()
 
 
-def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
-    """Whether a reduction is of squared distances or dot products of a size and type that this
-    kernel knows. ``precision`` is a key of PRECISIONS."""
-    if arch != ARCH or not pack.is_product(descriptor, problem):
-        return False
-    if not direct.fits(problem, arch):
-        return False
-    variant = default(descriptor, problem, precision)
-    blocks = ceil_div(problem.m, variant.rows) * division.MAX_SPLITS * problem.batch
-    place = pack.workspace(problem, variant)
-    return blocks <= MAX_BLOCKS and place.size <= pack.MAX_WORKSPACE
-
-
-def pays(problem: Problem) -> bool:
-    """Whether it beats the kernels behind the gate: four launches and the packing, about 30 us and
-    2 us a million packed numbers, against their 0.25 us a million pairs and 0.06 a feature."""
-    pairs = problem.m * problem.n * problem.batch
-    packed = (problem.m + problem.n) * problem.batch * problem.k
-    products = 30 + 2e-6 * packed + pairs * (4e-7 + max(problem.k, 32) * 8e-9)
-    few = problem.k <= direct.SMALL_K
-    return products < pairs * ((2.5e-7 if few else 2.4e-6) + problem.k * 6e-8)
-
-
 def default(descriptor: Pairwise, problem: Problem, precision: str) -> SplitReduce.Variant:
     """The variant of a call. Sums of all features in one go leave registers for a wider tile, and
     few features shared memory for those of a."""
@@ -199,36 +215,6 @@ def default(descriptor: Pairwise, problem: Problem, precision: str) -> SplitRedu
         resident == 2 and warpgroups == 2,
         problem.inner, problem.outer, problem.root, problem.epsilon, problem.regularized,
     )  # fmt: skip
-
-
-def lower(
-    descriptor: Pairwise,
-    problem: Problem,
-    arch: str,
-    multiprocessors: int,
-    scalar_strides: tuple[int, ...],
-    precision: str,
-    per_split: int = 0,
-    choice: Mapping[str, object] | None = None,
-) -> Lowered:
-    """The launches of a reduction that :func:`takes`, with partial results and ``per_split`` as of
-    :func:`kernlib.families.pairwise.kernels.reduce.lower`; ``choice`` overrides fields of the
-    variant."""
-    variant = default(descriptor, problem, precision)._replace(**(choice or {}))
-    place = pack.workspace(problem, variant)
-    row_blocks = ceil_div(problem.m, variant.rows)
-    if not per_split:
-        least = least_splits(variant, place, multiprocessors)
-        sums = direct.sums_of(problem)
-        per_split = division.split(sums, row_blocks, variant.columns, multiprocessors, least)
-    main = main_step(descriptor, problem, variant, place, per_split, row_blocks, scalar_strides)
-    behind = reduce.lower(descriptor, problem, arch, multiprocessors, scalar_strides, per_split)
-    steps = (
-        *packing.steps(descriptor, problem, variant, place),
-        main,
-        pack.gated_step(*behind.steps, place),
-    )
-    return Lowered(steps, place.size, parts=behind.parts, per_part=per_split)
 
 
 def least_splits(variant: SplitReduce.Variant, place: pack.Workspace, multiprocessors: int) -> int:

@@ -3,7 +3,7 @@ problem to kernels, grids and parameters.
 
 Kinds of kernel as in :mod:`kernlib.families.pairwise.kernels.reduce`, with a list of each row in
 shared memory: ``small``, up to SMALL_K features, and ``tile``; and products of tensor cores for up
-to PRODUCT_KEPT entries, as in :mod:`kernlib.families.pairwise.kernels.split_reduce`. The n of a
+to PRODUCT_ENTRIES entries, as in :mod:`kernlib.families.pairwise.kernels.split_reduce`. The n of a
 row are divided among blocks, and the threads of a tile; another kernel merges their lists.
 
 Two floors bound the choice of splits. 1e10 pairs of 3 features take 7 issue slots each, or 2.4 ms
@@ -13,6 +13,7 @@ units of 256 points, so that few long splits are faster than many that fill the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -31,17 +32,18 @@ from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
     MAX_BATCH_BLOCKS,
     THREADS,
+    Call,
     scalar_count,
     short,
 )
-from kernlib.families.pairwise.lowering.reduce import OPERANDS, Problem
+from kernlib.families.pairwise.lowering.reduce import OPERANDS, Problem, ReductionKernel
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import FLOAT_SUMS
-from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.kernel import Gpu, Kernel, named
 from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
@@ -52,7 +54,7 @@ LENGTHS = {
     2: (256, 8), 5: (256, 8), 10: (256, 8), 16: (256, 8), 32: (256, 8), 64: (128, 16),
     128: (64, 16),
 }  # fmt: skip
-MOST_KEPT = max(LENGTHS)
+MOST_ENTRIES = max(LENGTHS)
 FEWEST_WAITING = 4  # as many as are looked at together
 FEWEST_ROWS = 64  # of a block
 RESIDENT_THREADS = 768  # of a multiprocessor, as __launch_bounds__ promises of one row a thread
@@ -62,7 +64,7 @@ ENTRY_BYTES, VALUE_BYTES, PLACE_BYTES = 8, 4, 8
 # Features of products from which on blocks of the matrix, which tensor cores make, are sorted
 # faster than tiles give their lists.
 PRODUCT_FEATURES = 256
-PRODUCT_KEPT = 16  # entries of a list that has room beside the operands of tensor cores
+PRODUCT_ENTRIES = 16  # entries of a list that has room beside the operands of tensor cores
 MERGE_FIELDS = Fields(("i64 rows", "int lists", "int k"))
 
 
@@ -72,7 +74,7 @@ class Variant(NamedTuple):
     a block, and how many lists of a row and split are written."""
 
     base: reduce.Variant
-    kept: int
+    length: int
     waiting: int
     largest: bool
     threads: int
@@ -91,53 +93,6 @@ class Variant(NamedTuple):
         return (RESIDENT_THREADS if self.base.rows == 1 else 2 * THREADS) // self.threads
 
 
-def takes(descriptor: Pairwise, problem: Problem, arch: str, precision: str | None) -> bool:
-    """Whether the kernels take a problem of k = ``columns``, and are the fastest to do so;
-    ``precision`` is that of products, None where they are not permitted."""
-    if problem.dtype not in FLOAT_SUMS or min(problem.k, problem.m, problem.n) <= 0:
-        return False
-    if problem.columns > MOST_KEPT or problem.m > reduce.MAX_BLOCKS // 1024 * FEWEST_ROWS:
-        return False
-    if shared(variant(problem, False, arch)) > targets.SHARED_BYTES[arch]:
-        return False
-    few = problem.k <= PRODUCT_FEATURES or not descriptor.takes_products
-    return few or by_products(descriptor, problem, arch, precision)
-
-
-def by_products(descriptor: Pairwise, problem: Problem, arch: str, precision: str | None) -> bool:
-    """Whether tensor cores compute the sums of a problem that the kernels take."""
-    if precision is None or problem.columns > PRODUCT_KEPT or problem.k <= reduce.SMALL_K:
-        return False
-    plain = _without_lists(problem)
-    return products.takes(descriptor, plain, arch, precision) and products.pays(plain)
-
-
-def lower(
-    descriptor: Pairwise,
-    problem: Problem,
-    largest: bool,
-    arch: str,
-    multiprocessors: int,
-    scalar_strides: tuple[int, ...],
-    precision: str | None = None,
-    rows: int | None = None,
-) -> Lowered:
-    """The kernels for a problem that :func:`takes` is true of. ``rows`` overrides the rows of a
-    thread of the small kernel."""
-    if by_products(descriptor, problem, arch, precision):
-        return _by_products(
-            descriptor, problem, largest, arch, multiprocessors, scalar_strides, precision
-        )
-    made = variant(problem, largest, arch, rows)
-    per_split = _split(problem, made, arch, multiprocessors)
-    memory = _Memory(problem, ceil_div(problem.n, per_split) * made.places)
-    results = memory.pointers if memory.lists > 1 else (("out", 0), ("indices", 0))
-    first = _step(descriptor, problem, made, arch, per_split, scalar_strides, results)
-    if memory.lists == 1:
-        return Lowered((first,))
-    return Lowered((first, _merge_step(problem, memory, largest, arch)), memory.end)
-
-
 class _Memory:
     """Where the lists of all rows lie in the workspace, from ``start`` on: values, then places."""
 
@@ -148,67 +103,13 @@ class _Memory:
         self.end = places + self.entries * PLACE_BYTES
 
 
-def _step(
-    descriptor: Pairwise,
-    problem: Problem,
-    made: Variant,
-    arch: str,
-    per_split: int,
-    strides,
-    results,
-) -> Step:
-    """The launch of the small or the tile kernel, which writes lists to ``results``."""
-    row_blocks = ceil_div(problem.m, _rows_of_block(made))
+def _merge_step(problem: Problem, memory: _Memory, arch: str) -> Step:
     return Step(
-        (SMALL if made.base.k else TILE).spec(descriptor, made, arch),
-        (row_blocks * ceil_div(problem.n, per_split), min(problem.batch, MAX_BATCH_BLOCKS)),
-        reduce.fixed_parameters(problem, per_split, row_blocks, strides),
-        (*((name, 0) for name in OPERANDS[:3]), *results),
-        scalar_count(descriptor),
-    )
-
-
-def _merge_step(problem: Problem, memory: _Memory, largest: bool, arch: str) -> Step:
-    return Step(
-        MERGE.spec(None, largest, arch),
+        MERGE.spec(None, problem.largest, arch),
         (ceil_div(memory.entries, THREADS), 1),
         MERGE_FIELDS.pack(rows=problem.batch * problem.m, lists=memory.lists, k=problem.columns),
         (*memory.pointers, ("out", 0), ("indices", 0)),
     )
-
-
-def _by_products(
-    descriptor, problem: Problem, largest: bool, arch: str, multiprocessors: int, strides, precision
-) -> Lowered:
-    """The launches of :mod:`kernlib.families.pairwise.kernels.split_reduce`, whose reducers are
-    lists, and the merge."""
-    behind = variant(problem, largest, arch)._replace(places=products.LISTS)
-    made = products.default(descriptor, _without_lists(problem), precision)
-    made = made._replace(
-        reducer="Nearest", columns=BIG_TILE, warpgroups=2, kept=behind.kept, largest=largest
-    )
-    if made.stages < FEWEST_STAGES:  # beside lists of 16 and 129 features of one word on
-        made = made._replace(resident=0)
-    made = made._replace(ordered=made.resident == 2)
-    place = pack.workspace(problem, made)
-    row_blocks = ceil_div(problem.m, made.rows)
-    values = division.Sums(problem.n, problem.m * problem.columns * products.LISTS, problem.batch)
-    least = products.least_splits(made, place, multiprocessors)
-    per_split = division.split(
-        values, row_blocks, made.columns, multiprocessors, least, 4 * problem.columns
-    )
-    splits = ceil_div(problem.n, per_split)
-    memory = _Memory(problem, splits * products.LISTS, round_up(place.size, pack.ALIGNMENT))
-    main = products.main_step(descriptor, problem, made, place, per_split, row_blocks, strides)
-    steps = (
-        *packing.steps(descriptor, problem, made, place),
-        main._replace(pointers=(*main.pointers[:-2], *memory.pointers)),
-        pack.gated_step(
-            _step(descriptor, problem, behind, arch, per_split, strides, memory.pointers), place
-        ),
-        _merge_step(problem, memory, largest, arch),
-    )
-    return Lowered(steps, memory.end)
 
 
 def _without_lists(problem: Problem) -> Problem:
@@ -216,16 +117,25 @@ def _without_lists(problem: Problem) -> Problem:
     return problem._replace(reduction="min", columns=0, out_columns=0)
 
 
-def variant(problem: Problem, largest: bool, arch: str, rows: int | None = None) -> Variant:
-    """The code for a problem."""
+def variant(problem: Problem, arch: str, rows: int | None = None) -> Variant:
+    """The code for a problem, by the lanes."""
     base = reduce.variant(_without_lists(problem), arch, rows or rows_of(problem))
-    kept = next(length for length in LENGTHS if length >= problem.columns)
-    threads, waiting = LENGTHS[kept]
+    length = next(length for length in LENGTHS if length >= problem.columns)
+    threads, waiting = LENGTHS[length]
     if base.k:
-        return Variant(base, kept, waiting, largest, threads)
-    made = Variant(base, kept, waiting, largest, THREADS, SHARES)
-    fits = shared(made) <= targets.SHARED_BYTES[arch]
-    return made if fits else made._replace(waiting=FEWEST_WAITING)
+        return Variant(base, length, waiting, problem.largest, threads)
+    roomy = Variant(base, length, waiting, problem.largest, THREADS, SHARES)
+    fits = shared(roomy) <= targets.SHARED_BYTES[arch]
+    return roomy if fits else roomy._replace(waiting=FEWEST_WAITING)
+
+
+def fits(problem: Problem, arch: str) -> bool:
+    """Whether lists of a problem's entries have room beside its sums."""
+    if problem.dtype not in FLOAT_SUMS or min(problem.k, problem.m, problem.n) <= 0:
+        return False
+    if problem.columns > MOST_ENTRIES or problem.m > reduce.MAX_BLOCKS // 1024 * FEWEST_ROWS:
+        return False
+    return shared(variant(problem, arch)) <= targets.SHARED_BYTES[arch]
 
 
 def rows_of(problem: Problem) -> int:
@@ -235,44 +145,90 @@ def rows_of(problem: Problem) -> int:
     return 2 if problem.k > 12 and problem.columns <= 10 else 1
 
 
-def shared(made: Variant) -> int:
+def shared(variant: Variant) -> int:
     """Bytes of dynamic shared memory: lists, behind the tile kernel's stages and sums."""
-    return reduce.shared(made.base) + (made.kept + made.waiting) * made.lists * ENTRY_BYTES
+    entries = variant.length + variant.waiting
+    return reduce.shared(variant.base) + entries * variant.lists * ENTRY_BYTES
 
 
-def _rows_of_block(made: Variant) -> int:
-    return made.lists if made.base.k else BIG_TILE
+def _rows_of_block(variant: Variant) -> int:
+    return variant.lists if variant.base.k else BIG_TILE
 
 
-def _split(problem: Problem, made: Variant, arch: str, multiprocessors: int) -> int:
+def _split(problem: Problem, variant: Variant, gpu: Gpu) -> int:
     """The n of a block."""
     k, stage = problem.columns, 0
-    if made.base.k:  # in static shared memory, a line of whole 16 bytes a thread
-        stage = made.threads * ceil_div(made.base.k, 4) * 16 + 16
-        unit, start = made.threads, k * THREADS // made.threads
+    if variant.base.k:  # in static shared memory, a line of whole 16 bytes a thread
+        stage = variant.threads * ceil_div(variant.base.k, 4) * 16 + 16
+        unit, start = variant.threads, k * THREADS // variant.threads
     else:
         unit, start = BIG_TILE, 1 + 14 * k // problem.k
-    registers = targets.REGISTERS // (made.threads * made.resident) // 8 * 8
-    resident = targets.resident_blocks(arch, made.threads, registers, shared(made) + stage)
-    row_blocks = ceil_div(problem.m, _rows_of_block(made))
-    values = division.Sums(problem.n, problem.m * k * made.places, problem.batch)
-    slots = max(1, min(resident, made.resident)) * multiprocessors
+    registers = targets.REGISTERS // (variant.threads * variant.resident) // 8 * 8
+    resident = targets.resident_blocks(
+        gpu.arch, variant.threads, registers, shared(variant) + stage
+    )
+    row_blocks = ceil_div(problem.m, _rows_of_block(variant))
+    values = division.Sums(problem.n, problem.m * k * variant.places, problem.batch)
+    slots = max(1, min(resident, variant.resident)) * gpu.multiprocessors
     return division.split(values, row_blocks, unit, slots, start=start)
 
 
-class TopK(Reduction):
-    """What the kernels of lists share."""
+class Lists(ReductionKernel):
+    """What the ways to such lists share: one launch has the entries of all rows."""
 
     role = "topk"
+
+    def passes(self, columns: int) -> list[tuple[int, int]]:
+        return [(0, columns)]
+
+
+class OnLanes(Lists, Reduction):
+    """Of sums on the lanes."""
+
     Variant = Variant
+
+    def takes(self, call: Call, arch: str) -> bool:
+        """Whether lists have room, and blocks of the matrix, which tensor cores make, are not
+        faster."""
+        descriptor, problem = call.descriptor, call.problem
+        few = problem.k <= PRODUCT_FEATURES or not descriptor.takes_products
+        return few and fits(problem, arch)
+
+    def launch(
+        self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, int]
+    ) -> Lowered:
+        """The lists, and their merge where a row has several. ``rows`` may be chosen, those of a
+        thread of the small kernel."""
+        problem = call.problem
+        code = variant(problem, gpu.arch, choice.get("rows"))
+        per_split = _split(problem, code, gpu)
+        memory = _Memory(problem, ceil_div(problem.n, per_split) * code.places)
+        results = memory.pointers if memory.lists > 1 else (("out", 0), ("indices", 0))
+        first = self.step(descriptor, call, code, gpu.arch, per_split, results)
+        if memory.lists == 1:
+            return Lowered((first,))
+        return Lowered((first, _merge_step(problem, memory, gpu.arch)), memory.end)
+
+    def step(
+        self, descriptor: Pairwise, call: Call, code: Variant, arch: str, per_split: int, results
+    ) -> Step:
+        """The launch that writes lists to ``results``."""
+        problem, row_blocks = call.problem, ceil_div(call.problem.m, _rows_of_block(code))
+        return Step(
+            self.spec(descriptor, code, arch),
+            (row_blocks * ceil_div(problem.n, per_split), min(problem.batch, MAX_BATCH_BLOCKS)),
+            reduce.fixed_parameters(problem, per_split, row_blocks, call.strides),
+            (*((name, 0) for name in OPERANDS[:3]), *results),
+            scalar_count(descriptor),
+        )
 
     def spec(self, descriptor: Pairwise, variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant."""
         base = variant.base
-        order = f"{variant.kept} {'largest' if variant.largest else 'smallest'}"
+        order = f"{variant.length} {'largest' if variant.largest else 'smallest'}"
         words = [base.dtype, *code_words(base)] + [f"p={base.inner}"] * (base.inner != "any")
         words += flags(base, "long_k", "epsilon", "regularized")
-        facts = lists(variant.kept, variant.waiting, variant.lists, variant.largest)
+        facts = lists(variant.length, variant.waiting, variant.lists, variant.largest)
         source = self.text(descriptor, base, {**facts, **self.facts(variant)})
         spec = KernelSpec(
             "pairwise", source, self.entry, variant.threads, shared(variant),
@@ -281,24 +237,28 @@ class TopK(Reduction):
         return named(spec, *short(descriptor), order, *words, epilogue=descriptor.epilogue)
 
 
-class Small(TopK):
+class Small(OnLanes):
     """Of up to SMALL_K features."""
 
     name = "small"
     header = "pairwise/topk/small.cuh"
     entry = "pairwise_topk_small"
+    rank = 1
+
+    def takes(self, call: Call, arch: str) -> bool:
+        return call.problem.k <= reduce.SMALL_K and super().takes(call, arch)
 
     def facts(self, variant: Variant) -> dict[str, Fact]:
         return {"RESIDENT": variant.resident, **small_facts(variant.base, variant.threads)}
 
 
-class Tile(TopK):
+class Tile(OnLanes):
     """Of any number of features."""
 
     name = "tile"
     header = "pairwise/topk/tile.cuh"
     entry = "pairwise_topk_tile"
-    rank = 1
+    rank = 2
 
     def facts(self, variant: Variant) -> dict[str, Fact]:
         return {"PLACES": variant.places, **tile_facts(variant.base)}
@@ -320,4 +280,55 @@ class Merge(Kernel):
         return named(spec, word)
 
 
+class Products(Lists):
+    """The launches of :mod:`kernlib.families.pairwise.kernels.split_reduce`, whose reducers are
+    lists, and the merge."""
+
+    name = "products"
+
+    def takes(self, call: Call, arch: str) -> bool:
+        """Whether tensor cores compute the sums, and are the fastest to do so."""
+        problem, few = call.problem, call.problem.k <= reduce.SMALL_K
+        if few or problem.columns > PRODUCT_ENTRIES or not fits(problem, arch):
+            return False
+        plain = _without_lists(problem)
+        taken = products.KERNEL.takes(call._replace(problem=plain), arch)
+        return taken and reduce.split_pays(plain)
+
+    def launch(
+        self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, int]
+    ) -> Lowered:
+        """Products, and what waits behind their gate."""
+        problem, strides = call.problem, call.strides
+        behind = variant(problem, gpu.arch)._replace(places=products.LISTS)
+        main = products.default(descriptor, _without_lists(problem), call.precision)
+        main = main._replace(
+            reducer="Nearest", columns=BIG_TILE, warpgroups=2, entries=behind.length,
+            largest=problem.largest,
+        )  # fmt: skip
+        if main.stages < FEWEST_STAGES:  # beside lists of 16 and 129 features of one word on
+            main = main._replace(resident=0)
+        main = main._replace(ordered=main.resident == 2)
+        place, row_blocks = pack.workspace(problem, main), ceil_div(problem.m, main.rows)
+        values = division.Sums(
+            problem.n, problem.m * problem.columns * products.LISTS, problem.batch
+        )
+        least = products.least_splits(main, place, gpu.multiprocessors)
+        per_split = division.split(
+            values, row_blocks, main.columns, gpu.multiprocessors, least, 4 * problem.columns
+        )
+        lists = ceil_div(problem.n, per_split) * products.LISTS
+        memory = _Memory(problem, lists, round_up(place.size, pack.ALIGNMENT))
+        step = products.main_step(descriptor, problem, main, place, per_split, row_blocks, strides)
+        gated = TILE.step(descriptor, call, behind, gpu.arch, per_split, memory.pointers)
+        steps = (
+            *packing.steps(descriptor, problem, main, place),
+            step._replace(pointers=(*step.pointers[:-2], *memory.pointers)),
+            pack.gated_step(gated, place),
+            _merge_step(problem, memory, gpu.arch),
+        )
+        return Lowered(steps, memory.end)
+
+
 SMALL, TILE, MERGE = Small(), Tile(), Merge()
+KERNELS: tuple[Kernel, ...] = (Products(), SMALL, TILE)

@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.families.pairwise.lowering import reduce
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import THREADS
+from kernlib.families.pairwise.lowering.problem import THREADS, Layout
 from kernlib.families.pairwise.lowering.reduce import Cut, Work
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.division import Sums, split
@@ -79,54 +78,54 @@ class Variant(NamedTuple):
         return round_up(self.k + self.columns * (2 if self.role == "both" else 1), 4) * 4
 
 
-def cut_of(work: Work, made: Variant, fixed: bool) -> Cut:
+def cut_of(work: Work, variant: Variant, fixed: bool) -> Cut:
     """How pairs are divided, of rows that are ``fixed`` or may be fewer."""
-    if work.is_large(made.rows):
-        return Cut(made.rows, 1, whole_split(work, made.rows))
-    return reduce.small_cut(work, made.rows, fixed=fixed)
+    if work.is_large(variant.rows):
+        return Cut(variant.rows, 1, stages_split(work, variant.rows))
+    return reduce.small_cut(work, variant.rows, fixed=fixed)
 
 
-def work_of(problem: Problem, made: Variant, hyper: int, multiprocessors: int) -> Work:
+def work_of(problem: Problem, variant: Variant, hyper: int, multiprocessors: int) -> Work:
     """What is divided. Issue slots are those of a Gaussian, about."""
-    point = problem.k if made.points else 0
-    count = point + (problem.columns if made.values else 0)
+    point = problem.k if variant.points else 0
+    count = point + (problem.columns if variant.values else 0)
     sums = Sums(problem.n, problem.m * max(1, count), problem.batch)
-    weights = made.columns * (2 if made.role == "both" else 1)
+    weights = variant.columns * (2 if variant.role == "both" else 1)
     slots = 2 * problem.k + 3 + weights + count + 3 * hyper
-    joins = made.points + made.values
-    return Work(problem.m, sums, slots, made.line_bytes, multiprocessors, joins)
+    joins = variant.points + variant.values
+    return Work(problem.m, sums, slots, variant.line_bytes, multiprocessors, joins)
 
 
-def whole_split(work: Work, rows: int) -> int:
+def stages_split(work: Work, rows: int) -> int:
     """The n of a block of many rows: of the number of splits that is best in whole stages, which
     need not be whole."""
     row_blocks = ceil_div(work.m, rows * THREADS)
-    found = split(work.sums, row_blocks, STAGE, work.multiprocessors * reduce.RESIDENT)
-    return round_up(ceil_div(work.sums.n, ceil_div(work.sums.n, found)), GRAIN)
+    per_split = split(work.sums, row_blocks, STAGE, work.multiprocessors * reduce.RESIDENT)
+    return round_up(ceil_div(work.sums.n, ceil_div(work.sums.n, per_split)), GRAIN)
 
 
 def variant(problem: Problem, hyper: int, rows: int | None = None) -> Variant:
     """The code for a problem with so many hyperparameters."""
     columns = next(width for width in WIDTHS if width >= problem.columns)
-    made = Variant(
+    single = Variant(
         problem.role, problem.k, rows or 1, columns, problem.weighted, problem.points,
         problem.values, problem.slope, problem.inner, problem.outer, problem.root,
         problem.epsilon,
     )  # fmt: skip
-    return made._replace(rows=rows or rows_of(made, hyper))
+    return single._replace(rows=rows or rows_of(single, hyper))
 
 
-def rows_of(made: Variant, hyper: int) -> int:
+def rows_of(variant: Variant, hyper: int) -> int:
     """Rows of a thread: each read of a line serves them all. As many as 128 registers hold beside
     what is in flight, which are more differences of more features, and code of a p on the device,
     and whose totals fit a block's static shared memory."""
-    own = made.columns * (2 if made.role == "both" else 1)
-    words = 2 * made.k + own + made.values * made.columns
-    if made.k > MOST_FEATURES or 2 * words > MOST_WORDS[1]:
+    numbers = variant.columns * (2 if variant.role == "both" else 1)
+    words = 2 * variant.k + numbers + variant.values * variant.columns
+    if variant.k > MOST_FEATURES or 2 * words > MOST_WORDS[1]:
         return 1
     rows = 4 if 4 * words <= MOST_WORDS[0] else 2
-    rows = rows // 2 if made.slope == "DeviceSlope" else rows
-    while rows > 1 and shared(made._replace(rows=rows), hyper) > STATIC_BYTES:
+    rows = rows // 2 if variant.slope == "DeviceSlope" else rows
+    while rows > 1 and shared(variant._replace(rows=rows), hyper) > STATIC_BYTES:
         rows //= 2
     return rows
 
@@ -136,19 +135,19 @@ def fits(problem: Problem, hyper: int) -> bool:
     return shared(variant(problem, hyper), hyper) <= STATIC_BYTES
 
 
-def shared(made: Variant, hyper: int) -> int:
+def shared(variant: Variant, hyper: int) -> int:
     """Bytes of static shared memory: a stage of lines, and the totals of a block."""
-    return stage_of(made, hyper) * made.line_bytes + _totals_bytes(made, hyper)
+    return stage_of(variant, hyper) * variant.line_bytes + _totals_bytes(variant, hyper)
 
 
-def _totals_bytes(made: Variant, hyper: int) -> int:
-    sums = made.rows * (made.points * made.k + made.values * made.columns) + hyper
+def _totals_bytes(variant: Variant, hyper: int) -> int:
+    sums = variant.rows * (variant.points * variant.k + variant.values * variant.columns) + hyper
     return THREADS * round_up(sums, 4) * 4 + 16  # a word
 
 
-def stage_of(made: Variant, hyper: int) -> int:
+def stage_of(variant: Variant, hyper: int) -> int:
     """Lines of a stage: where partners read them as many as there is room for."""
-    if made.partners == 1:
+    if variant.partners == 1:
         return STAGE
-    fit = (STATIC_BYTES - _totals_bytes(made, hyper)) // made.line_bytes // STAGE * STAGE
-    return min(fit, reduce.stage_of(made.partners, made.line_bytes))
+    fit = (STATIC_BYTES - _totals_bytes(variant, hyper)) // variant.line_bytes // STAGE * STAGE
+    return min(fit, reduce.stage_of(variant.partners, variant.line_bytes))

@@ -18,7 +18,7 @@ _ROOT = "read(0) == AccT(0) || read(0) == infinity(AccT()) ? AccT(1) : AccT(1) /
 
 
 class Derivatives(NamedTuple):
-    """What is wanted of one call: ``by_sum``, the derivative of what follows the sums, None where
+    """Those of one call: ``by_sum``, the derivative of what follows the sums, None where
     that is the sum itself; those by hyperparameters, in the order of their totals, where a
     ``degree`` stands for the bandwidth of a kernel of quotients of points by it: text of the power
     of a distance that the sums are, as ``dK/dbandwidth = -degree / bandwidth * s * dK/ds``."""
@@ -52,15 +52,15 @@ class SlopeSource(ReductionSource):
         rest, factors, negative = factors_of(node.operands[0], self._is_constant)
         number, parts = -1.0 if negative else 1.0, []
         for factor in factors:
-            scale, own = _parts(factor)
-            number, parts = number * scale, parts + own
+            scale, others = _parts(factor)
+            number, parts = number * scale, parts + others
         texts = sorted(self._render(part) for part in parts)
-        whole = texts[0] if texts else f"AccT({number!r})"
+        product = texts[0] if texts else f"AccT({number!r})"
         for text in texts[1:]:
-            whole = self._member(f"bounded({whole}, {text})")
+            product = self._member(f"bounded({product}, {text})")
         if texts and number != 1.0:
-            whole = f"AccT({number!r}) * {whole}"
-        return f"exp2_approximate({self._render(rest)} * {self._member(f'for_exp2({whole})')})"
+            product = f"AccT({number!r}) * {product}"
+        return f"exp2_approximate({self._render(rest)} * {self._member(f'for_exp2({product})')})"
 
 
 def _parts(node: Node) -> tuple[float, list[Node]]:
@@ -88,58 +88,60 @@ def _over(number: float, parts: list, other: float, more: list) -> tuple[float, 
     return (number / other if other else math.inf), parts + inverse
 
 
-def is_curved(wanted: Derivatives) -> bool:
+def is_curved(derivatives: Derivatives) -> bool:
     """Whether a sum that is NaN makes its derivative NaN too."""
-    return wanted.by_sum is not None and VALUE in names(wanted.by_sum.tree())
+    return derivatives.by_sum is not None and VALUE in names(derivatives.by_sum.tree())
 
 
-def slopes(descriptor: Pairwise, wanted: Derivatives, root: bool) -> str:
+def slopes(descriptor: Pairwise, derivatives: Derivatives, root: bool) -> str:
     """The struct. ``root``: whether the outer exponent is the reciprocal of the inner one."""
-    made = [each for each in (wanted.by_sum, *wanted.others) if isinstance(each, Derivative)]
-    parameters = sorted({name for each in made for name in each.parameters})
-    if any(isinstance(each, str) for each in wanted.others):
+    expressions = [
+        each for each in (derivatives.by_sum, *derivatives.others) if isinstance(each, Derivative)
+    ]
+    parameters = sorted({name for each in expressions for name in each.parameters})
+    if any(isinstance(each, str) for each in derivatives.others):
         parameters = sorted({*parameters, "bandwidth"})
-    pairs = [(ONE, ONE) if wanted.by_sum is None else separated(wanted.by_sum.tree())]
-    pairs += [separated(x.tree()) for x in wanted.others if isinstance(x, Derivative)]
+    pairs = [(ONE, ONE) if derivatives.by_sum is None else separated(derivatives.by_sum.tree())]
+    pairs += [separated(x.tree()) for x in derivatives.others if isinstance(x, Derivative)]
     source = SlopeSource((_Tree(ONE, tuple(parameters)), *map(_Tree, sum(pairs, ()))), "0")
     texts = iter(zip(source.steps[1::2], source.steps[2::2], strict=True))
     scale, by_sum = next(texts)
-    adds, wholes = [], []
-    for index, each in enumerate(wanted.others):
+    adds, factors = [], []
+    for index, each in enumerate(derivatives.others):
         if isinstance(each, Derivative):
             constant, text = next(texts)
             adds.append(f"totals[{index}] = multiply_add(w, {text}, totals[{index}]);")
-            wholes.append(f"{constant} * total")
+            factors.append(f"{constant} * total")
         else:  # the sums of infinite distances, whose slopes are 0, are finite
             term = f"multiply_add(x, fminf(s, {LARGEST}), totals[{index}])"
             adds.append(f"totals[{index}] = {term};")
             constant = f"-({each}) * reciprocal(parameter_bandwidth)"
-            wholes.append(f"{source._member(constant)} * (constant * total)")
+            factors.append(f"{source._member(constant)} * (constant * total)")
     members = [
-        (name, _place(descriptor, made, name[len("parameter_") :], root))
+        (name, _place(descriptor, expressions, name[len("parameter_") :], root))
         if index < len(parameters)
         else (name, text)
         for index, (name, text) in enumerate(source.members)
     ]
-    outer = made[0].outer if made else "Identity"
+    outer = expressions[0].outer if expressions else "Identity"
     value = "AccT v = fast_sqrt(s);" if outer == "Sqrt" else "AccT v = s;"
     text = function_struct(
         "Slopes",
         [("AccT", *member) for member in (*members, ("constant", scale))],
         "AccT s",
         [value, f"v = {by_sum};"],
-        _others(value, adds, wholes),
+        _others(value, adds, factors),
     )
     return f"namespace approximate {{\n{text}}}\nusing approximate::Slopes;\n"
 
 
-def _others(value: str, adds: list[str], wholes: list[str]) -> str:
+def _others(value: str, adds: list[str], factors: list[str]) -> str:
     """Text of what adds a pair's derivatives by hyperparameters to totals, and of what totals are
     multiplied by."""
     body = "".join(f"        {line}\n" for line in adds)
     value = f"        {value}\n" if adds else ""
     cases = "".join(
-        f"        if (index == {index}) return {text};\n" for index, text in enumerate(wholes)
+        f"        if (index == {index}) return {text};\n" for index, text in enumerate(factors)
     )
     inline = "    __device__ __forceinline__"
     return f"""{inline} void add(AccT* totals, AccT s, AccT w, AccT x) const {{
@@ -150,10 +152,10 @@ def _others(value: str, adds: list[str], wholes: list[str]) -> str:
 """
 
 
-def _place(descriptor: Pairwise, made: list[Derivative], name: str, root: bool) -> str:
+def _place(descriptor: Pairwise, expressions: list[Derivative], name: str, root: bool) -> str:
     """Text that reads a parameter of the derivatives."""
     if name in descriptor.parameters:
         return f"read({len(COMMON_SCALARS) + descriptor.parameters.index(name)})"
-    if any(each.exponent == name for each in made):
+    if any(each.exponent == name for each in expressions):
         return _ROOT if root else f"read({COMMON_SCALARS.index('outer_p')})"
     return f"read({COMMON_SCALARS.index('epsilon')})"

@@ -1,5 +1,6 @@
 """Which kernel computes a matrix: ``few``, which takes few pairs, ``split`` by products of tensor
 cores, which takes p = 2 and dot products where that pays, and ``direct``, which takes everything.
+A first call loads the modules of those alone that it may take.
 """
 
 from __future__ import annotations
@@ -9,30 +10,48 @@ from functools import cache
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.kernels.direct import DIRECT
-from kernlib.families.pairwise.kernels.few import Few
+from kernlib.families.pairwise.lowering import problem as lowering
 from kernlib.families.pairwise.lowering.problem import Call, Problem, Scope
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
 from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
-ON_LANES: tuple[Kernel, ...] = (Few(), DIRECT)
-
 
 @cache
-def _products() -> tuple[Kernel, ...]:
-    """Those of products, whose modules would cost the first call of any other descriptor 3 ms."""
-    from kernlib.families.pairwise.kernels.split import Split
+def _kernels(products: bool, few: bool) -> tuple[Kernel, ...]:
+    """With that of products and that of few pairs, or without them."""
+    among: list[Kernel] = []
+    if products:
+        from kernlib.families.pairwise.kernels.split import Split
 
-    return (Split(),)
+        among.append(Split())
+    if few:
+        from kernlib.families.pairwise.kernels.few import Few
+
+        among.append(Few())
+    return *among, DIRECT
+
+
+def _has_products(descriptor: Pairwise, arch: str) -> bool:
+    return arch == lowering.ARCH and descriptor.takes_products
 
 
 def candidates(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> list[Choice]:
     """What :func:`lower` can choose for a problem: each the name of a kernel, or the tile of the
     direct one. There is always one."""
     call = Call(descriptor, problem, (), precision)
-    every = kernel.options(_kernels(descriptor), call, arch)
+    among = _kernels(_has_products(descriptor, arch), lowering.is_few(problem))
+    every = kernel.options(among, call, arch)
     return [option.knobs or option.choice for option in every]
+
+
+def are_several(descriptor: Pairwise, problem: Problem, arch: str, precision: str) -> bool:
+    """Whether :func:`candidates` are several; as most have two tiles, without the class of
+    products."""
+    call = Call(descriptor, problem, (), precision)
+    on_lanes = kernel.options(_kernels(False, lowering.is_few(problem)), call, arch)
+    return len(on_lanes) > 1 or len(candidates(descriptor, problem, arch, precision)) > 1
 
 
 def lower(
@@ -49,14 +68,13 @@ def lower(
     gpu, call = Gpu(arch, multiprocessors), Call(descriptor, problem, strides, precision)
     if choice and "tile" in choice:
         choice = {"kind": DIRECT.name, **choice}
-    option = kernel.choose(_kernels(descriptor), call, gpu, choice)
+    products = _has_products(descriptor, arch) and bool(choice or lowering.split_pays(problem))
+    among = _kernels(products, lowering.is_few(problem))
+    option = kernel.choose(among, call, gpu, choice)
     return option.kernel.launch(descriptor, call, gpu, option.knobs)
 
 
 def variants(descriptor: Pairwise, arch: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:
     """Every spec that :func:`lower` can choose for inputs of ``dtypes``."""
-    return kernel.specs(_kernels(descriptor), descriptor, Scope(dtypes, arch), arch)
-
-
-def _kernels(descriptor: Pairwise) -> tuple[Kernel, ...]:
-    return (*_products(), *ON_LANES) if descriptor.takes_products else ON_LANES
+    among = _kernels(_has_products(descriptor, arch), True)
+    return kernel.specs(among, descriptor, Scope(dtypes, arch), arch)

@@ -44,12 +44,12 @@ def finish(
     elif descriptor.categories and "_root(" in text:
         steps.append("if (s < AccT(0)) v = power(s, exponent);")  # of negative tables
     if descriptor.epilogue:
-        made = source(descriptor.epilogue, str(len(COMMON_SCALARS)))
+        epilogue = source(descriptor.epilogue, str(len(COMMON_SCALARS)))
         if epsilon:
             members = [*members, ("epsilon", f"read({COMMON_SCALARS.index('epsilon')})")]
             steps.append("if (absolute(v) < epsilon) v = AccT(0);")
-        members = [*members, *made.members]
-        steps += [f"v = {step};" for step in made.steps]
+        members = [*members, *epilogue.members]
+        steps += [f"v = {step};" for step in epilogue.steps]
     typed = [("AccT", *member) for member in members]
     return function_struct("Finish", typed, "AccT s, AccT unit = AccT(1)", steps)
 
@@ -80,13 +80,13 @@ def outer(descriptor: Pairwise, variant, root: str = "sqrt") -> tuple[str, list[
     if not variant.root:
         return "power(s, exponent)", [("exponent", "read(1)")]
     # The reciprocal is rounded, and what it lacks is known to p's own precision.
-    whole = "read(0) == AccT(0) || read(0) == infinity(AccT())"
+    exact = "read(0) == AccT(0) || read(0) == infinity(AccT())"
     reciprocal = "AccT(1) / read(0)"
     rest = "multiply_add(-exponent, read(0), AccT(1)) / read(0)"
     text, members = "norm_root(s, exponent, rest)", [("exponent", reciprocal), ("rest", rest)]
     if variant.inner == "device":  # exact where a number is
         text = "any_root(s, exponent, rest)"
-        members[0] = ("exponent", f"{whole} ? AccT(1) : {reciprocal}")
+        members[0] = ("exponent", f"{exact} ? AccT(1) : {reciprocal}")
     return text, members
 
 
@@ -96,8 +96,8 @@ def outer_kinds(descriptor: Pairwise) -> list[tuple[float | str, bool]]:
         return [("any", True)]
     if not isinstance(descriptor.outer, stages.Power):
         return [("any", False)]
-    own = [(kind, False) for kind in ("any", *EXPONENT_CODE)]
-    return own + [("any", True)] * isinstance(descriptor.inner, stages.Power)
+    powers = [(kind, False) for kind in ("any", *EXPONENT_CODE)]
+    return powers + [("any", True)] * isinstance(descriptor.inner, stages.Power)
 
 
 class ReductionSource(EpilogueSource):
@@ -119,10 +119,10 @@ class ReductionSource(EpilogueSource):
         return f"exp2_approximate({text} * {self._member(f'for_exp2({self._render(product)})')})"
 
 
-def lists(kept: int, waiting: int, count: int, largest: bool) -> dict[str, Fact]:
+def lists(entries: int, waiting: int, count: int, largest: bool) -> dict[str, Fact]:
     """Facts of kernels that keep lists (``kernel_sources/pairwise/topk/topk.cuh``): entries in
     order and those that wait, of ``count`` lists of a block."""
-    return {"KEPT": kept, "WAITING": waiting, "LISTS": count, "LARGEST": largest}
+    return {"KEPT": entries, "WAITING": waiting, "LISTS": count, "LARGEST": largest}
 
 
 def factors_of(node: Node, is_constant) -> tuple[Node, list[Node], bool]:

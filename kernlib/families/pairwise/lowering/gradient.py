@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS
+from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS, Layout
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.parameters import Fields, Parameters

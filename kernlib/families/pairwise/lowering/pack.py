@@ -17,7 +17,6 @@ from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import FLOAT_SUMS
 from kernlib.lowering.steps import WORKSPACE, Step
 
-ARCH = "sm_90a"
 PRECISIONS = {"fp32": 2, "tf32": 1, "bf16": 1}  # copies: two words of a number, or one
 BARRIER_BYTES = 256  # at most, of static shared memory
 INFO_BYTES = 8  # of a point
@@ -96,6 +95,20 @@ def workspace(problem: Problem, variant) -> Workspace:
         packed[0] * strides[0], packed[1] * strides[1],
         points[0] * strides[0], points[1] * strides[1],
     )  # fmt: skip
+
+
+def split_facts(variant) -> dict:
+    """Facts of products of words: ``variant`` is one of Split or of what reduces."""
+    return {
+        "TILE_N": variant.columns,
+        "DEPTH": variant.depth,
+        "STAGES": variant.stages,
+        "COPIES": variant.copies,
+        "PROMOTE": variant.promote,
+        "ORDERED": variant.ordered,
+        "DOUBTFUL": DOUBTFUL,  # of the sample, above which nothing is done
+        "DYNAMIC_BYTES": variant.shared_bytes,
+    }
 
 
 def gated(spec: KernelSpec) -> KernelSpec:

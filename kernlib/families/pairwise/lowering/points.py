@@ -9,8 +9,8 @@ from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack, reduce
 from kernlib.families.pairwise.lowering.backward import Problem
 from kernlib.families.pairwise.lowering.backward_source import LARGEST
-from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES
-from kernlib.families.pairwise.lowering.problem import MAX_BATCH_BLOCKS
+from kernlib.families.pairwise.lowering.pack import BARRIER_BYTES
+from kernlib.families.pairwise.lowering.problem import ARCH, MAX_BATCH_BLOCKS
 from kernlib.jit import targets
 from kernlib.lowering import division
 from kernlib.lowering.arithmetic import ceil_div, round_up
@@ -125,14 +125,14 @@ class Place(NamedTuple):
 
 def takes(descriptor: Pairwise, problem: Problem, arch: str) -> bool:
     """Whether the kernels compute a launch: sums that are products, of a size that they know."""
-    known = pack.is_product(descriptor, problem) and problem.k <= MOST_FEATURES
-    if not known or problem.slope != SLOPES[descriptor.operator]:
+    product = pack.is_product(descriptor, problem) and problem.k <= MOST_FEATURES
+    if not product or problem.slope != SLOPES[descriptor.operator]:
         return False
     if problem.times_p or problem.times_scale or problem.columns > WIDTHS[-1]:
         return False
-    made = variant(problem, 0)
+    code = variant(problem, 0)
     blocks = ceil_div(problem.m, DIRECT_TILE) * division.MAX_SPLITS * problem.batch
-    fits = made.direct_bytes <= targets.SHARED_BYTES[arch]
+    fits = code.direct_bytes <= targets.SHARED_BYTES[arch]
     return fits and blocks <= reduce.MAX_BLOCKS and problem.batch <= MAX_BATCH_BLOCKS
 
 
@@ -140,8 +140,8 @@ def by_products(descriptor: Pairwise, problem: Problem, arch: str) -> bool:
     """Whether tensor cores compute a launch that the kernels take."""
     if arch != ARCH or not descriptor.takes_products:
         return False
-    made = variant(problem, 0)
-    return made.stages >= LEAST_STAGES and workspace(problem, made).size <= pack.MAX_WORKSPACE
+    code = variant(problem, 0)
+    return code.stages >= LEAST_STAGES and workspace(problem, code).size <= pack.MAX_WORKSPACE
 
 
 def pays(descriptor: Pairwise, problem: Problem, arch: str, launches: int) -> bool:
@@ -151,8 +151,8 @@ def pays(descriptor: Pairwise, problem: Problem, arch: str, launches: int) -> bo
     each, feature = PRODUCTS if products else LANES
     tile = 3 * TILE_N if products else DIRECT_TILE
     padded = round_up(problem.m, tile) * round_up(problem.n, TILE_N) * problem.batch * 1e-6
-    own = LAUNCH + padded * (each + feature * problem.k)
-    return launches * own < BLOCKS[0] + pairs * BLOCKS[1]
+    launch = LAUNCH + padded * (each + feature * problem.k)
+    return launches * launch < BLOCKS[0] + pairs * BLOCKS[1]
 
 
 def columns_of(problem: Problem, hyper: int) -> int:
@@ -169,9 +169,9 @@ def columns_of(problem: Problem, hyper: int) -> int:
 def variant(problem: Problem, hyper: int, warpgroups: int | None = None) -> Variant:
     """The code for a problem with so many hyperparameters, with as many warpgroups as registers and
     shared memory hold."""
-    made = _variant(problem, hyper)._replace(warpgroups=warpgroups or 3)
-    few = made.stages < LEAST_STAGES or crowd(made) > CROWDED
-    return made if warpgroups or not few else made._replace(warpgroups=2)
+    code = _variant(problem, hyper)._replace(warpgroups=warpgroups or 3)
+    few = code.stages < LEAST_STAGES or crowd(code) > CROWDED
+    return code if warpgroups or not few else code._replace(warpgroups=2)
 
 
 def _variant(problem: Problem, hyper: int) -> Variant:
@@ -185,17 +185,17 @@ def _variant(problem: Problem, hyper: int) -> Variant:
     )  # fmt: skip
 
 
-def crowd(made: Variant) -> int:
+def crowd(variant: Variant) -> int:
     """Registers that grow with a variant: sums of features on their way to totals and these, and of
     two rows numbers and sums on the lanes, twice as well."""
-    own = made.points + made.values * made.sets + made.hyper
-    return made.width * made.points + 2 * made.numbers + 4 * own
+    sums = variant.points + variant.values * variant.sets + variant.hyper
+    return variant.width * variant.points + 2 * variant.numbers + 4 * sums
 
 
-def workspace(problem: Problem, made: Variant) -> Place:
+def workspace(problem: Problem, variant: Variant) -> Place:
     """What a launch keeps where."""
-    points = pack.workspace(problem, made)
-    each = ceil_div(problem.n, GROUP) * (GROUP // TILE_N) * made.lines_bytes
+    points = pack.workspace(problem, variant)
+    each = ceil_div(problem.n, GROUP) * (GROUP // TILE_N) * variant.lines_bytes
     lines = round_up(points.size, pack.ALIGNMENT)
     size = lines + round_up(each * problem.batch, pack.ALIGNMENT)
     return Place(points, lines, size, each if problem.batch > 1 else 0)

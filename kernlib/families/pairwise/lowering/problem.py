@@ -4,21 +4,26 @@ descriptors and exponents are in device code, and the names of kernels."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering.finish import COMMON_SCALARS, is_norm, outer
-from kernlib.families.pairwise.lowering.layout import Layout, group_bytes
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.config import Constant, Fact
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Kernel, named
 
+ARCH = "sm_90a"  # of products of tensor cores
 THREADS = 256
 TILE_K = 16
 PROMOTE_K = 64
 BIG_TILE, SMALL_TILE = 128, 64
+PATCH_SIDE = 4  # points of a and of b in a patch of few pairs
+# 2000 a multiprocessor of an H100, as far as was measured, and so at most 2**14 entries of a batch;
+# features whose place steps past the last one within an int.
+MOST_PAIRS, MOST_FEATURES = 2**18, 2**30
 MAX_TILES = 2**31 - 1  # blocks of a grid's first axis
 MAX_BATCH_BLOCKS = 65535
 OPERANDS = ("a", "b", "out")  # whose addresses the parameter struct starts with
@@ -51,6 +56,33 @@ EXPONENT_STAGES = {  # inner stages with an exponent: their code for its values
     },
     norms.PowerLog: {"any": "PowerLog"},
 }
+
+
+class Layout(NamedTuple):
+    """Strides, in elements, of (batch, points, features) or (batch, m, n), and the address of the
+    first element modulo 16 (an aligned one may say 0 or 16)."""
+
+    batch: int
+    rows: int
+    columns: int
+    alignment: int = 16
+
+    def transposed(self) -> Layout:
+        return Layout(self.batch, self.columns, self.rows, self.alignment)
+
+
+def access(layout: Layout, points: int, features: int, dtype: str) -> str:
+    """How far 16-byte loads (8 bytes of a half type) of an operand of so many points and features
+    can run: see Access in operand.cuh."""
+    itemsize = DTYPES[dtype].bytes
+    run = 4 if itemsize == 2 else 16 // itemsize
+    if layout.alignment % (run * itemsize) or layout.batch % run:
+        return "strided"
+    if layout.columns == 1 and features % run == 0 and layout.rows % run == 0:
+        return "features"
+    if layout.rows == 1 and points % run == 0 and layout.columns % run == 0:
+        return "points"
+    return "strided"
 
 
 class Problem(NamedTuple):
@@ -168,13 +200,65 @@ def terms(descriptor: Pairwise, variant, swapped: bool = False) -> dict[str, Fac
 
 
 def accesses(**kinds: str) -> dict[str, Fact]:
-    """Facts of how operands are read: values of :func:`layout.access` by name."""
+    """Facts of how operands are read: values of :func:`access` by name."""
     return {name: Constant(f"Access::{kind}") for name, kind in kinds.items()}
 
 
 def view(layout: Layout) -> tuple[int, int, int]:
     """struct View of a tensor."""
     return layout.batch, layout.rows, layout.columns
+
+
+def fixed_values(problem: Problem, strides: tuple[int, ...]) -> dict[str, Any]:
+    """What the plans of all kernels that store a matrix fix."""
+    return {
+        "scalar_strides": strides,
+        "a_view": view(problem.a),
+        "b_view": view(problem.b),
+        "out_view": view(problem.out),
+        "diagonal": problem.diagonal,
+        "m": problem.m,
+        "n": problem.n,
+        "k": problem.k,
+        "accumulate": problem.accumulate,
+        "padding": 0,
+    }
+
+
+def patches(problem: Problem) -> int:
+    """Those of few pairs, of one entry of the batch."""
+    return ceil_div(problem.m, PATCH_SIDE) * ceil_div(problem.n, PATCH_SIDE)
+
+
+def is_few(problem: Problem) -> bool:
+    """Whether there are few enough pairs for the kernel of that name."""
+    pairs = patches(problem) * PATCH_SIDE * PATCH_SIDE * problem.batch
+    return pairs <= MOST_PAIRS and problem.k <= MOST_FEATURES
+
+
+def split_pays(problem: Problem) -> bool:
+    """Whether products of tensor cores beat the direct kernel, by microseconds on an H200: four
+    launches, the packing and the store of each pair or the products of whole tiles, against the
+    store or 0.07 a million differences, those of whole tiles too. Neither is faster than a tile's
+    walk along K, which no other shares."""
+    k = problem.k
+    padded = round_up(problem.m, SMALL_TILE) * round_up(problem.n, SMALL_TILE) * problem.batch
+    differences = max(5 + padded * max(1.3e-6, 7e-8 * k), 3.5 + 0.0625 * k)
+    return k >= 16 and split_us(problem) < differences
+
+
+def split_us(problem: Problem) -> float:
+    """The microseconds of products that :func:`split_pays` compares."""
+    k, points = problem.k, problem.m + problem.n
+    stored = 1.75e-6 * problem.m * problem.n * problem.batch
+    multiplied = 1e-8 * k * round_up(problem.m, BIG_TILE) * round_up(problem.n, BIG_TILE)
+    packed = 2e-6 * points * problem.batch * k
+    return 20 + 0.025 * k + packed + max(stored, multiplied * problem.batch)
+
+
+def group_bytes(tile: int) -> int:
+    """Shared memory for codes and tables, of which the stages have as much."""
+    return 256 * tile
 
 
 def shared_bytes(dtype: str, tile: int, long_k: bool, categories: int = 0) -> int:

@@ -11,15 +11,17 @@ features by ``small``. What none takes is computed by blocks of the matrix
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.lowering.layout import Layout, access
 from kernlib.families.pairwise.lowering.problem import (
     BIG_TILE,
     EXPONENT_STAGES,
     PROMOTE_K,
     THREADS,
+    Layout,
+    PairKernel,
+    access,
     shared_bytes,
     view,
 )
@@ -50,6 +52,28 @@ REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
 # Numbers of a row beside its features, as many as leave no register of 4 rows to memory, of those
 # that keep more in double than sums.
 LONG_REDUCERS = {"LogSumExp": 6, "Minimum": 5}
+# Columns of v that a launch of products with many takes, and what it takes of a million pairs, in
+# microseconds, where values are exponentials of the sum alone, and else.
+MOST_WIDE, FOLDED, UNFOLDED = 128, 0.5, 0.9
+LANES = 4  # features up to which squares on the lanes take fewer issue slots than sums of words
+
+
+class ReductionKernel(PairKernel):
+    """A kernel that stores nothing of the matrix. A launch takes ``widest`` columns of v, of which
+    the problem that it is chosen for has all. What is chosen may say ``per_split``, the n of a
+    block of another launch, whose partial results lie side by side with this one's."""
+
+    role = "reduction"
+    widest: ClassVar[int] = WIDTHS[-1]
+
+    def passes(self, columns: int) -> list[tuple[int, int]]:
+        """The launches for so many columns of v: first column, count. One for none."""
+        starts = range(0, max(1, columns), self.widest)
+        return [(start, min(self.widest, columns - start)) for start in starts]
+
+    def first(self, problem: Problem) -> Problem:
+        """The problem of the first of them."""
+        return problem._replace(columns=min(problem.columns, self.widest))
 
 
 class Problem(NamedTuple):
@@ -73,6 +97,7 @@ class Problem(NamedTuple):
     root: bool = False
     epsilon: bool = False
     regularized: bool = False
+    largest: bool = False  # of "topk", whose columns are the entries of a list
 
 
 class Variant(NamedTuple):
@@ -108,6 +133,53 @@ class Variant(NamedTuple):
         return round_up((self.k + self.columns) * DTYPES[self.dtype].sums.bytes, 16)
 
 
+def split_pays(problem: Problem) -> bool:
+    """Whether products of tensor cores beat the lanes: four launches and the packing, about 30 us
+    and 2 us a million packed numbers, against their 0.25 us a million pairs and 0.06 a feature."""
+    pairs = problem.m * problem.n * problem.batch
+    packed = (problem.m + problem.n) * problem.batch * problem.k
+    products = 30 + 2e-6 * packed + pairs * (4e-7 + max(problem.k, 32) * 8e-9)
+    few = problem.k <= SMALL_K
+    return products < pairs * ((2.5e-7 if few else 2.4e-6) + problem.k * 6e-8)
+
+
+def product_pays(descriptor: Pairwise, problem: Problem) -> bool:
+    """Whether tensor cores, which multiply values of the matrix by those of v, beat the other ways
+    to compute a product, by microseconds fitted to squares of 512 to 16384 points of 3 to 128
+    features and 1 to 128 columns on an H100."""
+    if problem.reduction != "matmul":
+        return False
+    others = _others_us(problem)
+    if _product_us(problem, FOLDED) >= others:  # as most calls, of whose epilogue nothing is asked
+        return False
+    from kernlib.families.pairwise.lowering.exponents import is_exponent
+
+    return is_exponent(descriptor, problem) or _product_us(problem, UNFOLDED) < others
+
+
+def _product_us(problem: Problem, each: float) -> float:
+    """Microseconds, of which a million pairs take ``each`` beside their features and columns."""
+    columns, count = problem.columns, ceil_div(problem.columns, MOST_WIDE)
+    # Tiles as they are padded, which of a batch of small matrices is most of them.
+    tiles = round_up(problem.m, 192) * round_up(problem.n, 256) * problem.batch
+    launches = count * (30 + (7 if problem.k > LANES else 0))
+    launches += 1.5 * ceil_div(columns, WIDTHS[-1])
+    return launches + tiles * 1e-6 * (count * (each + 0.01 * problem.k) + 0.004 * columns)
+
+
+def _others_us(problem: Problem) -> float:
+    """Microseconds of the fastest other way: kernels of few columns, or blocks of the matrix."""
+    pairs, columns = problem.m * problem.n * problem.batch * 1e-6, problem.columns
+    blocks = 35 + pairs * (2.6 + 0.077 * columns)
+    if problem.k <= SMALL_K:
+        passes = ceil_div(columns, 16)
+        alone = 0.34 + 0.037 * max(0, problem.k - 3)
+        return min(blocks, passes * 25 + pairs * (alone * passes + 0.056 * columns))
+    if columns > 16:
+        return blocks
+    return 25 + pairs * (0.7 * ceil_div(columns, 8) + 0.14 * columns)
+
+
 def width_of(columns: int) -> int:
     """Columns that the kernel for ``columns`` of v computes; 0 for none."""
     return next((width for width in (0, *WIDTHS) if width >= columns), WIDTHS[-1])
@@ -127,11 +199,11 @@ def fits(problem: Problem, arch: str) -> bool:
 
 def variant(problem: Problem, arch: str, rows: int | None = None) -> Variant:
     """The code for a problem. Where totals beside the stages do not fit, two chains become one."""
-    made = _variant(problem, rows)
-    if made.k:
-        return made
-    short = problem.k <= 2 * PROMOTE_K and shared(made) > targets.SHARED_BYTES[arch]
-    return made._replace(long_k=False) if short else made
+    code = _variant(problem, rows)
+    if code.k:
+        return code
+    short = problem.k <= 2 * PROMOTE_K and shared(code) > targets.SHARED_BYTES[arch]
+    return code._replace(long_k=False) if short else code
 
 
 def _variant(problem: Problem, rows: int | None) -> Variant:
@@ -159,8 +231,8 @@ def rows_of(k: int, width: int, dtype: str = "float32", reducer: str = "") -> in
     """Rows of a thread of the small kernel. Each read of a point serves them all, but with 8 of
     them fewer threads hide less: 1e10 pairs of 3 features take 3.8 ms with 4, 4.5 with 8 (H200)."""
     size = DTYPES[dtype].sums.bytes
-    kept = LONG_REDUCERS.get(reducer) if size == 8 else None
-    words = (k + (kept or 2 * max(1, width))) * size // 4
+    numbers = LONG_REDUCERS.get(reducer) if size == 8 else None
+    words = (k + (numbers or 2 * max(1, width))) * size // 4
     return 4 if 4 * words <= 80 else 2
 
 
@@ -218,16 +290,16 @@ class Work(NamedTuple):
         return busy * each + waiting * ceil_div(each, RESIDENT) + joining
 
 
-def work_of(descriptor: Pairwise, problem: Problem, made: Variant, multiprocessors: int) -> Work:
+def work_of(descriptor: Pairwise, problem: Problem, variant: Variant, multiprocessors: int) -> Work:
     """That of a problem. Slots are those of differences, a Gaussian and products, about; those of
     float64 take two, and its exponential 12 more."""
-    slots = 2 * problem.k + 3 + max(1, made.columns) + 8 * (made.reducer == "LogSumExp")
+    slots = 2 * problem.k + 3 + max(1, variant.columns) + 8 * (variant.reducer == "LogSumExp")
     if type(descriptor.inner) in EXPONENT_STAGES and problem.inner in ("any", "device"):
         slots += 16 * problem.k
     if DTYPES[problem.dtype].sums.bytes == 8:
         slots = 2 * (slots + 12)
     joins = JOINS.get(problem.reduction, 1)
-    return Work(problem.m, sums_of(problem), slots, made.line_bytes, multiprocessors, joins)
+    return Work(problem.m, sums_of(problem), slots, variant.line_bytes, multiprocessors, joins)
 
 
 def stage_of(partners: int, line_bytes: int) -> int:
@@ -267,11 +339,11 @@ def _per_splits(work: Work, rows: int, partners: int) -> list[int]:
     return [ceil_div(units, count) * unit for count in counts]
 
 
-def shared(made: Variant) -> int:
+def shared(variant: Variant) -> int:
     """Bytes of dynamic shared memory: the tile kernel's stages, sums and lines of v."""
-    if made.k:
+    if variant.k:
         return 0
-    return shared_bytes(made.dtype, BIG_TILE, made.long_k) + BIG_TILE * made.columns * 4
+    return shared_bytes(variant.dtype, BIG_TILE, variant.long_k) + BIG_TILE * variant.columns * 4
 
 
 @cache

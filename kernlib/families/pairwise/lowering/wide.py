@@ -1,36 +1,30 @@
-"""Kernels of products with many columns (product.py): which calls they take, when they pay,
-and what code generation chooses."""
+"""Kernels of products with many columns (product.py): which calls they take, and
+what code generation chooses."""
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.finish import finish_reduced, is_norm
-from kernlib.families.pairwise.lowering.pack import ARCH, BARRIER_BYTES, PRECISIONS
-from kernlib.families.pairwise.lowering.problem import inner_codes
-from kernlib.families.pairwise.lowering.reduce import Problem
+from kernlib.families.pairwise.lowering.exponents import entries, is_exponent
+from kernlib.families.pairwise.lowering.finish import is_norm
+from kernlib.families.pairwise.lowering.pack import BARRIER_BYTES, PRECISIONS
+from kernlib.families.pairwise.lowering.problem import ARCH, inner_codes
+from kernlib.families.pairwise.lowering.reduce import LANES, MOST_WIDE, Problem
 from kernlib.jit import targets
-from kernlib.lowering.arithmetic import ceil_div, round_up
 
-WIDTHS = (16, 32, 48, 64, 96, 128)  # columns of v that a launch takes
+WIDTHS = (16, 32, 48, 64, 96, MOST_WIDE)  # columns of v that a launch takes
 NARROW, MIDDLE = 32, 64  # up to which registers hold the sums of four and three warpgroups
 DEPTHS = (16, 32, 64, 128)  # features of sums of words
-NORMS, MOST_ENTRIES = 6, 208  # entries of norms, and of a point of folded exponents
-LANES = 4  # features up to which squares on the lanes take fewer issue slots than sums of words
 # Terms that take numbers of the call, which sums on the lanes do not have, or a unit (unit.cuh).
 NUMBERED = {
     None, "Power", "PowerOnDevice", "PowerLog",
     "ExpPower", "ExpPower1", "ExpPower2", "ExpPowerOnDevice",
 }  # fmt: skip
-# What Finish ends with where values are exponentials of a multiple of the sum alone.
-EXPONENT = re.compile(r"AccT v = s;\n\s*v = exp2_approximate\(v \* (\w+)\);\n\s*return v;")
-TILE_N, STEP, GROUP = 64, 16, 256  # n of a stage, of a wgmma, and of those summed in one go
+TILE_N, GROUP = 64, 256  # n of a stage, and of those summed in one go
 LEAST_STAGES, MAX_STAGES = 2, 8
-FOLDED, UNFOLDED = 0.5, 0.9  # microseconds of a million pairs
 
 
 class Variant(NamedTuple):
@@ -93,39 +87,6 @@ class Variant(NamedTuple):
         return self.resident_bytes + self.stages * self.stage_bytes
 
 
-def pays(descriptor: Pairwise, problem: Problem) -> bool:
-    """Whether it beats the other ways to compute a product, by microseconds fitted to squares of
-    512 to 16384 points of 3 to 128 features and 1 to 128 columns on an H100."""
-    pairs = problem.m * problem.n * problem.batch
-    others = _others(problem, pairs, problem.columns)
-    if _time(problem, FOLDED) >= others:  # as most calls, of whose epilogue nothing is asked
-        return False
-    return is_exponent(descriptor, problem) or _time(problem, UNFOLDED) < others
-
-
-def _time(problem: Problem, each: float) -> float:
-    """Microseconds, of which a million pairs take ``each`` beside their features and columns."""
-    columns, count = problem.columns, ceil_div(problem.columns, WIDTHS[-1])
-    # Tiles as they are padded, which of a batch of small matrices is most of them.
-    tiles = round_up(problem.m, 3 * TILE_N) * round_up(problem.n, GROUP) * problem.batch
-    launches = count * (30 + (7 if problem.k > LANES else 0))
-    launches += 1.5 * ceil_div(columns, direct.WIDTHS[-1])
-    return launches + tiles * 1e-6 * (count * (each + 0.01 * problem.k) + 0.004 * columns)
-
-
-def _others(problem: Problem, pairs: int, columns: int) -> float:
-    """Microseconds of the fastest other way: kernels of few columns, or blocks of the matrix."""
-    blocks = 35 + pairs * 1e-6 * (2.6 + 0.077 * columns)
-    if problem.k <= direct.SMALL_K:
-        passes = ceil_div(columns, 16)
-        alone = 0.34 + 0.037 * max(0, problem.k - 3)
-        return min(blocks, passes * 25 + pairs * 1e-6 * (alone * passes + 0.056 * columns))
-    if columns > 16:
-        return blocks
-    passes = ceil_div(columns, 8)
-    return 25 + pairs * 1e-6 * (0.7 * passes + 0.14 * columns)
-
-
 def is_on_lanes(descriptor: Pairwise, problem: Problem) -> bool:
     """Whether the lanes sum, exactly: norms of few features whose terms have no numbers."""
     code = inner_codes(descriptor).get(problem.inner)
@@ -137,8 +98,8 @@ def is_on_lanes(descriptor: Pairwise, problem: Problem) -> bool:
 
 
 def is_of_words(descriptor: Pairwise, problem: Problem) -> bool:
-    taken = descriptor.takes_products and pack.is_product(descriptor, problem)
-    return taken and problem.k <= DEPTHS[-1]
+    product = descriptor.takes_products and pack.is_product(descriptor, problem)
+    return product and problem.k <= DEPTHS[-1]
 
 
 def variants(
@@ -148,12 +109,7 @@ def variants(
     second = _plain(descriptor, problem, precision)
     if not second.behind:
         return second, None
-    return _fitting(second._replace(sums="folded", depth=_entries(problem))), second
-
-
-def _entries(problem: Problem) -> int:
-    """Of a point of folded exponents, as padded."""
-    return round_up(NORMS + 3 * problem.k, STEP)
+    return _fitting(second._replace(sums="folded", depth=entries(problem))), second
 
 
 def _plain(descriptor: Pairwise, problem: Problem, precision: str | None) -> Variant:
@@ -170,31 +126,12 @@ def _plain(descriptor: Pairwise, problem: Problem, precision: str | None) -> Var
     ))  # fmt: skip
 
 
-def _fitting(made: Variant) -> Variant:
+def _fitting(variant: Variant) -> Variant:
     """With as many warpgroups as registers and shared memory hold."""
-    narrow = NARROW // 2 if made.sums == "words" else NARROW
-    counts = (4, 3, 2) if made.width <= narrow else (3, 2) if made.width <= MIDDLE else (2,)
+    narrow = NARROW // 2 if variant.sums == "words" else NARROW
+    counts = (4, 3, 2) if variant.width <= narrow else (3, 2) if variant.width <= MIDDLE else (2,)
     for count in counts:
-        made = made._replace(warpgroups=count)
-        if made.stages >= LEAST_STAGES:
+        variant = variant._replace(warpgroups=count)
+        if variant.stages >= LEAST_STAGES:
             break
-    return made
-
-
-def is_exponent(descriptor: Pairwise, problem: Problem) -> bool:
-    """Whether values are 2 to the power of a squared distance times a number of the call, of few
-    enough features to fold that into the product."""
-    if problem.epsilon or not descriptor.takes_products:
-        return False
-    if not pack.is_difference(descriptor, problem):
-        return False
-    if _entries(problem) > MOST_ENTRIES:
-        return False
-    return exponent_of(descriptor, problem) is not None
-
-
-def exponent_of(descriptor: Pairwise, made) -> str | None:
-    """The member of Finish that multiplies the squared distance, of an epilogue that is no more
-    than an exponential of it. ``made`` has what :func:`finish.finish_reduced` reads."""
-    found = EXPONENT.search(finish_reduced(descriptor, made))
-    return found and found[1]
+    return variant

@@ -25,7 +25,7 @@ from kernlib.families.pairwise.lowering import gradient as pair_gradient
 from kernlib.families.pairwise.lowering import points as many
 from kernlib.families.pairwise.lowering.backward_source import Derivatives
 from kernlib.families.pairwise.lowering.finish import EXACT_SUMS
-from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Layout
 from kernlib.families.pairwise.lowering.reduce import MAX_BLOCKS, SMALL_K
 from kernlib.families.pairwise.matrix import Scalars, kind_of_number, numbers_of
 from kernlib.families.pairwise.reductions.arguments import Request, Shape

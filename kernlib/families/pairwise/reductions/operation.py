@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.gradients.autograd import kernel_matrix
 from kernlib.families.pairwise.matrix import kind_of_number, numbers_of, precision
 from kernlib.families.pairwise.reductions import arguments as checks
-from kernlib.families.pairwise.reductions import blocks, kernels
+from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, Request, Shape
 from kernlib.runtime import rehearsal
 from kernlib.runtime.dtypes import accumulator
@@ -123,16 +122,17 @@ def _check(
         size = (*size, shape.columns)
     elif isinstance(reduction, Nearest):
         size = (*size, reduction.k)
-    if out is not None and not a.is_meta:
-        checks.check_out(out, size, request)
-    if reduction == "min" and not a.is_meta:
-        checks.check_some(shape.n)
+    if not a.is_meta or rehearsal.on_gpu(a.device):
+        if out is not None:
+            checks.check_out(out, size, request)
+        if reduction == "min":
+            checks.check_some(shape.n)
     return Call(request, shape, size)
 
 
 def _way(call: Call | None, reduction, descriptor, a, *rest) -> str:
-    if call is None or a.is_meta:  # the operator knows their results
-        return OPERATOR
+    if call is None or (a.is_meta and not rehearsal.on_gpu(a.device)):
+        return OPERATOR  # which knows as much of meta tensors
     # By the plan of an empty call nothing would look at numbers.
     return REFERENCE if 0 in call.shape[:4] else KERNELS
 
@@ -147,8 +147,7 @@ def _plan(
     """The plan of a checked call, its kernels loaded."""
     request, shape, size = call
     folded = v is not None and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1
-    by_kernels = not folded and kernels.takes(reduction, request, shape)
-    launch = kernels.plan(reduction, request, shape) if by_kernels else None
+    launch = None if folded else kernels.plan(reduction, request, shape)
     arithmetic = accumulator(a.dtype)
     dtype = arithmetic if wide else a.dtype
     return CallPlan(
@@ -199,6 +198,8 @@ def _without_kernels(reduction, plan: CallPlan, a, b, v, row_offset, col_offset,
         offsets = row_offset, col_offset
         product = run(reduction, plan.descriptor, a, b, flat, None, *offsets, values, True)
         return product.view(shape.m, shape.batch, shape.columns).movedim(1, 0)
+    from kernlib.families.pairwise.reductions import blocks  # plans of kernels need none
+
     v = v[:, None] if v is not None and v.dim() == 1 else v
     request = Request(plan.descriptor, a, b, v, row_offset, col_offset, values)
     with torch.no_grad(), without_autocast(plan.device):
@@ -258,18 +259,9 @@ def _finished(found, plan: CallPlan, out):
     return found.to(plan.dtype).contiguous() if out is None else out.copy_(found)
 
 
-def rehearsed(*request) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A call of meta tensors in a rehearsal, whose kernels are noted."""
-    request = _materialised(*request) or request
-    reduction, _, a, b, v, out, *offsets, values, _ = request
-    call = _check(*request)
-    if out is not None:
-        checks.check_result(out, call.size, a)
-    if reduction == "min":
-        checks.check_some(call.shape.n)
-    plan = _plan(call, *request)
+def _rehearsed(plan: CallPlan, reduction, descriptor, a, b, v, out, *rest):
     if plan.launch is None:
-        _without_kernels(reduction, plan, a, a if b is None else b, v, *offsets, values)
+        return launch(plan, reduction, descriptor, a, b, v, out, *rest)
     result = torch.empty(plan.size, dtype=plan.dtype, device=plan.device) if out is None else out
     if reduction == "min" or isinstance(reduction, Nearest):
         return result, torch.empty(plan.size, dtype=torch.int64, device=plan.device)
@@ -287,6 +279,7 @@ REDUCTION = Operation(
     launch=launch,
     tensors=_tensors,
     materialised=_materialised,
+    rehearsed=_rehearsed,
 )
 _bound = bind(REDUCTION)
 _execute, find = _bound.execute, _bound.find
@@ -336,6 +329,8 @@ def chosen(reduction: str, request: Request, k: int, largest: bool):
 def pair_values(request: Request, indices: torch.Tensor) -> torch.Tensor:
     """The entries ``K[l,m,indices[l,m,j]]`` as (L, M, J), differentiable: a batch of as many
     matrices of one row as there are rows."""
+    from kernlib.families.pairwise.gradients.autograd import kernel_matrix
+
     batch, rows, count = indices.shape
     wide = accumulator(request.a.dtype)
     a, b = (t.to(wide) if t.dim() == 3 else t[None].to(wide) for t in (request.a, request.b))

@@ -18,7 +18,6 @@ from kernlib.families.pairwise.operators import separate
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import gradients, operation
 from kernlib.families.pairwise.reductions.arguments import Request
-from kernlib.runtime import rehearsal
 from kernlib.runtime.arguments import tensors_of
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.operators import register
@@ -81,8 +80,6 @@ def _call_request(
     reduction, descriptor, a, b, v, out, row_offset, col_offset, values: dict, wide: bool
 ):
     offsets = row_offset, col_offset
-    if a.is_meta and rehearsal.current() is not None:
-        return operation.rehearsed(reduction, descriptor, a, b, v, out, *offsets, values, wide)
     if reduction == "min":
         return choose(reduction, descriptor, a, b, 1, False, *offsets, values)
     return run(reduction, descriptor, a, b, v, out, *offsets, values, wide)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 
 

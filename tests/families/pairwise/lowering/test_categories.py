@@ -4,8 +4,8 @@ import pytest
 
 import kernlib as kl
 from kernlib.families.pairwise.kernels.direct import DIRECT
-from kernlib.families.pairwise.lowering.layout import Categories, Layout
-from kernlib.families.pairwise.lowering.problem import Problem, Scope, scalar_count
+from kernlib.families.pairwise.lowering.problem import Layout, Problem, Scope, scalar_count
+from kernlib.families.pairwise.lowering.tables import Categories
 from kernlib.jit import targets
 from kernlib.lowering.kernel import Gpu
 from tests.support.compiled_kernels import compiled

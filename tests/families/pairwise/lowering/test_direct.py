@@ -13,8 +13,7 @@ from kernlib.families.pairwise import stages as norms
 from kernlib.families.pairwise.descriptor import exp_power_sum
 from kernlib.families.pairwise.kernels.direct import DIRECT
 from kernlib.families.pairwise.lowering import problem as lowering
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import Call, Problem, Scope
+from kernlib.families.pairwise.lowering.problem import Call, Layout, Problem, Scope
 from kernlib.jit import sources, targets
 from kernlib.lowering import dtypes, kernel
 from kernlib.lowering.kernel import Gpu

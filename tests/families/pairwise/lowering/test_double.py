@@ -11,9 +11,10 @@ import pytest
 import kernlib as kl
 from kernlib.families.pairwise.kernels import double
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.problem import scalar_count
+from kernlib.families.pairwise.lowering.problem import Call, scalar_count
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.kernel import Gpu
 from tests.families.pairwise.lowering.cases import problem as of_type
 from tests.support.compiled_kernels import compiled
 from tests.support.emulation.emulator import Emulator
@@ -29,7 +30,14 @@ def problem(**changes):
 
 def lowered(descriptor=GAUSSIAN, per_split=0, **changes):
     strides = (0,) * scalar_count(descriptor)
-    return double.lower(descriptor, problem(**changes), 132, strides, per_split)
+    call = Call(descriptor, problem(**changes), strides)
+    kind = double.SMALL if double.is_small(descriptor, call.problem) else double.DOUBLE
+    return kind.launch(descriptor, call, Gpu("sm_90a", 132), {"per_split": per_split})
+
+
+def takes(descriptor, **changes):
+    call = Call(descriptor, problem(**changes))
+    return any(kind.takes(call, "sm_90a") for kind in double.KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def lowered(descriptor=GAUSSIAN, per_split=0, **changes):
     ],
 )
 def test_what_it_takes(descriptor, changes, taken):
-    assert double.takes(descriptor, problem(**changes)) is taken
+    assert takes(descriptor, **changes) is taken
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,7 @@ def test_what_it_takes(descriptor, changes, taken):
 )
 def test_tensor_cores_multiply_points_of_some_features(descriptor, changes, taken):
     assert double.by_products(descriptor, problem(**changes)) is taken
-    assert double.takes(descriptor, problem(**changes))
+    assert takes(descriptor, **changes)
     assert len(lowered(descriptor, **changes).steps) == 1 + taken
 
 

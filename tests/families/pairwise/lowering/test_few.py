@@ -10,8 +10,7 @@ import kernlib as kl
 from kernlib.families.pairwise.kernels import few
 from kernlib.families.pairwise.lowering import choose
 from kernlib.families.pairwise.lowering import problem as direct
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import Call, Problem, Scope
+from kernlib.families.pairwise.lowering.problem import Call, Layout, Problem, Scope
 from kernlib.jit import targets
 from kernlib.lowering import dtypes
 from kernlib.lowering.kernel import Gpu

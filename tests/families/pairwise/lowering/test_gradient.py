@@ -10,7 +10,7 @@ from kernlib.families.pairwise.kernels import gradient as direct
 from kernlib.families.pairwise.kernels import gradient_tensor as tensor
 from kernlib.families.pairwise.kernels.gradient import Gradient, Scope, Subject
 from kernlib.families.pairwise.lowering import gradient as lowering
-from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Layout
 from kernlib.jit import targets
 from kernlib.lowering.kernel import Gpu, choose
 from tests.support.compiled_kernels import compiled

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.lowering.layout import Layout
+from kernlib.families.pairwise.lowering.problem import Layout
 from kernlib.lowering.steps import NUMBER
 from tests.families.pairwise.lowering.test_points import lowered
 from tests.support.emulation.emulator import Emulator, kernels_of

@@ -9,16 +9,16 @@ from kernlib.families.pairwise.kernels import product
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
 from kernlib.families.pairwise.lowering import wide as variants
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import scalar_count
+from kernlib.families.pairwise.lowering.problem import Call, Layout, scalar_count
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from tests.families.pairwise.lowering.cases import constant
 from tests.families.pairwise.lowering.cases import problem as of_columns
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import stem
 from tests.support.speeds import one_of_each, slow_but
 
-HERE = "sm_90a"
+HERE, PRODUCT = "sm_90a", product.KERNEL
 GAUSSIAN, DOT, MATERN = kl.gaussian(), kl.dot_product(), kl.matern32()
 MAIN = "pairwise_product_main"
 
@@ -29,7 +29,8 @@ def problem(columns=64, k=64, **changes):
 
 def lowered(descriptor=GAUSSIAN, precision="fp32", per_split=0, **changes):
     strides = (0,) * scalar_count(descriptor)
-    return product.lower(descriptor, problem(**changes), HERE, 132, strides, precision, per_split)
+    call = Call(descriptor, problem(**changes), strides, precision)
+    return PRODUCT.launch(descriptor, call, Gpu(HERE, 132), {"per_split": per_split})
 
 
 def sums(descriptor, precision="fp32", **changes):
@@ -42,7 +43,7 @@ def sums(descriptor, precision="fp32", **changes):
     [
         (GAUSSIAN, {}, True),
         (GAUSSIAN, {"columns": 128, "k": 128}, True),
-        (GAUSSIAN, {"columns": 129}, False),
+        (GAUSSIAN, {"columns": 129}, True),  # in two passes
         (GAUSSIAN, {"k": 129}, False),
         (DOT, {"columns": 5}, True),
         (kl.p_distance(), {"inner": 2.0, "root": True}, True),
@@ -68,20 +69,23 @@ def sums(descriptor, precision="fp32", **changes):
     ],
 )
 def test_what_it_takes(descriptor, changes, taken):
-    assert product.takes(descriptor, problem(**changes), HERE, "fp32") is taken
-    assert not product.takes(descriptor, problem(**changes), "sm_80", "fp32")
+    call = Call(descriptor, problem(**changes))
+    assert PRODUCT.takes(call, HERE) is taken
+    assert not PRODUCT.takes(call, "sm_80")
 
 
 def test_it_pays_for_many_columns_and_pairs():
     large, small = {"m": 20000, "n": 20000}, {"m": 500, "n": 500}
     for k in (3, 10, 64, 128):
-        assert product.pays(GAUSSIAN, problem(k=k, **large))
-        assert product.pays(MATERN, problem(k=k, **large))
-        assert not product.pays(GAUSSIAN, problem(k=k, columns=1, **small))
-    assert not product.pays(GAUSSIAN, problem(k=3, m=32, n=32, batch=20000))  # mostly padding
-    assert not product.pays(MATERN, problem(k=3, columns=4, **large))  # the lanes sum both
-    assert product.pays(GAUSSIAN, problem(k=10, columns=512, **large))
-    assert not product.pays(GAUSSIAN, problem(k=64, columns=512, **small))  # one block of it
+        assert direct.product_pays(GAUSSIAN, problem(k=k, **large))
+        assert direct.product_pays(MATERN, problem(k=k, **large))
+        assert not direct.product_pays(GAUSSIAN, problem(k=k, columns=1, **small))
+    assert not direct.product_pays(
+        GAUSSIAN, problem(k=3, m=32, n=32, batch=20000)
+    )  # mostly padding
+    assert not direct.product_pays(MATERN, problem(k=3, columns=4, **large))  # the lanes sum both
+    assert direct.product_pays(GAUSSIAN, problem(k=10, columns=512, **large))
+    assert not direct.product_pays(GAUSSIAN, problem(k=64, columns=512, **small))  # one block of it
 
 
 def test_where_sums_come_from():
@@ -111,7 +115,7 @@ def test_an_exponent_is_one_of_the_sum_alone():
     "columns, wanted", [(1, [1]), (128, [128]), (130, [65, 65]), (257, [86, 86, 85])]
 )
 def test_launches_share_columns_evenly(columns, wanted):
-    made = product.widths(columns)
+    made = PRODUCT.passes(columns)
     assert [count for _, count in made] == wanted
     assert [first for first, _ in made] == [sum(wanted[:i]) for i in range(len(wanted))]
 

@@ -11,7 +11,6 @@ from kernlib.families.pairwise.kernels import reduce
 from kernlib.families.pairwise.lowering import problem as direct
 from kernlib.families.pairwise.lowering import reduce as lowering
 from kernlib.families.pairwise.lowering.problem import scalar_count
-from kernlib.families.pairwise.reductions import kernels
 from kernlib.jit import targets
 from kernlib.lowering import division
 from tests.families.pairwise.lowering.cases import problem as of_features
@@ -148,8 +147,8 @@ def test_passes_share_their_splits():
     first = lowered(columns=16, out_columns=17)
     second = lowered(columns=1, out_columns=17, per_split=first.per_part)
     assert first.parts == second.parts
-    assert kernels.passes(33) == [(0, 16), (16, 16), (32, 1)]
-    assert kernels.passes(0) == [(0, 0)]
+    assert reduce.SMALL.passes(33) == [(0, 16), (16, 16), (32, 1)]
+    assert reduce.SMALL.passes(0) == [(0, 0)]
 
 
 # What NVRTC makes of it.

@@ -8,8 +8,9 @@ import kernlib as kl
 from kernlib.families.pairwise.kernels import split_reduce as split
 from kernlib.families.pairwise.lowering import pack
 from kernlib.families.pairwise.lowering import reduce as direct
-from kernlib.families.pairwise.lowering.problem import scalar_count
+from kernlib.families.pairwise.lowering.problem import Call, scalar_count
 from kernlib.jit import targets
+from kernlib.lowering.kernel import Gpu
 from tests.families.pairwise.lowering.cases import constant, problem
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import stem
@@ -21,8 +22,9 @@ GAUSSIAN, DOT = kl.gaussian(), kl.dot_product()
 
 def lowered(descriptor=GAUSSIAN, precision="fp32", per_split=0, choice=None, **changes):
     strides = (0,) * scalar_count(descriptor)
-    given = problem(**changes)
-    return split.lower(descriptor, given, HERE, 132, strides, precision, per_split, choice)
+    call = Call(descriptor, problem(**changes), strides, precision)
+    knobs = {"per_split": per_split, **(choice or {})}
+    return split.KERNEL.launch(descriptor, call, Gpu(HERE, 132), knobs)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +44,16 @@ def lowered(descriptor=GAUSSIAN, precision="fp32", per_split=0, choice=None, **c
     ],
 )
 def test_it_takes_sums_of_products(descriptor, changes, taken):
-    assert split.takes(descriptor, problem(**changes), HERE, "fp32") is taken
-    assert not split.takes(descriptor, problem(**changes), "sm_80", "fp32")
+    call = Call(descriptor, problem(**changes))
+    assert split.KERNEL.takes(call, HERE) is taken
+    assert not split.KERNEL.takes(call, "sm_80")
 
 
 def test_it_pays_for_large_problems():
-    assert split.pays(problem(m=100000, n=100000))
-    assert split.pays(problem(m=30000, n=30000, k=784))
-    assert not split.pays(problem(m=100000, n=100000, k=3))
-    assert not split.pays(problem(m=200, n=200))
+    assert direct.split_pays(problem(m=100000, n=100000))
+    assert direct.split_pays(problem(m=30000, n=30000, k=784))
+    assert not direct.split_pays(problem(m=100000, n=100000, k=3))
+    assert not direct.split_pays(problem(m=200, n=200))
 
 
 @pytest.mark.parametrize(

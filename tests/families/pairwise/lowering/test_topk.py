@@ -11,11 +11,11 @@ import kernlib as kl
 from kernlib.families.pairwise.kernels import split_reduce as products
 from kernlib.families.pairwise.kernels import topk as lowering
 from kernlib.families.pairwise.lowering import pack
-from kernlib.families.pairwise.lowering.layout import Layout
-from kernlib.families.pairwise.lowering.problem import scalar_count
+from kernlib.families.pairwise.lowering.problem import Call, Layout, scalar_count
 from kernlib.families.pairwise.lowering.reduce import Problem
 from kernlib.jit import sources, targets
-from kernlib.lowering import division
+from kernlib.lowering import division, kernel
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import WORKSPACE
 from tests.support.compiled_kernels import compiled
 from tests.support.kernels import only, stem
@@ -42,12 +42,14 @@ def lowered(
     **changes,
 ):
     strides = (0,) * scalar_count(descriptor)
-    given = problem(**changes)
-    return lowering.lower(descriptor, given, largest, arch, processors, strides, precision, rows)
+    call = Call(descriptor, problem(largest=largest, **changes), strides, precision)
+    gpu, knobs = Gpu(arch, processors), {} if rows is None else {"rows": rows}
+    return kernel.choose(lowering.KERNELS, call, gpu).kernel.launch(descriptor, call, gpu, knobs)
 
 
 def takes(descriptor=SQUARES, arch=HERE, precision=None, **changes):
-    return lowering.takes(descriptor, problem(**changes), arch, precision)
+    call = Call(descriptor, problem(**changes), (), precision)
+    return any(kind.takes(call, arch) for kind in lowering.KERNELS)
 
 
 @pytest.mark.parametrize(("k", "kind"), [(1, "small"), (16, "small"), (17, "tile"), (200, "tile")])
@@ -87,7 +89,7 @@ def test_tiles_take_any_number_of_features_without_products():
 
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
 def test_every_gpu_has_room_for_the_lists_of_few_features(arch):
-    for kept in range(1, lowering.MOST_KEPT + 1):
+    for kept in range(1, lowering.MOST_ENTRIES + 1):
         assert takes(arch=arch, k=16, kept=kept)
         step = lowered(k=16, kept=kept, arch=arch).steps[0]
         static = step.spec.threads * 64 + 16

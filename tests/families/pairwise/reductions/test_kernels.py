@@ -19,7 +19,7 @@ def parts(monkeypatch):
     """A block has 128 points, so that rows of more have several parts; columns take passes."""
     cut = kernels.lowering.Cut(1, 1, 128)
     monkeypatch.setattr(kernels.lowering, "small_cut", lambda *_, **__: cut)
-    monkeypatch.setattr(kernels, "by_columns", lambda *call: False)
+    monkeypatch.setattr(kernels.lowering, "product_pays", lambda *call: False)
 
 
 @pytest.mark.few(1)

@@ -5,6 +5,8 @@ import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.gradients import products
+from kernlib.families.pairwise.lowering.problem import Call
+from kernlib.families.pairwise.matrix import precision
 from kernlib.families.pairwise.reductions import arguments as checks
 from kernlib.families.pairwise.reductions import blocks as by_blocks
 from kernlib.families.pairwise.reductions import kernels
@@ -192,4 +194,8 @@ def test_large_products_go_to_tensor_cores(m, k, columns, descriptor, by):
     request = Request(descriptor, a, a, v, 0, 0, numbers)
     shape = Shape(m, m, k, 1, columns, False, 1)
     for arch, wanted in (("sm_90a", by), ("sm_80", False)):
-        assert kernels.by_products("matmul", request, shape, arch) == wanted
+        problem = kernels.problem_of("matmul", request, shape)
+        call = Call(descriptor, problem, (), precision(descriptor))
+        among = kernels.kernels_of(call, arch)
+        names = [kind.name for kind in among if kind.takes(call, arch)]
+        assert ("split reduce" in names) == wanted

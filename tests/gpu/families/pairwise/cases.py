@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -40,19 +40,25 @@ def whole_blocks():
 
 
 @contextmanager
-def lowered_by(module, **others):
-    """What a module lowers meanwhile, for plans that are made anew; ``others`` take the places of
-    further names of it."""
-    made, lower = [], module.lower
+def lowered_by(*owners, name: str = "launch"):
+    """What the functions of this name of some classes or modules lower meanwhile, for plans that
+    are made anew."""
+    made = []
 
-    def seen(*arguments):
-        lowered = lower(*arguments)
-        if rehearsal.current() is None:  # nor for kernels that are compiled early
-            made.append(lowered)
-        return lowered
+    def watched(lower):
+        def seen(*arguments):
+            lowered = lower(*arguments)
+            if rehearsal.current() is None:  # nor for kernels that are compiled early
+                made.append(lowered)
+            return lowered
+
+        return seen
 
     forget_plans()
-    with mock.patch.multiple(module, lower=seen, **others):
+    with ExitStack() as patches:
+        for owner in owners:
+            lower = watched(getattr(owner, name))
+            patches.enter_context(mock.patch.object(owner, name, lower))
         yield made
     forget_plans()
 

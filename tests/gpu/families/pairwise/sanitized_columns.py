@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.kernels import product
+from kernlib.families.pairwise.lowering import reduce
 from tests.gpu.families.pairwise.sanitized_products import SHAPES, points
 
 
@@ -37,7 +37,7 @@ def gradients(a: torch.Tensor, b: torch.Tensor) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    with mock.patch.object(product, "pays", lambda _, problem: problem.columns > 8):
+    with mock.patch.object(reduce, "product_pays", lambda _, problem: problem.columns > 8):
         for shape in SHAPES:
             for dtype in (torch.float32, torch.bfloat16):
                 a, b = points(*shape, dtype)

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.kernels import split, split_reduce
+from kernlib.families.pairwise.lowering import problem, reduce
 from kernlib.runtime.plan import forget_plans
 
 SHAPES = ((1, 1, 1), (67, 33, 7), (68, 196, 36), (130, 193, 140))
@@ -51,8 +51,9 @@ def main() -> None:
     racecheck = "racecheck" in sys.argv
     for everywhere in (True, False):
         with ExitStack() as stack:
-            for module in (split, split_reduce):
-                stack.enter_context(mock.patch.object(module, "pays", lambda _, e=everywhere: e))
+            for module in (problem, reduce):
+                pays = mock.patch.object(module, "split_pays", lambda _, e=everywhere: e)
+                stack.enter_context(pays)
             for shape in SHAPES:
                 for dtype in (torch.float32, torch.bfloat16):
                     a, b = points(*shape, dtype)

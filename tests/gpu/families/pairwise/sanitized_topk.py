@@ -7,13 +7,13 @@ from unittest import mock
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.kernels import split_reduce
+from kernlib.families.pairwise.lowering import reduce
 from kernlib.runtime.plan import forget_plans
 
 
 def main() -> None:
     torch.manual_seed(0)
-    with mock.patch.object(split_reduce, "pays", lambda _: True):
+    with mock.patch.object(reduce, "split_pays", lambda _: True):
         calls()
     forget_plans()  # which know how a call was computed
     calls()

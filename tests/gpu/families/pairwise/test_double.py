@@ -20,7 +20,7 @@ from tests.support import hostile
 @pytest.fixture(autouse=True)
 def launched():
     """What was lowered for this kernel."""
-    with lowered_by(double) as made:
+    with lowered_by(double.DoubleSmall, double.Double) as made:
         yield made
 
 

@@ -61,7 +61,7 @@ def launched(monkeypatch):
     known = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     always = mock.patch.object(lowering, "pays", lambda *given: True)
-    with always, lowered_by(kernels) as made:
+    with always, lowered_by(kernels, name="lower") as made:
         yield made
     torch.use_deterministic_algorithms(known)
 

@@ -1,10 +1,13 @@
 """Products with many columns by tensor cores, on a GPU: every way of summing, beside float64."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import kernlib as kl
 from kernlib.families.pairwise.kernels import product
+from kernlib.families.pairwise.lowering import reduce
 from tests.gpu.families.pairwise.cases import lowered_by
 from tests.gpu.watched import capture
 from tests.support.gpus import on_hopper
@@ -16,7 +19,8 @@ GAUSSIAN = kl.gaussian()
 @pytest.fixture(autouse=True)
 def launched():
     """All calls by this kernel where the GPU has it; what was lowered for it."""
-    with lowered_by(product, pays=lambda descriptor, problem: True) as made:
+    always = mock.patch.object(reduce, "product_pays", lambda descriptor, problem: True)
+    with always, lowered_by(product.Product) as made:
         yield made
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.pairwise.kernels import split_reduce
+from kernlib.families.pairwise.lowering import reduce
 from kernlib.families.pairwise.reductions import kernels
 from kernlib.families.pairwise.reductions.arguments import Nearest, request_of, shape_of
 from kernlib.runtime.plan import forget_plans
@@ -23,7 +23,7 @@ PRODUCTS = 2e-5
 
 def by_kernels(descriptor, a, b, k, **values) -> bool:
     request = request_of(descriptor, a, b, None, 0, 0, values)
-    return kernels.takes(Nearest(k, False), request, shape_of(request))
+    return kernels.plan(Nearest(k, False), request, shape_of(request)) is not None
 
 
 def check(descriptor, a, b, k, largest=False, exact=False, relative=None, **values) -> None:
@@ -96,7 +96,7 @@ def test_a_nan_with_a_sign_is_the_largest(seed):
 @pytest.fixture
 def products(monkeypatch):
     """Tensor cores take what they can, however small."""
-    monkeypatch.setattr(split_reduce, "pays", lambda problem: True)
+    monkeypatch.setattr(reduce, "split_pays", lambda problem: True)
     forget_plans()
     yield
     forget_plans()
