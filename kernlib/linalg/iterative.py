@@ -104,10 +104,10 @@ def conjugate_gradient(
     return result
 
 
-def warn_unless_converged(task: str, found: CGResult, tol: float) -> None:
+def warn_unless_converged(task: str, result: CGResult, tol: float) -> None:
     """Warns of columns whose residual is above ``tol``; waits for the device."""
-    above = ~(found.residual <= tol)  # a NaN is
-    count, blank = int(above.sum()), int(found.residual.isnan().sum())
+    above = ~(result.residual <= tol)  # a NaN is
+    count, blank = int(above.sum()), int(result.residual.isnan().sum())
     if not count or not tol:
         return
     if blank:
@@ -119,11 +119,11 @@ def warn_unless_converged(task: str, found: CGResult, tol: float) -> None:
             ConvergenceWarning,
         )
         return
-    worst = f"{float(found.residual[above].max()):.2g}"
+    worst = f"{float(result.residual[above].max()):.2g}"
     several = f"{count} of {above.numel()} residuals, up to {worst}, are"
     which = several if above.dim() else f"the residual {worst} is"
     warn(
-        f"{task}: {which} above tol={tol:g} after {found.iterations} iterations. More of them "
+        f"{task}: {which} above tol={tol:g} after {result.iterations} iterations. More of them "
         "(max_iter), a better conditioned matrix (regularization, preconditioner) or float64 come "
         "nearer",
         ConvergenceWarning,

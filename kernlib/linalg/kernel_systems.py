@@ -137,12 +137,12 @@ def as_numbers(hyperparameters: dict) -> dict:
     return numbers
 
 
-def _answer(found: CGResult, y: torch.Tensor, tol: float) -> CGResult:
+def _answer(result: CGResult, y: torch.Tensor, tol: float) -> CGResult:
     """In y's shape, with a warning where the residual says so."""
     if y.dim() == 1:
-        found = found._replace(x=found.x[:, 0], residual=found.residual[0])
-    warn_unless_converged("solve_kernel", found, tol)
-    return found
+        result = result._replace(x=result.x[:, 0], residual=result.residual[0])
+    warn_unless_converged("solve_kernel", result, tol)
+    return result
 
 
 def _stored(descriptor: Pairwise, x, y, mu, tol: float, values: dict) -> CGResult | None:

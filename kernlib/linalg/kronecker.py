@@ -389,12 +389,12 @@ def features(factors) -> int:
     return math.prod(factor.shape[-1] for factor in factors)
 
 
-def _unless_failed(task: str, found: list, failure: str, check_errors: bool) -> list:
+def _unless_failed(task: str, pairs: list, failure: str, check_errors: bool) -> list:
     """Results of torch's functions that return an info too, NaN where that is not 0."""
-    for index, (result, info) in enumerate(found if check_errors else ()):
+    for index, (result, info) in enumerate(pairs if check_errors else ()):
         where, order = f"{task}: factors[{index}]", result.shape[-1]
         raise_for_info(info, where, failure, order=order)
-    return [result * _nan_where(info != 0, result)[..., None, None] for result, info in found]
+    return [result * _nan_where(info != 0, result)[..., None, None] for result, info in pairs]
 
 
 def _cholesky(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

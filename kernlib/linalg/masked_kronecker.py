@@ -177,7 +177,7 @@ class _Observed(NamedTuple):
     size: int  # of the grid
     vector: bool
     options: tuple  # preconditioner, tol, max_iter, check_every
-    found: list[CGResult]  # to which each solution is added
+    results: list[CGResult]  # to which each solution is added
 
     def solve(self, b: torch.Tensor, noise: torch.Tensor, factors) -> torch.Tensor:
         batch = broadcast_shapes(b.shape[:-2], broadcast_batches(factors, noise))
@@ -197,14 +197,14 @@ class _Observed(NamedTuple):
         right = columns.side_by_side(b.expand(*batch, *b.shape[-2:]))
         x, residual, iterations = solve(matmul, right, preconditioner, None, *limits)
         residual = residual.view(*batch, columns.each)
-        self.found.append(CGResult(x, residual, iterations))
+        self.results.append(CGResult(x, residual, iterations))
         return columns.apart(x).contiguous()
 
     def solve_again(self, b: torch.Tensor, noise: torch.Tensor, factors) -> torch.Tensor:
         """For a gradient."""
-        again = self._replace(found=[])
+        again = self._replace(results=[])
         x = ImplicitSolve.apply(again, b, noise, *factors)
-        warn_unless_converged("a gradient of masked_kron_solve", again.found[0], self.options[1])
+        warn_unless_converged("a gradient of masked_kron_solve", again.results[0], self.options[1])
         return x
 
     def product(self, x: torch.Tensor, factors) -> torch.Tensor:
@@ -226,13 +226,13 @@ class _Columns(NamedTuple):
     def apart(self, v: torch.Tensor) -> torch.Tensor:
         return v.view(self.rows, *self.batch, self.each).movedim(0, -2)
 
-    def function(self, given: Product, vector: bool) -> Product:
+    def function(self, preconditioner: Product, vector: bool) -> Product:
         """A function of the columns, of one of v as its caller knows it."""
 
         def called(v: torch.Tensor) -> torch.Tensor:
             v = self.apart(v)
             v = v.squeeze(-1) if vector else v
-            y = given(v)
+            y = preconditioner(v)
             if not isinstance(y, torch.Tensor) or y.shape != v.shape:
                 shown = getattr(y, "shape", None)
                 shown = type(y).__name__ if shown is None else f"shape {tuple(shown)}"

@@ -2,7 +2,7 @@
 // from run to run as it is scaled, with the exponent that each column of a tile was scaled by.
 //
 // Facts, struct Fixed and AllRuns: class HalfSlabs of
-// kernlib/families/kronecker_product/kernels/halves.py.
+// kernlib/families/kronecker_product/kernels/half_slabs.py.
 #pragma once
 
 #include "kronecker_product/halves/handed.cuh"

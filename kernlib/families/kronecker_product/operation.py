@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernlib.descriptors.epilogues import Bias
-from kernlib.families.kronecker_product import plans, reference
+from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.families.kronecker_product.lowering import choose
 from kernlib.runtime import autograd, devices, operation, products, rehearsal
@@ -185,8 +185,10 @@ def _way(call: Call, descriptor, operands: tuple, out, parameters: dict) -> str:
 
 
 def _reference(descriptor: KroneckerProduct, operands: tuple, parameters: dict) -> torch.Tensor:
+    from kernlib.families.kronecker_product.reference import kronecker_product
+
     x, *factors = operands
-    return reference.kronecker_product(descriptor, x, tuple(factors), parameters)
+    return kronecker_product(descriptor, x, tuple(factors), parameters)
 
 
 PRODUCT = products.Product(

@@ -12,9 +12,10 @@ import torch
 
 from kernlib import events
 from kernlib.canonical import encode
-from kernlib.families.kronecker_product import reference
+from kernlib.descriptors.epilogues import Epilogue
+from kernlib.descriptors.expression import Node, Operation
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
-from kernlib.families.kronecker_product.lowering import by_torch, choose
+from kernlib.families.kronecker_product.lowering import choose
 from kernlib.families.kronecker_product.lowering.problem import Factor, Layout, Problem
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Choice
@@ -28,10 +29,13 @@ from kernlib.runtime.products import Call, ProductPlan, make_plan
 from kernlib.runtime.sequence import launcher, load_steps
 
 if TYPE_CHECKING:
+    from kernlib.families.kronecker_product.lowering import by_torch
     from kernlib.families.kronecker_product.lowering.gradients import Gradients
 
 FAMILY = KroneckerProduct.family
 LEAST_WORKSPACE = 1 << 30  # bytes that a candidate may always take; else x and result together
+# Passes of torch that leave out a summand where its scale is 0, beside those that add it.
+SUMMAND = 5
 
 
 def plan(call: Call, descriptor: KroneckerProduct, operands, out, parameters) -> ProductPlan:
@@ -93,7 +97,21 @@ def torch_passes(descriptor: KroneckerProduct, problem: Problem, copied: bool) -
     exact = problem.dtype == "float64"
     if problem.dtype == "float32":
         exact = problem.precision == "fp32" == float32_precision()
-    return by_torch.passes_of(descriptor.epilogue) + copied if exact else None
+    return passes_of(descriptor.epilogue) + copied if exact else None
+
+
+def passes_of(epilogue: tuple[Epilogue, ...]) -> int:
+    """Passes over the result that torch makes of an epilogue: one for each operation."""
+    return sum(
+        _operations(part.tree()) + SUMMAND * sum(scale is not None for _, scale in part.summands)
+        for part in epilogue
+    )
+
+
+def _operations(node: Node) -> int:
+    if not isinstance(node, Operation):
+        return 0
+    return 1 + sum(_operations(operand) for operand in node.operands)
 
 
 def takes(call: Call, descriptor: KroneckerProduct, operands: tuple) -> bool:
@@ -105,6 +123,8 @@ def takes(call: Call, descriptor: KroneckerProduct, operands: tuple) -> bool:
 
 def _torch_plan(call: Call, request: tuple, problem: Problem) -> ProductPlan:
     """The plan of a call that torch computes."""
+    from kernlib.families.kronecker_product.lowering import by_torch
+
     descriptor, operands, out, _ = request
     read = (None,) * len(descriptor.summands)  # as they are given
     apart = is_copied(descriptor, out)
@@ -148,13 +168,15 @@ def _matrix(
     product: by_torch.Product, factors: list[torch.Tensor], descriptor: KroneckerProduct
 ) -> torch.Tensor:
     """What a product multiplies by: a factor, or neighbours multiplied out."""
+    from kernlib.families.kronecker_product.reference import kron
+
     matrices = []
     for number in range(product.factor, product.factor + product.parts):
         factor = factors[number]
         if factor.dim() > 2:  # a batch of one matrix
             factor = factor[(0,) * (factor.dim() - 2)]
         matrices.append(factor.mT if descriptor.transposed[number] else factor)
-    return reduce(reference.kron, matrices)
+    return reduce(kron, matrices)
 
 
 def _along(

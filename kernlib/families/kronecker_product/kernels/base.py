@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product.lowering import parameters
 from kernlib.families.kronecker_product.lowering.grouping import Group
-from kernlib.families.kronecker_product.lowering.runs import Run
+from kernlib.families.kronecker_product.lowering.runs import Part, Run
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div
+from kernlib.lowering.config import Fact
 from kernlib.lowering.kernel import Gpu, Kernel, named
 from kernlib.lowering.steps import Lowered, Step
 
@@ -49,7 +50,75 @@ class ProductKernel(Kernel):
         return named(spec, numbers[0], *said, epilogue=epilogue)
 
 
-class OneRun(ProductKernel):
+class PartsKernel(ProductKernel):
+    """A kernel of one run of factors or of several, which are the ``parts`` of its variants."""
+
+    is_numbered: ClassVar[bool] = False  # whether modes know their number
+
+    def number_facts(self, variant: Any) -> dict[str, Fact]:
+        """Facts of its numbers."""
+        raise NotImplementedError
+
+    def part_facts(self, part: Part) -> dict[str, Fact]:
+        """Facts of a run, beside those of every kernel."""
+        return {}
+
+    def words(self, variant: Any) -> tuple[str, list[str]]:
+        """What descriptions call it, and what names say of its numbers besides the dtype."""
+        raise NotImplementedError
+
+    def spec(self, epilogue: tuple[Epilogue, ...], variant: Any, arch: str) -> KernelSpec:
+        """The specification of a variant. Raises UnsupportedError where its shared memory does not
+        fit."""
+        parts, dtype, powers = variant.parts, variant.dtype, variant.powers
+        words = [word for part in parts for word in part.words]
+        words += [f"{variant.warps}w"] + [f"{variant.ahead}a"] * bool(variant.ahead)
+        words += ["restaged"] * variant.restaged
+        ends = parts[0].source, parts[-1].target
+        words += ends if ends != (dtype, dtype) else ()
+        sizes = [size for part in parts for size in part.sizes]
+        facts = {
+            **parameters.facts((dtype, ends[1]), sizes, len(parts), epilogue, powers),
+            **parameters.ticket_facts(variant.restaged),
+            **self.number_facts(variant),
+            "WARPS": variant.warps,
+            "MIN_BLOCKS": max(1, variant.resident(arch)),
+            "TILE": variant.tile,
+            "TILES": variant.tiles,
+            "AHEAD": variant.ahead,
+            "MATRICES": variant.matrices,
+            "MODES": sum(len(part.modes) for part in parts),
+            "COLUMNS_SCALED": max(part.columns for part in parts),
+        }
+        fixed = parameters.fields(len(parts), len(sizes), epilogue, powers)
+        runs = parameters.runs_text(self._runs(variant))
+        texts = parameters.fixed_text(fixed), text.typed_finish(epilogue), runs
+        source = self.source(facts, *texts, includes=("common/math.cuh", parameters.HEADER))
+        size, numbers = (32 * variant.warps, variant.shared_bytes), (dtype, variant.precision)
+        kind, said = self.words(variant)
+        said = said + words[-WORDS:]
+        return self.product_spec(kind, source, *size, numbers, words, said, arch, epilogue)
+
+    def _runs(self, variant: Any) -> list[dict[str, Fact]]:
+        """The facts of each run."""
+        runs, at, first, number = [], 0, 0, 0
+        for index, part in enumerate(variant.parts):
+            modes, at = [], at * (not variant.restaged)
+            for mode in part.modes:
+                left, rows, columns, right, offset, count = mode
+                numbers = [left, rows, columns, right, first + offset, count]
+                numbers += [mode == part.modes[-1], at, *[number] * self.is_numbered]
+                modes.append(parameters.numbered("Mode", numbers))
+                at += variant.stored(mode)
+                number += 1
+            first += len(part.sizes)
+            facts = parameters.run_facts(part, index, len(variant.parts))
+            modes_text = f"List<{', '.join(modes)}>"
+            runs.append({**facts, **self.part_facts(part), "Modes": modes_text})
+        return runs
+
+
+class OneRun(PartsKernel):
     """A kernel of one run of factors, whose tiles have as many columns as a choice says."""
 
     role = "run"

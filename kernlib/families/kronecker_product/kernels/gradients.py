@@ -9,10 +9,17 @@ from typing import NamedTuple
 
 from kernlib.families.kronecker_product.kernels import modes
 from kernlib.families.kronecker_product.kernels.base import WORDS, ProductKernel
-from kernlib.families.kronecker_product.kernels.modes import LINE, MOST_WARPS, warps_of
+from kernlib.families.kronecker_product.kernels.modes import warps_of
 from kernlib.families.kronecker_product.kernels.sum import Matrix
-from kernlib.families.kronecker_product.lowering import estimates, grouping, parameters
-from kernlib.families.kronecker_product.lowering.grouping import Group, Mode, Size, cached
+from kernlib.families.kronecker_product.lowering import grouping, parameters
+from kernlib.families.kronecker_product.lowering.grouping import (
+    LINE,
+    MOST_WARPS,
+    Group,
+    Mode,
+    Size,
+    cached,
+)
 from kernlib.families.kronecker_product.lowering.runs import Part, Run
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -29,7 +36,7 @@ from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 TILE_BYTES = (32 * 1024, 16 * 1024)
 SMALL = 16  # rows and columns
 MOST_STAGES = 4  # each takes those before it off x anew, as text of its own
-SUMS, MOST_SUMS = 8, 64  # registers of a thread for one matrix's gradient: wanted, and at most
+SUMS, MOST_SUMS = 8, 64  # registers of a thread for one matrix's gradient: to aim at, and at most
 REGISTERS = 96  # of a thread beside those sums, as resident blocks are counted
 MOST_REGISTERS = 255
 MOST_BLOCKS = 3  # of a multiprocessor, that registers are shared out for
@@ -116,9 +123,9 @@ class Variant(_Variant):
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a block."""
-        held = sum(self.tiles) + self.matrices
+        tiles = sum(self.tiles) + self.matrices
         largest = max(mode.rows * mode.columns for mode in self.modes)  # as warps add theirs up
-        return self.itemsize * max(held, largest)
+        return self.itemsize * max(tiles, largest)
 
     def resident(self, arch: str) -> int:
         """Blocks that a multiprocessor holds."""
@@ -158,11 +165,10 @@ class Gradients(ProductKernel):
 
     def estimate(self, group: Group, choice: Choice, gpu: Gpu) -> float:
         """Microseconds of a group of factors, whose ends all are in device memory."""
-        item, sums, arithmetic = *_bytes(group.dtype), group.arithmetic
-        most, room = modes.most_features(group.dtype), modes.room(group.dtype, gpu.arch)
+        item, sums = DTYPES[group.dtype].bytes, DTYPES[group.dtype].sums.bytes
         ends = item if group.begins else sums, item if group.ends else sums
-        is_hidden = grouping.fits(group.sizes, arithmetic, most, room // 4)  # beside another tile
-        return estimates.group_time(group, arithmetic, ends, (0, 0), is_hidden, group.elements)
+        is_hidden, tile = grouping.fits(group, gpu.arch, 4), group.elements  # beside another tile
+        return grouping.group_time(group, group.arithmetic, ends, (0, 0), is_hidden, tile)
 
     def variant(self, run: Run, by_x: bool, gpu: Gpu) -> Variant:
         """The kernel of a run, whose tiles have so few columns that each multiprocessor has two of
@@ -290,12 +296,7 @@ def fragments(mode: Mode, warps: int, itemsize: int) -> Fragments | None:
 def fits(sizes: tuple[Size, ...], dtype: str, arch: str) -> bool:
     """Whether a block holds a column of a run, of any dtype that a launch of it may read."""
     variant = Variant(dtype, "fp32", dtype, dtype, dtype, 1, False, tuple(sizes))
-    return (
-        len(variant.modes) <= MOST_STAGES
-        and max(variant.tiles) <= modes.most_features(dtype)
-        and variant.resident(arch) > 0
-        and None not in variant.fragments
-    )
+    return len(variant.modes) <= MOST_STAGES and _fits(variant, arch)
 
 
 def most_columns(variant: Variant, arch: str) -> int:
@@ -304,20 +305,14 @@ def most_columns(variant: Variant, arch: str) -> int:
     size = TILE_BYTES[0 if _is_small(variant.modes) else 1]
     most = max(size // variant.itemsize // widest, modes.SECTOR if variant.inside else 1)
     count = 1 << (min(most, modes.WIDEST_TILE).bit_length() - 1)
-    while count > 1 and not _holds(variant._replace(columns=count), arch):
+    while count > 1 and not _fits(variant._replace(columns=count), arch):
         count //= 2
     return count
 
 
-def _holds(variant: Variant, arch: str) -> bool:
-    most = modes.most_features(variant.dtype)
-    return (
-        max(variant.tiles) <= most and variant.resident(arch) > 0 and None not in variant.fragments
-    )
-
-
-def _bytes(dtype: str) -> tuple[int, int]:
-    return DTYPES[dtype].bytes, DTYPES[dtype].sums.bytes
+def _fits(variant: Variant, arch: str) -> bool:
+    is_narrow = max(variant.tiles) <= grouping.most_features(variant.dtype)
+    return is_narrow and variant.resident(arch) > 0 and None not in variant.fragments
 
 
 def _tiles(run: Run, variant: Variant) -> int:

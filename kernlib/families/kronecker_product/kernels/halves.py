@@ -1,6 +1,6 @@
-"""The kernels halves.cuh, of one run of factors in one pass over memory, and slabs.cuh beside it,
-of several runs in one launch: float16 and bfloat16 stay what they are between factors, and float32
-is two float16."""
+"""The kernel halves.cuh, of one run of factors in one pass over memory: float16 and bfloat16 stay
+what they are between factors, and float32 is two float16. :mod:`half_slabs` has that of several
+runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_product.kernels.base import WORDS, OneRun, ProductKernel
-from kernlib.families.kronecker_product.lowering import estimates, grouping, parameters
+from kernlib.families.kronecker_product.kernels.base import OneRun, PartsKernel
+from kernlib.families.kronecker_product.lowering import grouping
 from kernlib.families.kronecker_product.lowering.grouping import Group, Mode, Size
 from kernlib.families.kronecker_product.lowering.parameters import TICKET_BYTES
 from kernlib.families.kronecker_product.lowering.runs import Part, Run
-from kernlib.families.kronecker_product.lowering.slabs import InSlabs
 from kernlib.jit import targets
-from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Choice, Gpu
 
@@ -52,6 +49,11 @@ class Variant(_Variant):
     matrices of one run take another's place."""
 
     @property
+    def precision(self) -> str:
+        """Of float32."""
+        return "fp32"
+
+    @property
     def words(self) -> int:
         """Half-precision numbers of an element."""
         return WORDS_OF[self.dtype]
@@ -83,10 +85,15 @@ class Variant(_Variant):
         place."""
         return 1 if all(_stays(mode, self.words, self.warps) for mode in self.modes) else 2
 
+    @staticmethod
+    def stored(mode: Mode) -> int:
+        """Elements of shared memory for a matrix, with zeros up to multiples of 16 columns."""
+        return mode.rows * round_up(mode.columns, 16)
+
     @property
     def matrices(self) -> int:
-        """Elements of shared memory for matrices, with zeros up to multiples of 16 columns."""
-        sizes = [sum(map(_matrix, part.modes)) for part in self.parts]
+        """Elements of shared memory for matrices."""
+        sizes = [sum(map(self.stored, part.modes)) for part in self.parts]
         return max(sizes) if self.restaged else sum(sizes)
 
     @cached_property
@@ -110,46 +117,37 @@ class Variant(_Variant):
         return self._replace(warps=32 if _is_small(self) else 16)
 
 
-class _OfHalves(ProductKernel):
+class HalvesKernel(PartsKernel):
     """What the kernels of one run and of several have in common. ``kinds`` are what descriptions
     call them, by the words of a number."""
 
     Variant = Variant
     name = "halves"
     kinds: ClassVar[dict[int, str]]
+    is_numbered = True
 
-    def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
-        """The specification of a variant."""
-        parts, dtype, count = variant.parts, variant.dtype, variant.words
-        words = [word for part in parts for word in part.words]
-        words += [f"{variant.warps}w"] + [f"{variant.ahead}a"] * bool(variant.ahead)
-        words += ["restaged"] * variant.restaged
-        sizes, powers = [size for part in parts for size in part.sizes], variant.powers
-        facts = {
-            **parameters.facts((dtype, dtype), sizes, len(parts), epilogue, powers),
-            **parameters.ticket_facts(variant.restaged),
-            "HalfT": "half_t" if count == 2 else DTYPES[dtype].cuda,
-            "DataT": DTYPES[dtype].cuda,
+    def number_facts(self, variant: Variant) -> dict[str, Fact]:
+        """Facts of its numbers."""
+        count, half = variant.words, variant.dtype == "float16"
+        return {
+            "HalfT": "half_t" if count == 2 else DTYPES[variant.dtype].cuda,
+            "DataT": DTYPES[variant.dtype].cuda,
             "WORDS": count,
-            "SCALED": count == 2 or (dtype == "float16" and len(variant.modes) > 1),
-            "WARPS": variant.warps,
-            "MIN_BLOCKS": max(1, variant.resident(arch)),
-            "TILE": variant.tile,
-            "TILES": variant.tiles,
-            "AHEAD": variant.ahead,
-            "MATRICES": variant.matrices,
-            "MODES": len(variant.modes),
-            "COLUMNS_SCALED": max(part.columns for part in parts),
+            "SCALED": count == 2 or (half and len(variant.modes) > 1),
         }
-        fixed = parameters.fields(len(parts), len(sizes), epilogue, powers)
-        texts = parameters.fixed_text(fixed), text.typed_finish(epilogue), _runs(variant)
-        source = self.source(facts, *texts, includes=("common/math.cuh", parameters.HEADER))
-        numbers, said = (32 * variant.warps, variant.shared_bytes, (dtype, "fp32")), words[-WORDS:]
-        kind = self.kinds[count]
-        return self.product_spec(kind, source, *numbers, words, said, arch, epilogue)
+
+    def part_facts(self, part: Part) -> dict[str, Fact]:
+        """Facts of a run, beside those of every kernel."""
+        _, features = part.features
+        outputs = part.columns * features
+        return {"OUT_FEATURES": features, "OUTPUTS": outputs, "GROWTH": growth(part.modes)}
+
+    def words(self, variant: Variant) -> tuple[str, list[str]]:
+        """What descriptions call it, and what names say of its numbers besides the dtype."""
+        return self.kinds[variant.words], []
 
 
-class Halves(_OfHalves, OneRun):
+class Halves(HalvesKernel, OneRun):
     """One run of factors."""
 
     header = "kronecker_product/halves/halves.cuh"
@@ -181,7 +179,7 @@ class Halves(_OfHalves, OneRun):
         least = CHUNK if within else 1
         variant = self._variant(group, within, least, gpu.arch)
         columns = most_columns(group.sizes, group.dtype, within, gpu.arch)
-        return estimates.group_time(
+        return grouping.group_time(
             group,
             "half" if variant.words == 1 else "pairs",
             (item * begins, item * ends),
@@ -213,32 +211,6 @@ class Halves(_OfHalves, OneRun):
 HALVES = Halves()
 
 
-class HalfSlabs(_OfHalves, InSlabs):
-    """Several runs, one behind the other in slabs that stay in the L2 cache."""
-
-    header = "kronecker_product/halves/slabs.cuh"
-    entry = "kronecker_product_half_slabs"
-    rank = 3
-    reason = (
-        "the same for rows that no block keeps: runs of factors in one launch, by slabs that "
-        "stay in the L2 cache"
-    )
-    kinds: ClassVar = {1: "half_slabs", 2: "pair_slabs"}
-    of_run = HALVES
-
-    def variant_of(
-        self, groups: tuple[tuple[Size, ...], ...], kind: Group, restaged: bool, blocks: int, arch
-    ) -> Variant | None:
-        """The kernel of runs of factors of these sizes, for so many blocks of a multiprocessor."""
-        room, dtype, parts = targets.SHARED_BYTES[arch] // blocks, kind.dtype, []
-        for index, sizes in enumerate(groups):
-            within = kind.inside or index > 0
-            columns = most_columns(sizes, dtype, within, arch, room)
-            parts.append(Part(dtype, dtype, columns, within, sizes))
-        variant = Variant(dtype, tuple(parts), 8, restaged=restaged)
-        return variant if blocks > 1 else variant.widened()
-
-
 def _is_small(variant: Variant) -> bool:
     return max(mode.columns for mode in variant.modes) <= SMALL
 
@@ -258,10 +230,6 @@ def _stays(mode: Mode, words: int, warps: int) -> bool:
 def growth(modes: Sequence[Mode]) -> int:
     """What numbers of two words grow by in these modes, as an exponent."""
     return sum(max(2, (mode.rows - 1).bit_length() - 1) for mode in modes)
-
-
-def _matrix(mode: Mode) -> int:
-    return mode.rows * round_up(mode.columns, 16)
 
 
 def _are_chunks(modes: Sequence[Mode]) -> bool:
@@ -305,28 +273,3 @@ def ahead_of(variant: Variant, arch: str) -> int:
     free = (targets.SHARED_BYTES[arch] - variant.shared_bytes) // item // LINE * LINE
     ahead = min(free, variant.tile)
     return ahead if variant.tiles == 1 and ahead * LEAST_AHEAD >= variant.tile else 0
-
-
-def _runs(variant: Variant) -> str:
-    """The struct of each run."""
-    runs, at, first, number = [], 0, 0, 0
-    for index, part in enumerate(variant.parts):
-        modes, at = [], at * (not variant.restaged)
-        for mode in part.modes:
-            left, rows, columns, right, offset, parts = mode
-            last = mode == part.modes[-1]
-            numbers = left, rows, columns, right, first + offset, parts, last, at, number
-            modes.append(parameters.numbered("Mode", numbers))
-            at += _matrix(mode)
-            number += 1
-        first += len(part.sizes)
-        _, features = part.features
-        facts = {
-            **parameters.run_facts(part, index, len(variant.parts)),
-            "OUT_FEATURES": features,
-            "OUTPUTS": part.columns * features,
-            "GROWTH": growth(part.modes),
-            "Modes": f"List<{', '.join(modes)}>",
-        }
-        runs.append(facts)
-    return parameters.runs_text(runs)

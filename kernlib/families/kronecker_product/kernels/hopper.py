@@ -5,133 +5,40 @@ launch, slabs.cuh several."""
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_product.kernels.base import ProductKernel
+from kernlib.families.kronecker_product.kernels import hopper_passes
 from kernlib.families.kronecker_product.kernels.clear import CLEAR
-from kernlib.families.kronecker_product.kernels.halves import HALVES
+from kernlib.families.kronecker_product.kernels.hopper_passes import (
+    MOST_PASSES,
+    PassesKernel,
+    Variant,
+)
 from kernlib.families.kronecker_product.kernels.largest import LARGEST
 from kernlib.families.kronecker_product.lowering import grouping, parameters, passes
 from kernlib.families.kronecker_product.lowering.grouping import Group
-from kernlib.families.kronecker_product.lowering.passes import (
-    HELPER_REGISTERS,
-    LARGEST_EXPONENT,
-    MOST_APART,
-    MOST_INSIDE,
-    MOST_PASSES,
-    PANEL,
-    Pass,
-    Variant,
-    exponents,
-    passes_of,
-    words_of,
-)
+from kernlib.families.kronecker_product.lowering.passes import PANEL, passes_of, words_of
 from kernlib.families.kronecker_product.lowering.problem import Layout, Problem
 from kernlib.families.kronecker_product.lowering.runs import Part, Run
-from kernlib.families.kronecker_product.lowering.slabs import EXPONENT_BYTES, MOST_TICKETS
+from kernlib.families.kronecker_product.lowering.slabs import EXPONENT_BYTES
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Choice, Gpu
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
-from kernlib.lowering.wgmma import multiply
 
+MOST_APART, MOST_INSIDE = 2, 4  # passes of a launch each; and on the left
+SLAB_BYTES = 1 << 20  # of what a pass hands to the next in one launch
 # Of what a launch for each pass hands on in a workspace; how many parts of the rows there are.
 PART_BYTES, MOST_PARTS = 256 << 20, 64
 DISTANCE = 2  # tickets between a tile and what it waits for, as a multiple of groups of threads
 MOST_TICKET_TILES, LEAST_TICKETS = 4, 6  # tiles of a ticket; tickets of a group of threads
 SHIFTS = 8  # launches of a product at most, and more, so that rows follow at 32 bytes
-# Factors so wide, so many, of which other kernels take two at once.
-LEAST_NARROW, WIDE_ROWS = 4, 32
-MOST_WHOLE = 1 << 15, 1 << 12  # features of tf32's rows, and columns, that a block keeps whole
 POWER_PLACE = 6  # numbers of a PowerPlace, of which none is read
 
 
-class _OfPasses(ProductKernel):
-    """What the kernels of one pass and of several have in common. ``kind`` is what descriptions
-    call them."""
-
-    role = "product"
-    name = "hopper"
-    Variant = Variant
-    kind: ClassVar[str]
-
-    def pays(self, problem: Problem, gpu: Gpu) -> bool:
-        """Whether it is faster than kernels for every GPU."""
-        return is_faster(grouping.product_of(problem), gpu.arch)
-
-    def variants_of(self, product: Group, arch: str) -> list[Variant]:
-        """The kernels of a product, in the order of their launches; none where others take it."""
-        raise NotImplementedError
-
-    def takes(self, problem: Problem, arch: str) -> bool:
-        """Whether factors are wide enough, and the same in each of a batch."""
-        each = self.variants_of(grouping.product_of(problem), arch) if problem.batch == 1 else []
-        tiles = [part.tiles(problem.columns) for one in each for part in one.passes]
-        return bool(tiles) and max(tiles) * MOST_PASSES < MOST_TICKETS
-
-    def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
-        """The specification of a launch."""
-        first, dtype = variant.passes[0], variant.dtype
-        words = [
-            "x".join(map(str, rows))
-            for part in variant.passes
-            for rows in (part.lines, part.columns)
-            if rows
-        ]
-        several = len(variant.passes) > 1
-        words += [f"{variant.slab}s"] if several else [f"{first.left}l", f"{first.right}r"]
-        words += ["i"] * first.inside
-        if variant.bounds:
-            words.append(f"{variant.before + 1}of{variant.before + 1 + variant.behind}")
-        precision = "tf32" if dtype == "float32" and variant.words == 1 else "fp32"
-        size, numbers = (variant.threads, variant.shared_bytes), (dtype, precision)
-        said = [precision] * (dtype == "float32") + words
-        source = self._text(epilogue, variant)
-        return self.product_spec(self.kind, source, *size, numbers, words, said, arch, epilogue)
-
-    def _text(self, epilogue: tuple[Epilogue, ...], variant: Variant) -> str:
-        """The generated text: facts, ``Fixed``, ``Finish``, wgmma and passes."""
-        half = "bfloat16" if variant.dtype == "bfloat16" else "float16"
-        sizes, count, dtypes = variant.sizes, len(variant.passes), (variant.dtype, variant.dtype)
-        powers = variant.powers + variant.bounds
-        facts = {
-            **parameters.facts(dtypes, sizes, count, epilogue, powers),
-            "HalfT": DTYPES[half].cuda,
-            "WORDS": variant.words,
-            "SCALED": half == "float16",
-            "LINES": variant.passes[0].tile[0],
-            "PANEL": variant.panel,
-            "MATRIX_BYTES": variant.matrices,
-            "SCALES": variant.scales,
-            "THREADS": variant.threads,
-            "WORKERS": variant.workers,
-            "WORKER_REGISTERS": variant.worker_registers,
-            "HELPER_REGISTERS": HELPER_REGISTERS,
-            "GROUPS": variant.groups,
-            "STAGES": variant.stages,
-            "STAGE_BYTES": variant.stage_bytes,
-            "BEFORE": variant.before,
-            "BEHIND": variant.behind,
-            "SLAB_ROWS": variant.slab,
-        }
-        matrices = [f"Run{index}::First" for index in range(count)]
-        matrices[1:1] = ["Run0::Second"] * bool(variant.passes[0].columns)
-        texts = (
-            parameters.fixed_text(parameters.fields(count, len(sizes), epilogue, powers)),
-            text.typed_finish(epilogue),
-            _multiply(variant, half),
-            parameters.runs_text(_runs(variant)),
-            f"using AllMatrices = MatrixList<{', '.join(matrices)}>;\n",
-        )
-        includes = "common/math.cuh", "common/hopper.cuh", parameters.HEADER
-        return self.source(facts, *texts, includes=includes)
-
-
-class HopperSlabs(_OfPasses):
+class HopperSlabs(PassesKernel):
     """All passes in one launch, which hand on slabs of rows in the L2 cache."""
 
     header = "kronecker_product/hopper/slabs.cuh"
@@ -147,8 +54,11 @@ class HopperSlabs(_OfPasses):
             return []
         handed = math.prod(rows for rows, _ in product.sizes) * DTYPES[dtype].bytes
         words = words_of(dtype, product.precision)
-        variant = Variant(dtype, words, parts, max(1, passes.SLAB_BYTES // handed))
-        fits = all(each.tile[0] == PANEL for each in parts) and variant.stages == passes.SLAB_STAGES
+        variant = Variant(dtype, words, parts, max(1, SLAB_BYTES // handed))
+        fits = (
+            all(each.tile[0] == PANEL for each in parts)
+            and variant.stages == hopper_passes.SLAB_STAGES
+        )
         return [variant] if fits else []
 
     def launch(
@@ -197,10 +107,10 @@ class HopperSlabs(_OfPasses):
     def specs(self, epilogue: tuple[Epilogue, ...], scope: Group, arch: str) -> list[KernelSpec]:
         """The kernels of :meth:`launch`, where they pay."""
         specs = [self.spec(epilogue, each, arch) for each in self.variants_of(scope, arch)]
-        return [CLEAR.spec(), *specs] if specs and is_faster(scope, arch) else []
+        return [CLEAR.spec(), *specs] if specs and passes.is_faster(scope, arch) else []
 
 
-class Hopper(_OfPasses):
+class Hopper(PassesKernel):
     """One pass. A product is a launch of each, on the left or where one of all has no room."""
 
     header = "kronecker_product/hopper/hopper.cuh"
@@ -256,7 +166,7 @@ class Hopper(_OfPasses):
 
     def specs(self, epilogue: tuple[Epilogue, ...], scope: Group, arch: str) -> list[KernelSpec]:
         """The kernels of :meth:`launch`, where they pay."""
-        variants = self.variants_of(scope, arch) if is_faster(scope, arch) else []
+        variants = self.variants_of(scope, arch) if passes.is_faster(scope, arch) else []
         specs = [self.spec(epilogue * (one is variants[-1]), one, arch) for one in variants]
         if variants and variants[0].bounds:
             return [CLEAR.spec(), LARGEST.spec(None, LARGEST.Variant(scope.inside), arch), *specs]
@@ -341,100 +251,3 @@ def _values(
     part = Part(run.dtype, run.dtype, 1, run.inside, run.sizes)
     run = run._replace(columns=rows)
     return parameters.run_values(run, part, (1, rows), slabs, tiles, ticket_tiles)
-
-
-def is_faster(product: Group, arch: str) -> bool:
-    """Whether the kernels of wgmma are faster than those for every GPU, where both take a product:
-    measured on an H200, of 1024 rows. They are not where rows that a block keeps whole are read and
-    written once (1024 x 16^4 of float16 in half the time), nor where several matrices are narrower
-    than the tiles that they are multiplied as (32^4 on either side)."""
-    parts, dtype, inside = passes_of(product, arch), product.dtype, product.inside
-    if len(parts) < 2:
-        return len(parts) == 1
-    if _is_in_a_block(product, arch):
-        return len(parts) == 2 and inside and dtype != "float32"
-    if inside and (dtype, product.precision) != ("float32", "tf32"):
-        narrow = [part.rows for part in parts if part.rows < PANEL]
-        return len(narrow) < LEAST_NARROW or min(narrow) < WIDE_ROWS
-    return len([part for part in parts[1:] if part.rows < PANEL]) < 2
-
-
-def _is_in_a_block(product: Group, arch: str) -> bool:
-    """Whether a block of the other kernels keeps rows, and is fast."""
-    if (product.dtype, product.precision) == ("float32", "tf32"):
-        is_short = math.prod(rows for rows, _ in product.sizes) <= MOST_WHOLE[product.inside]
-        return is_short and max(rows for rows, _ in product.sizes) < WIDE_ROWS
-    groups = grouping.groups(HALVES, product, arch)
-    return groups is not None and len(groups) == 1
-
-
-def _multiply(variant: Variant, half: str) -> str:
-    """The wgmma of panels and, where there are any, fragments."""
-    texts = multiply(half, PANEL, registers=False, left_lines=True, right_lines=True)
-    if any(part.columns for part in variant.passes):
-        texts += multiply(half, PANEL, registers=True, right_lines=True)
-    return texts
-
-
-def _runs(variant: Variant) -> list[dict[str, Fact]]:
-    """The facts of each pass."""
-    runs, first, number, at = [], 0, 0, 0
-    storage, several = DTYPES[variant.dtype], variant.powers
-    for index, part in enumerate(variant.passes):
-        count, behind, (lines, columns) = len(part.lines), len(part.columns), part.tile
-        most, exponent = exponents(part)
-        quads = not part.inside and storage.bytes == 4
-        one = part.rows, first, count, lines, exponent, False
-        other = math.prod(part.columns), first + count, behind, columns, LARGEST_EXPONENT, quads
-        facts = {
-            "SourceT": storage.cuda,
-            "TargetT": storage.cuda,
-            "First": parameters.numbered("Merged", one),
-            "Second": parameters.numbered("Merged", other),
-            "SECOND": behind > 0,
-            "INSIDE": part.inside,
-            "QUADS": quads,
-            "BEGINS": index == 0,
-            "ENDS": index == len(variant.passes) - 1,
-            "Before": f"Run{index - 1}" if index else "void",
-            "HANDS": several > index,
-            "TAKES": 0 < index <= several,
-            "INDEX": index,
-            "COLUMNS": columns,
-            "ROW_TILES": part.row_tiles,
-            "MATRIX": number,
-            "MATRICES": at,
-            "MOST_EXPONENT": most,
-            **_places(part),
-        }
-        runs.append(facts)
-        first += count + behind
-        number += 1 + bool(behind)
-        at += 2 * variant.words * part.matrices
-    return runs
-
-
-def _places(part: Pass) -> dict[str, Fact]:
-    """Where the elements of a tile lie."""
-    lines, columns = part.tile
-    copies, unit = lines // part.rows, part.rows * part.right
-    width, group_step = columns, 0
-    if part.columns:
-        unit_step, width, group_step = unit, part.right, lines * part.right
-        chunks, left_step, chunk_step = 1, lines * columns, 0
-    elif not part.inside:
-        unit_step, chunk_step = columns, columns * copies
-        chunks, left_step = part.right // chunk_step, unit
-    elif part.right >= copies:
-        unit_step, chunk_step, chunks, left_step = 1, copies, part.right // copies, unit
-    else:
-        unit_step, chunk_step, chunks, left_step = unit, 1, part.right, unit * copies
-    return {
-        "PITCH": part.right,
-        "UNIT_STEP": unit_step,
-        "WIDTH": width,
-        "GROUP_STEP": group_step,
-        "CHUNKS": chunks,
-        "LEFT_STEP": left_step,
-        "CHUNK_STEP": chunk_step,
-    }

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.kernel import Kernel
 from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Step
 
@@ -38,12 +38,8 @@ class Largest(Kernel):
         parameters = Parameters(2, FIXED.format)
         facts = {"THREADS": THREADS, "INSIDE": variant.inside, "PARAMETER_BYTES": parameters.size}
         words = "columns" if variant.inside else "rows"
-        line = f"kronecker_product largest float16 {words}"
         shared, source = 4 * (COLUMNS if variant.inside else 1), self.source(facts, FIXED.text())
-        spec = KernelSpec(
-            "kronecker_product", source, self.entry, THREADS, shared, description=line
-        )
-        return named(spec, "float16", words)
+        return self.named_spec(source, THREADS, shared, "float16", [words])
 
     def step(self, problem: Problem, multiprocessors: int, place: tuple[str, int]) -> Step:
         """The launch, which takes zeros at a place to bits of float32."""

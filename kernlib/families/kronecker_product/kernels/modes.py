@@ -7,25 +7,26 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_product.kernels.base import WORDS, OneRun, ProductKernel
-from kernlib.families.kronecker_product.lowering import estimates, grouping, parameters
-from kernlib.families.kronecker_product.lowering.grouping import Group, Size
+from kernlib.families.kronecker_product.kernels.base import OneRun, PartsKernel
+from kernlib.families.kronecker_product.lowering import estimates, grouping
+from kernlib.families.kronecker_product.lowering.grouping import (
+    LINE,
+    MOST_WARPS,
+    SUMS,
+    Group,
+    Mode,
+    Size,
+)
 from kernlib.families.kronecker_product.lowering.parameters import TICKET_BYTES
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import Part, Run, ends_of, split
 from kernlib.families.kronecker_product.lowering.slabs import InSlabs
 from kernlib.jit import targets
-from kernlib.jit.spec import KernelSpec
-from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Choice, Gpu
 
-LINE = 32  # elements: what a tile's size is a multiple of
-MOST_WARPS = 16
-SUMS = {"float32": 64, "float64": 32}  # registers of a thread for results, in elements
 REGISTERS = 96  # of a thread, as resident blocks are counted
 MOST_BLOCKS = 4  # of a multiprocessor, that registers are shared out for
 TILE_BYTES = 32 * 1024  # of a tile, if a column is not longer
@@ -62,6 +63,15 @@ class Variant(NamedTuple):
         return 0
 
     @property
+    def tiles(self) -> int:
+        """How many tiles shared memory holds."""
+        return 1
+
+    def stored(self, mode: Mode) -> int:
+        """Elements of shared memory that the matrix of a mode takes."""
+        return mode.stored(self.arithmetic)
+
+    @property
     def tile(self) -> int:
         """Elements of shared memory that a tile takes."""
         return round_up(max(mode.inputs for part in self.parts for mode in part.modes), LINE)
@@ -84,40 +94,21 @@ class Variant(NamedTuple):
         return min(blocks, MOST_BLOCKS)
 
 
-class _OfModes(ProductKernel):
+class ModesKernel(PartsKernel):
     """What the kernels of one run and of several have in common."""
 
     Variant = Variant
 
-    def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
-        """The specification of a variant. Raises UnsupportedError where its shared memory does not
-        fit."""
-        parts, numbers = variant.parts, (variant.dtype, variant.precision)
-        words = [word for part in parts for word in part.words]
-        words += [f"{variant.warps}w"] + [f"{variant.ahead}a"] * bool(variant.ahead)
-        words += ["restaged"] * variant.restaged
-        ends = parts[0].source, parts[-1].target
-        words += ends if ends != (variant.dtype, variant.dtype) else ()
-        said = [variant.precision] * (variant.dtype == "float32") + words[-WORDS:]
-        sizes = [size for part in parts for size in part.sizes]
-        facts = {
-            **parameters.facts((variant.dtype, ends[1]), sizes, len(parts), epilogue),
-            **parameters.ticket_facts(variant.restaged),
-            **arithmetic_facts(variant.arithmetic),
-            "WARPS": variant.warps,
-            "MIN_BLOCKS": max(1, variant.resident(arch)),
-            "TILE": variant.tile,
-            "AHEAD": variant.ahead,
-            "MATRICES": variant.matrices,
-        }
-        fixed = parameters.fields(len(parts), len(sizes), epilogue)
-        texts = parameters.fixed_text(fixed), text.typed_finish(epilogue), _runs(variant)
-        source = self.source(facts, *texts, includes=("common/math.cuh", parameters.HEADER))
-        size = 32 * variant.warps, variant.shared_bytes
-        return self.product_spec(self.name, source, *size, numbers, words, said, arch, epilogue)
+    def number_facts(self, variant: Variant) -> dict[str, Fact]:
+        """Facts of its numbers."""
+        return arithmetic_facts(variant.arithmetic)
+
+    def words(self, variant: Variant) -> tuple[str, list[str]]:
+        """What descriptions call it, and what names say of its numbers besides the dtype."""
+        return self.name, [variant.precision] * (variant.dtype == "float32")
 
 
-class Modes(_OfModes, OneRun):
+class Modes(ModesKernel, OneRun):
     """One run of factors."""
 
     name = "modes"
@@ -130,20 +121,18 @@ class Modes(_OfModes, OneRun):
 
     def takes(self, group: Group, arch: str) -> bool:
         """Whether shared memory holds a column and all matrices."""
-        most, space = most_features(group.dtype), room(group.dtype, arch)
-        return grouping.fits(group.sizes, group.arithmetic, most, space)
+        return grouping.fits(group, arch)
 
     def estimate(self, group: Group, choice: Choice, gpu: Gpu) -> float:
         """Microseconds of a group of factors, by the widest tiles."""
         begins, ends, dtype = group.begins, group.ends, DTYPES[group.dtype]
-        item, sums, arithmetic = dtype.bytes, dtype.sums.bytes, group.arithmetic
-        most, space = most_features(group.dtype), room(group.dtype, gpu.arch)
-        return estimates.group_time(
+        item, sums = dtype.bytes, dtype.sums.bytes
+        return grouping.group_time(
             group,
-            arithmetic,
+            group.arithmetic,
             (item * begins, item * ends),
             (sums * (not begins), sums * (not ends)),
-            grouping.fits(group.sizes, arithmetic, most, space // 2),
+            grouping.fits(group, gpu.arch, 2),
             max(grouping.widest(group.sizes), TILE_BYTES // sums),
         )
 
@@ -166,7 +155,7 @@ class Modes(_OfModes, OneRun):
 MODES = Modes()
 
 
-class Slabs(_OfModes, InSlabs):
+class Slabs(ModesKernel, InSlabs):
     """Several runs, one behind the other in slabs that stay in the L2 cache."""
 
     name = "slabs"
@@ -186,7 +175,7 @@ class Slabs(_OfModes, InSlabs):
         dtype, precision, arithmetic = kind.dtype, kind.precision, kind.arithmetic
         each = [grouping.matrices(sizes, arithmetic) for sizes in groups]
         matrices, sums = max(each) if restaged else sum(each), DTYPES[dtype].accumulator
-        space, parts = room(dtype, arch) // blocks - LINE, []
+        space, parts = grouping.room(dtype, arch) // blocks - LINE, []
         for index, sizes in enumerate(groups):
             if grouping.widest(sizes) + matrices > space:
                 return None
@@ -220,16 +209,6 @@ def arithmetic_facts(arithmetic: str) -> dict[str, Fact]:
     return {"PRODUCTS": 3 if arithmetic == "fp32" else 1, "MOST_SPLIT": grouping.MOST_SPLIT}
 
 
-def most_features(dtype: str) -> int:
-    """The longest column that a tile can be of: its results wait in registers."""
-    return SUMS[DTYPES[dtype].accumulator] * MOST_WARPS * 32
-
-
-def room(dtype: str, arch: str) -> int:
-    """Elements of shared memory of a block."""
-    return targets.SHARED_BYTES[arch] // DTYPES[dtype].sums.bytes - LINE
-
-
 def warps_of(dtype: str, tile: int) -> int:
     """Warps whose registers hold the results of a tile of so many elements."""
     limit, warps = SUMS[DTYPES[dtype].accumulator], 4
@@ -250,7 +229,7 @@ def most_columns(
     shared memory that other things take."""
     widest = grouping.widest(sizes)
     matrices = others + grouping.matrices(sizes, grouping.arithmetic_of(dtype, precision))
-    most = min(most_features(dtype), room(dtype, arch) - matrices) // widest
+    most = min(grouping.most_features(dtype), grouping.room(dtype, arch) - matrices) // widest
     wide = max(TILE_BYTES // DTYPES[dtype].sums.bytes // widest, SECTOR if inside else 1)
     return _power(max(1, min(wide, WIDEST_TILE, most)))
 
@@ -278,19 +257,3 @@ def ahead_of(variant: Variant, arch: str) -> int:
     free = (targets.SHARED_BYTES[arch] - variant.shared_bytes) // variant.itemsize // LINE * LINE
     ahead = min(free, variant.tile)
     return ahead if ahead * LEAST_AHEAD >= variant.tile else 0
-
-
-def _runs(variant: Variant) -> str:
-    """The struct of each run."""
-    runs, at, first = [], 0, 0
-    for index, part in enumerate(variant.parts):
-        modes, at = [], at * (not variant.restaged)
-        for mode in part.modes:
-            left, rows, columns, right, offset, parts = mode
-            numbers = left, rows, columns, right, first + offset, parts, mode == part.modes[-1], at
-            modes.append(parameters.numbered("Mode", numbers))
-            at += mode.stored(variant.arithmetic)
-        first += len(part.sizes)
-        facts = parameters.run_facts(part, index, len(variant.parts))
-        runs.append({**facts, "Modes": f"List<{', '.join(modes)}>"})
-    return parameters.runs_text(runs)

@@ -9,7 +9,7 @@ from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Kernel, named
+from kernlib.lowering.kernel import Kernel
 from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Step
 
@@ -75,12 +75,9 @@ class Sum(Kernel):
             "PARAMETER_BYTES": Parameters(1 + 2 * factors, _fixed(factors, matrices).format).size,
         }
         texts = FACTOR.text("Factor"), MATRIX.text("Matrix"), _fixed(factors, matrices).text()
-        threads, line = LANES * GROUPS, f"kronecker_product sum {dtype} {words}"
-        source, shared = self.source(facts, *texts), sums.bytes * (threads + MOST_MERGED)
-        spec = KernelSpec(
-            "kronecker_product", source, self.entry, threads, shared, description=line
-        )
-        return named(spec, dtype, words)
+        threads, source = LANES * GROUPS, self.source(facts, *texts)
+        shared = sums.bytes * (threads + MOST_MERGED)
+        return self.named_spec(source, threads, shared, dtype, [words])
 
     def step(
         self,

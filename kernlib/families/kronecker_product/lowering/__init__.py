@@ -2,5 +2,6 @@
 
 In reading order: ``problem``, ``grouping`` and ``runs``; ``parameters``, which all kernels share;
 ``slabs`` and ``passes``, which cut a product for the kernels of several groups; ``estimates`` and
-``by_torch``; ``choose``, which chooses between kernels; and ``gradients``, those by factors.
+``by_torch``, for kernels of any sizes; ``choose``, which chooses between kernels; and
+``gradients``, those by factors.
 """

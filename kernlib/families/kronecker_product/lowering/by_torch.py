@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
-from kernlib.descriptors.epilogues import Epilogue
-from kernlib.descriptors.expression import Node, Operation
 from kernlib.families.kronecker_product.lowering import estimates
 from kernlib.families.kronecker_product.lowering.estimates import GPU, MOST_BYTES
 from kernlib.families.kronecker_product.lowering.grouping import CHUNK, Size
@@ -39,7 +37,7 @@ class Rates(NamedTuple):
     block: float
     term: float
     depth: float
-    whole: float
+    aligned: float
 
 
 # Of torch: microseconds, and bytes a microsecond. Of the 1024 results of a tile a term takes 0.0045
@@ -54,7 +52,6 @@ TILE, TERMS = 32, 8  # results of a block's tile on either side, and terms that 
 PASS = 2.1  # a launch that copies, computes number by number or multiplies two factors out
 TORCH_BYTES = 5.8e6  # that products read and write, to a large part in the L2 cache
 PASS_BYTES = 2.5e6  # the same of passes over x or the result, in device memory
-SUMMAND = 5  # passes that leave out a summand where its scale is 0, beside those that add it
 
 
 class Timed(Protocol):
@@ -70,11 +67,11 @@ def gains(problem: Problem, kernels: Timed, gpu: Gpu, passes: int) -> bool:
     the batch, of which torch would make copies."""
     if problem.dtype not in RATES or not estimates.are_known(problem, gpu):
         return False
-    made = fastest(problem, passes)
-    if made is None:
+    chain = fastest(problem, passes)
+    if chain is None:
         return False
     gain = GAIN if estimates.are_ragged(problem) else WHOLE_GAIN
-    return gain * torch_time(problem, made, passes) < kernels.time(problem, gpu)
+    return gain * torch_time(problem, chain, passes) < kernels.time(problem, gpu)
 
 
 def fastest(problem: Problem, passes: int) -> list[Product] | None:
@@ -85,7 +82,7 @@ def fastest(problem: Problem, passes: int) -> list[Product] | None:
     if len(merged) < len(ways[0]):
         ways.append(merged)
     item = DTYPES[problem.dtype].bytes
-    ways = [way for way in ways if _kept(problem, way, passes) * item <= MOST_BYTES]
+    ways = [way for way in ways if _memory(problem, way, passes) * item <= MOST_BYTES]
     return min(ways, key=lambda way: torch_time(problem, way, passes), default=None)
 
 
@@ -124,84 +121,70 @@ def products(problem: Problem, most: int = 0) -> list[Product]:
     most is first, and one is turned that is wide beside what lies behind it. Neighbours of up to
     ``most`` rows and columns are one factor."""
     before = problem.batch * problem.columns
-    found, made = _merged(problem, most), []
-    now = [size[0] for _, _, size in found]
-    growth = [1 / rows - 1 / columns for _, _, (rows, columns) in found]
+    merged, chain = _merged(problem, most), []
+    now = [size[0] for _, _, size in merged]
+    growth = [1 / rows - 1 / columns for _, _, (rows, columns) in merged]
     for index in sorted(range(len(now)), key=growth.__getitem__):
-        first, parts, (_, columns) = found[index]
+        first, parts, (_, columns) = merged[index]
         left, right = before * math.prod(now[:index]), math.prod(now[index + 1 :])
         turned = right > 1 and 2 * right < columns
-        made.append(Product(first, left, (now[index], columns), right, turned, parts))
+        chain.append(Product(first, left, (now[index], columns), right, turned, parts))
         now[index] = columns
-    return made
+    return chain
 
 
 def _merged(problem: Problem, most: int) -> list[tuple[int, int, Size]]:
     """The first factor, count and size of neighbours that are one: from the first on, as many as
     there may be."""
-    found: list[tuple[int, int, Size]] = []
+    merged: list[tuple[int, int, Size]] = []
     for number, factor in enumerate(problem.factors):
         size = factor.rows, factor.columns
-        if found:
-            first, count, (rows, columns) = found[-1]
+        if merged:
+            first, count, (rows, columns) = merged[-1]
             both = rows * factor.rows, columns * factor.columns
             if max(both) <= most:
-                found[-1] = first, count + 1, both
+                merged[-1] = first, count + 1, both
                 continue
-        found.append((number, 1, size))
-    return found
+        merged.append((number, 1, size))
+    return merged
 
 
-def _kept(problem: Problem, made: list[Product], passes: int) -> int:
+def _memory(problem: Problem, chain: list[Product], passes: int) -> int:
     """The most elements beside x and the result that are there at once."""
     copied = not _is_contiguous(problem, problem.x)
     most = 2 * problem.batch * problem.columns * problem.out_features * (passes > 0)
-    for index, each in enumerate(made):
+    for index, each in enumerate(chain):
         read, written = (each.left * each.right * size for size in each.size)
-        last = index == len(made) - 1 and not passes
-        kept = read * ((index > 0 or copied) + each.turned) + written * ((not last) + each.turned)
-        most = max(most, kept)
+        last = index == len(chain) - 1 and not passes
+        beside = read * ((index > 0 or copied) + each.turned) + written * ((not last) + each.turned)
+        most = max(most, beside)
     return most
 
 
-def passes_of(epilogue: tuple[Epilogue, ...]) -> int:
-    """Passes over the result that torch makes of an epilogue: one for each operation."""
-    return sum(
-        _operations(part.tree()) + SUMMAND * sum(scale is not None for _, scale in part.summands)
-        for part in epilogue
-    )
-
-
-def _operations(node: Node) -> int:
-    if not isinstance(node, Operation):
-        return 0
-    return 1 + sum(_operations(operand) for operand in node.operands)
-
-
-def torch_time(problem: Problem, made: list[Product], passes: int) -> float:
+def torch_time(problem: Problem, chain: list[Product], passes: int) -> float:
     """Microseconds of torch's products, of a copy of an x that is not contiguous, and of passes
     over the result, which read it and write it."""
     rates, item = RATES[problem.dtype], DTYPES[problem.dtype].bytes
-    whole = sum(_product_time(each, rates, item) for each in made)
+    time = sum(_product_time(each, rates, item) for each in chain)
     moved = 2 * problem.batch * problem.columns * item / PASS_BYTES
     if not _is_contiguous(problem, problem.x):
-        whole += PASS + moved * problem.in_features
-    return whole + passes * (PASS + moved * problem.out_features)
+        time += PASS + moved * problem.in_features
+    return time + passes * (PASS + moved * problem.out_features)
 
 
 def _product_time(product: Product, rates: Rates, item: int) -> float:
     moved = product.elements * item / TORCH_BYTES
     rows = product.size[0]
     sizes = (*product.size, *[product.right] * (product.right > 1))
-    term = rates.term if any(size % CHUNK for size in sizes) else rates.whole * rates.term
+    term = rates.term if any(size % CHUNK for size in sizes) else rates.aligned * rates.term
     block = rates.block + round_up(rows, TERMS) * term
-    whole = rates.launch + moved + product.tiles * block / GPU[1] + rows * rates.depth
-    whole += (product.parts - 1) * PASS
-    return whole + 2 * (PASS + moved) if product.turned else whole
+    time = rates.launch + moved + product.tiles * block / GPU[1] + rows * rates.depth
+    time += (product.parts - 1) * PASS
+    return time + 2 * (PASS + moved) if product.turned else time
 
 
 def _is_contiguous(problem: Problem, x: Layout) -> bool:
     columns, features = problem.columns, problem.in_features
     sides = (x.feature, 1, features), (x.column, features, columns)
     batches = x.batch, columns * features, problem.batch
-    return all(stride == wanted or size == 1 for stride, wanted, size in (*sides, batches))
+    return all(stride == dense or size == 1 for stride, dense, size in (*sides, batches))

@@ -3,21 +3,20 @@ chosen.
 
 A planner is a kernel to :func:`kernlib.lowering.kernel.choose`. Those that have all factors in one
 launch are kernels themselves; :class:`Apart` has a launch for each group of factors, through a
-workspace where there are several.
+workspace where there are several. Each sort of planners is loaded where it may be chosen, as a
+first call waits for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
 from kernlib.families.kronecker_product.kernels.base import OneRun
-from kernlib.families.kronecker_product.kernels.halves import HALVES, HalfSlabs
-from kernlib.families.kronecker_product.kernels.hopper import Hopper, HopperSlabs
-from kernlib.families.kronecker_product.kernels.modes import MODES, Slabs
-from kernlib.families.kronecker_product.lowering import by_torch, estimates, grouping
+from kernlib.families.kronecker_product.lowering import grouping
 from kernlib.families.kronecker_product.lowering.grouping import Group, Size
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import Run, split
@@ -25,7 +24,7 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
 from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Choice, Gpu, Kernel
+from kernlib.lowering.kernel import Choice, Gpu, Kernel, Option
 from kernlib.lowering.steps import WORKSPACE, Lowered
 
 
@@ -80,6 +79,8 @@ class ModesApart(Apart):
 
     def time(self, problem: Problem, gpu: Gpu) -> float:
         """Microseconds, as such launches were measured."""
+        from kernlib.families.kronecker_product.lowering import estimates
+
         launches = []
         for run in self.runs(problem, gpu.arch):
             variant = self.of_run.variant(run, **self.of_run.default(run, gpu), arch=gpu.arch)
@@ -90,6 +91,8 @@ class ModesApart(Apart):
     def estimate(self, problem: Problem, choice: Choice, gpu: Gpu) -> float:
         """Microseconds where such products were measured, and what waits between two launches is
         not too much; else zero, by rule, behind all that goes before it."""
+        from kernlib.families.kronecker_product.lowering import estimates
+
         if not (estimates.are_known(problem, gpu) and estimates.are_ragged(problem)):
             return 0.0
         _, size = _intermediates(self.runs(problem, gpu.arch))
@@ -103,23 +106,73 @@ def _intermediates(runs: list[Run]) -> tuple[int, int]:
     return second, second + max(sizes[1::2], default=0)
 
 
-WHOLE_ROWS = Apart(HALVES, most=1)
-# In order: of equally fast ones the first is chosen. By rule all that is of half-precision numbers
-# goes before kernels for any sizes.
-OF_HALVES: tuple[Kernel, ...] = (HopperSlabs(), Hopper(), WHOLE_ROWS, HalfSlabs())
-OF_SUMS: tuple[Kernel, ...] = (Slabs(), ModesApart(MODES))
-PRODUCTS = OF_HALVES + OF_SUMS
+@cache
+def _hopper() -> tuple[Kernel, ...]:
+    from kernlib.families.kronecker_product.kernels.hopper import Hopper, HopperSlabs
+
+    return HopperSlabs(), Hopper()
+
+
+@cache
+def _whole_rows() -> tuple[Kernel, ...]:
+    from kernlib.families.kronecker_product.kernels.halves import HALVES
+
+    return (Apart(HALVES, most=1),)
+
+
+@cache
+def _half_slabs() -> tuple[Kernel, ...]:
+    from kernlib.families.kronecker_product.kernels.half_slabs import HalfSlabs
+
+    return (HalfSlabs(),)
+
+
+@cache
+def _sums() -> tuple[Kernel, ...]:
+    from kernlib.families.kronecker_product.kernels.modes import MODES, Slabs
+
+    return Slabs(), ModesApart(MODES)
+
+
+def planners() -> tuple[Kernel, ...]:
+    """All of them, in order: of equally fast ones the first is chosen."""
+    return (*_hopper(), *_whole_rows(), *_half_slabs(), *_sums())
+
+
+def _of_halves(product: Group, arch: str) -> Iterator[Callable[[], tuple[Kernel, ...]]]:
+    """Planners of half-precision numbers, two of which are one of float32, in order. By rule they
+    go before kernels for any sizes."""
+    if product.dtype == "float64":
+        return
+    if arch == "sm_90a":
+        from kernlib.families.kronecker_product.lowering import passes
+
+        if passes.is_faster(product, arch):
+            yield _hopper
+    if product.dtype != "float32" or product.precision == "fp32":
+        yield from (_whole_rows, _half_slabs)
+
+
+def _by_halves(problem: Problem, arch: str) -> Option | None:
+    """What by rule goes before kernels for any sizes, if anything does."""
+    for load in _of_halves(grouping.product_of(problem), arch):
+        options = kernel.options(load(), problem, arch)
+        if options:
+            return options[0]
+    return None
 
 
 def takes(sizes: tuple[Size, ...], dtype: str, arch: str) -> bool:
     """Whether kernels take factors of these rows and columns, on either side."""
     both = (each for size in sizes for each in (size, size[::-1]))
-    return all(MODES.takes(Group((each,), 1, dtype, "fp32", False), arch) for each in both)
+    return all(grouping.fits(Group((each,), 1, dtype, "fp32", False), arch) for each in both)
 
 
 def runs(problem: Problem, arch: str) -> tuple[tuple[int, int], ...]:
     """The groups of factors that kernels for any sizes apply in one pass each, first to last.
     Raises UnsupportedError for a factor that no block's shared memory holds."""
+    from kernlib.families.kronecker_product.kernels.modes import MODES
+
     groups = grouping.groups(MODES, grouping.product_of(problem), arch)
     if groups is None:
         largest = max(problem.sizes, key=math.prod)
@@ -142,16 +195,18 @@ def lower(
     rule None where torch is faster, which may compute it with so many ``passes`` over the result
     behind its products; it may not with None."""
     gpu = Gpu(arch, multiprocessors)
-    option = kernel.choose(PRODUCTS if choice else OF_HALVES, problem, gpu, choice)
-    if not choice and (option is None or not option.kernel.pays(problem, gpu)):
-        option = kernel.choose(OF_SUMS, problem, gpu)
+    tuned = kernel.match(choice, kernel.options(planners(), problem, arch)) if choice else None
+    option = tuned or _by_halves(problem, arch)
     if option is None:
-        runs(problem, arch)  # raises
-    planner = option.kernel
-    is_compared = passes is not None and planner in OF_SUMS and option.choice != choice
-    if is_compared and by_torch.gains(problem, planner, gpu, passes):
-        return None
-    return planner.launch(epilogue, problem, gpu, option.knobs)
+        option = kernel.choose(_sums(), problem, gpu)
+        if option is None:
+            runs(problem, arch)  # raises
+        if passes is not None:
+            from kernlib.families.kronecker_product.lowering import by_torch
+
+            if by_torch.gains(problem, option.kernel, gpu, passes):
+                return None
+    return option.kernel.launch(epilogue, problem, gpu, option.knobs)
 
 
 def candidates(
@@ -161,7 +216,7 @@ def candidates(
     gpu = Gpu(arch, multiprocessors)
     return [
         (option.choice, option.kernel.launch(epilogue, problem, gpu, option.knobs))
-        for option in kernel.options(PRODUCTS, problem, arch)
+        for option in kernel.options(planners(), problem, arch)
     ]
 
 
@@ -178,9 +233,8 @@ def variants(
     for dtype, precision in kinds:
         elements = grouping.COLUMNS * math.prod(rows for rows, _ in sizes)
         scope = Group(sizes, elements, dtype, precision, inside)
-        for planner in PRODUCTS:
-            of_planner = planner.specs(epilogue, scope, arch)
-            specs += of_planner
-            if of_planner and planner is WHOLE_ROWS:
-                break  # it goes before all others, whatever the sizes
+        specs += kernel.specs(_hopper(), epilogue, scope, arch)
+        rows = kernel.specs(_whole_rows(), epilogue, scope, arch)
+        # Whole rows go before all others, whatever the sizes.
+        specs += rows or kernel.specs((*_half_slabs(), *_sums()), epilogue, scope, arch)
     return list(dict.fromkeys(specs))

@@ -1,9 +1,8 @@
-"""How long kernels take, in microseconds: those that factors are grouped for, by the rates of an
-H200; and launches of kernels for any sizes, by tiles and bytes and constants fitted to what 60
-products of 2 to 8 factors of 2 to 128 rows and columns, on 1 to 2353 rows, and 16 of sizes that are
-powers of two took in CUDA graphs on an H100, in float32 and float64; those of matrices to the 60
-measured anew, in float16 too. Two thirds of the estimates are within 13 % of ragged products, nine
-tenths within 28 %, of all three dtypes.
+"""How long launches of kernels for any sizes take in microseconds: by tiles, bytes and constants
+fitted to what 60 products of 2 to 8 factors of 2 to 128 rows and columns, on 1 to 2353 rows, and 16
+of sizes that are powers of two took in CUDA graphs on an H100, in float32 and float64; those of
+matrices to the 60 measured anew, in float16 too. Two thirds of the estimates are within 13 % of
+ragged products, nine tenths within 28 %, of all three dtypes.
 """
 
 from __future__ import annotations
@@ -12,13 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kernlib.families.kronecker_product.lowering.grouping import (
-    CHUNK,
-    MULTIPROCESSORS,
-    Group,
-    Mode,
-    modes,
-)
+from kernlib.families.kronecker_product.lowering.grouping import CHUNK, Mode
 from kernlib.families.kronecker_product.lowering.parameters import is_vectors
 from kernlib.families.kronecker_product.lowering.problem import Problem
 from kernlib.families.kronecker_product.lowering.runs import Part, Run
@@ -28,51 +21,6 @@ from kernlib.lowering.kernel import Gpu
 GPU = Gpu("sm_90a", 132)  # of which there are measurements
 TOO_MUCH = 1e15  # microseconds of what takes more than MOST_BYTES
 MOST_BYTES = 1 << 30  # beside x and result, of what waits between two launches or products
-
-# Cycles of one multiprocessor of an H200, to compare groups of factors by. Of an element that is
-# read or written in shared memory, what else a warp does with it counted in: 1 / 9 and 1 / 17 as
-# measured with rows of 8^5, estimates for the others; of a term at 566 (half types), 282 (TF32) and
-# 61 (double) TFLOP/s; of a byte of device memory at 4.2 TB/s.
-CLOCK = 2048.0  # cycles a microsecond: 1980, as a power of two, which rounds no time
-SHARED_CYCLES = {"fp32": 1 / 16, "tf32": 1 / 16, "fp64": 1 / 8, "half": 1 / 17, "pairs": 1 / 9}
-TERM_CYCLES = {
-    "fp32": 3 / 608,
-    "tf32": 1 / 608,
-    "fp64": 1 / 131,
-    "half": 1 / 1221,
-    "pairs": 3 / 1221,
-}
-BYTE_CYCLES = 1 / 18
-TILE_CYCLES = 1500.0  # of a tile, beside what is done with its elements
-LAUNCH_CYCLES = 4000.0  # on all multiprocessors
-
-
-def group_time(
-    group: Group,
-    arithmetic: str,
-    ends: tuple[float, float],
-    handed: tuple[float, float],
-    is_hidden: bool,
-    tile: int,
-) -> float:
-    """Microseconds of a group of factors on all multiprocessors, by tiles of so many elements.
-    ``ends`` are the bytes of an element that are read from device memory and written to it, which
-    are ``is_hidden`` where a multiprocessor holds two blocks, that move and compute side by side;
-    ``handed`` those from the group before and to the next, which wait for each other: by way of the
-    L2 cache, at no more than the rate of device memory."""
-    features, applied = math.prod(rows for rows, _ in group.sizes), modes(group.sizes)
-    columns = group.elements / features
-    terms = sum(mode.terms for mode in applied) * columns
-    passed = sum(mode.inputs + mode.outputs for mode in applied) * columns
-    work = terms * TERM_CYCLES[arithmetic] + passed * SHARED_CYCLES[arithmetic]
-    moved, waited = (
-        (applied[0].inputs * read + applied[-1].outputs * written) * columns * BYTE_CYCLES
-        for read, written in (ends, handed)
-    )
-    hidden = 7 / 8 if is_hidden else 1 / 2  # a single block hides what it reads ahead
-    tiles = group.elements / tile * TILE_CYCLES
-    cycles = work + moved - hidden * min(work, moved) + waited + tiles
-    return (cycles / MULTIPROCESSORS + LAUNCH_CYCLES) / CLOCK
 
 
 class Rates(NamedTuple):
@@ -85,7 +33,7 @@ class Rates(NamedTuple):
     mode: float
     step: float
     number: float
-    whole: float
+    aligned: float
     matrix: float
 
 
@@ -150,16 +98,16 @@ def are_ragged(problem: Problem) -> bool:
 
 def kernel_time(launches: Sequence[Launch]) -> float:
     """Microseconds of launches, one behind the other."""
-    whole = 0.0
+    time = 0.0
     for index, launch in enumerate(launches):
         several = len(launch.runs) > 1
-        whole += LAUNCH * (1 + several)  # behind one that clears counters
+        time += LAUNCH * (1 + several)  # behind one that clears counters
         for run, part in zip(launch.runs, launch.parts, strict=True):
-            whole += _run_time(launch, run, part, several)
+            time += _run_time(launch, run, part, several)
         if index < len(launches) - 1:
             handed = launch.runs[-1].elements * launch.itemsize
-            whole += 2 * max(0.0, handed - CACHE) / MEMORY_BYTES
-    return whole
+            time += 2 * max(0.0, handed - CACHE) / MEMORY_BYTES
+    return time
 
 
 def _run_time(launch: Launch, run: Run, part: Part, several: bool) -> float:
@@ -172,16 +120,16 @@ def _run_time(launch: Launch, run: Run, part: Part, several: bool) -> float:
     alone = applied[0].inputs * (not reads) + applied[-1].outputs * (not writes)
     tile += alone * SINGLE / warps + TICKET * several
     matrices = rates.matrix * sum(mode.matrix for mode in applied)
-    whole = ceil_div(tiles, launch.blocks) * tile + matrices
+    time = ceil_div(tiles, launch.blocks) * tile + matrices
     moved = _moved(run, part, launch.itemsize, several)
-    return whole + moved * GPU[1] / min(GPU[1], launch.blocks)
+    return time + moved * GPU[1] / min(GPU[1], launch.blocks)
 
 
 def _mode_time(mode: Mode, rates: Rates, warps: int) -> float:
     steps = mode.rows * ceil_div(mode.outputs, STEP_RESULTS * warps)
     apart = rates.mode + rates.number * (READS * mode.inputs + mode.outputs) / warps
     is_ragged = mode.matrix > mode.rows * mode.columns
-    return rates.step * steps + (apart if is_ragged else rates.whole * apart)
+    return rates.step * steps + (apart if is_ragged else rates.aligned * apart)
 
 
 def _moved(run: Run, part: Part, itemsize: int, several: bool) -> float:

@@ -1,29 +1,21 @@
 """What kernels that multiply by wgmma compute of a product: passes over memory, of one matrix or
-two neighbours, which are square factors, powers of two wide."""
+two neighbours, which are square factors, powers of two wide; and where that is faster."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
+from kernlib.families.kronecker_product.lowering import grouping
 from kernlib.families.kronecker_product.lowering.grouping import Group, Size
-from kernlib.families.kronecker_product.lowering.slabs import EXPONENT_BYTES
-from kernlib.jit.targets import SHARED_BYTES
-from kernlib.lowering.arithmetic import ceil_div, round_up
-from kernlib.lowering.dtypes import DTYPES
+from kernlib.lowering.arithmetic import ceil_div
 
 ARCH = "sm_90a"
 PANEL, WIDEST = 64, 128  # lines and columns of a tile; those of a matrix that is larger
 NARROWEST = 8  # neighbours in memory, of 16 bytes
-MOST_PASSES, MOST_APART, MOST_INSIDE = 3, 2, 4  # of one launch; by one each; and on the left
-SLAB_BYTES = 1 << 20  # of what a pass hands to the next in one launch
-WORKERS, WIDE_WORKERS = 512, 256  # threads that have a tile; where each has 64 sums of it
-HELPER_REGISTERS, REGISTERS = 40, 65536  # of a thread that has none; of a multiprocessor
-MOST_STAGES, SLAB_STAGES = 4, 2  # tiles that a group has under way; where they wait for others
-ALIGNMENT, BARRIERS, NOTE_BYTES = 1024, 16, 32  # of a panel; bytes of a stage; of a tile under way
-MORE_NOTES = 2  # tiles that are under way and have left their stage
-LARGEST_EXPONENT = 14  # exponent of float16's large numbers
-BOUND_ARRAYS = 2  # as in bounds.cuh
+# Factors so wide, so many, of which other kernels take two at once.
+LEAST_NARROW, WIDE_ROWS = 4, 32
+MOST_WHOLE = 1 << 15, 1 << 12  # features of tf32's rows, and columns, that a block keeps whole
 
 
 class Pass(NamedTuple):
@@ -69,106 +61,6 @@ class Pass(NamedTuple):
         return sum(size * size for size in self.tile[: 2 if self.columns else 1])
 
 
-class Variant(NamedTuple):
-    """Everything that code generation chooses besides the epilogue: the dtype, words of an operand,
-    passes of a launch, first to last, and the rows of a slab where there are several; launches
-    ``before`` and ``behind`` it that float16 is handed on between."""
-
-    dtype: str
-    words: int
-    passes: tuple[Pass, ...]
-    slab: int = 0
-    before: int = 0
-    behind: int = 0
-
-    @property
-    def sizes(self) -> list[Size]:
-        """Of the factors, as a launch has them."""
-        return [(rows, rows) for each in self.passes for rows in each.factors]
-
-    @property
-    def workers(self) -> int:
-        """As many as registers last for."""
-        is_wide = any(each.tile[1] > PANEL for each in self.passes)
-        return WIDE_WORKERS if is_wide else WORKERS
-
-    @property
-    def groups(self) -> int:
-        """Tiles that a block computes at a time."""
-        return self.workers // (2 * self.passes[0].tile[0])
-
-    @property
-    def threads(self) -> int:
-        """With a warp for each group that copies its tiles, and one that tells of them if there are
-        several passes: in whole warpgroups, which share out registers."""
-        return self.workers + round_up(32 * self.groups * min(2, len(self.passes)), 128)
-
-    @property
-    def worker_registers(self) -> int:
-        """What helpers leave of those that a block begins with."""
-        begins = min(REGISTERS // self.threads, 255) // 8 * 8 * self.threads
-        helpers = self.threads - self.workers
-        return min(240, (begins - helpers * HELPER_REGISTERS) // self.workers // 8 * 8)
-
-    @property
-    def panel(self) -> int:
-        """Numbers of a tile."""
-        return max(math.prod(each.tile) for each in self.passes)
-
-    @property
-    def matrices(self) -> int:
-        """Bytes of all matrices."""
-        return 2 * self.words * sum(each.matrices for each in self.passes)
-
-    @property
-    def scales(self) -> int:
-        """Columns of a tile that are scaled each for itself, or 1 for all."""
-        return PANEL if self.passes[0].inside else 1
-
-    @property
-    def powers(self) -> int:
-        """How many arrays of powers of two go from pass to pass."""
-        return len(self.passes) - 1 if self.dtype == "float16" else 0
-
-    @property
-    def bounds(self) -> int:
-        """How many arrays there are of what scales numbers that launches hand on."""
-        return BOUND_ARRAYS if self.before + self.behind else 0
-
-    @property
-    def stage_bytes(self) -> int:
-        """Of a tile as it arrives, and as a panel."""
-        return self.panel * max(2 * self.words, DTYPES[self.dtype].bytes)
-
-    @property
-    def stages(self) -> int:
-        """As many as there is room for; 0 where there is none."""
-        most = SLAB_STAGES if len(self.passes) > 1 else MOST_STAGES
-        return max(0, min(most, self._room // (self.groups * self._bytes_of_stage)))
-
-    @property
-    def _bytes_of_stage(self) -> int:
-        powers = self.panel // PANEL * EXPONENT_BYTES * (self.powers > 0)
-        return self.stage_bytes + BARRIERS + NOTE_BYTES + powers
-
-    @property
-    def _room(self) -> int:
-        """For stages, beside what else there is."""
-        return SHARED_BYTES[ARCH] - self._fixed_bytes
-
-    @property
-    def _fixed_bytes(self) -> int:
-        numbers = 2 * len(self.passes) + 4 * self.scales * self.groups
-        numbers += 2 * (1 + WIDEST) * (self.behind > 0)  # growths of matrices, sums of columns
-        notes = MORE_NOTES * self.groups * NOTE_BYTES
-        return self.matrices + 4 * round_up(numbers, 4) + notes + ALIGNMENT
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of a block."""
-        return self._fixed_bytes + self.groups * self.stages * self._bytes_of_stage
-
-
 def passes_of(product: Group, arch: str) -> tuple[Pass, ...]:
     """The passes of a product, first to last; none where the kernels take other numbers or
     sizes."""
@@ -211,10 +103,28 @@ def _groups(sizes: tuple[Size, ...]) -> list[tuple[int, ...]]:
     return groups
 
 
-def exponents(part: Pass) -> tuple[int, int]:
-    """Of the largest number of a tile, and of the matrix along its lines: what this makes of that
-    is below 2^15 where it is multiplied again."""
-    if not part.columns:
-        return LARGEST_EXPONENT, LARGEST_EXPONENT
-    both = LARGEST_EXPONENT - 1 - (part.rows - 1).bit_length()
-    return both - both // 2, both // 2
+def is_faster(product: Group, arch: str) -> bool:
+    """Whether the kernels of wgmma are faster than those for every GPU, where both take a product:
+    measured on an H200, of 1024 rows. They are not where rows that a block keeps whole are read and
+    written once (1024 x 16^4 of float16 in half the time), nor where several matrices are narrower
+    than the tiles that they are multiplied as (32^4 on either side)."""
+    parts, dtype, inside = passes_of(product, arch), product.dtype, product.inside
+    if len(parts) < 2:
+        return len(parts) == 1
+    if _is_in_a_block(product, arch):
+        return len(parts) == 2 and inside and dtype != "float32"
+    if inside and (dtype, product.precision) != ("float32", "tf32"):
+        narrow = [part.rows for part in parts if part.rows < PANEL]
+        return len(narrow) < LEAST_NARROW or min(narrow) < WIDE_ROWS
+    return len([part for part in parts[1:] if part.rows < PANEL]) < 2
+
+
+def _is_in_a_block(product: Group, arch: str) -> bool:
+    """Whether a block of the other kernels keeps rows, and is fast."""
+    if (product.dtype, product.precision) == ("float32", "tf32"):
+        is_short = math.prod(rows for rows, _ in product.sizes) <= MOST_WHOLE[product.inside]
+        return is_short and max(rows for rows, _ in product.sizes) < WIDE_ROWS
+    from kernlib.families.kronecker_product.kernels.halves import HALVES
+
+    groups = grouping.groups(HALVES, product, arch)
+    return groups is not None and len(groups) == 1

@@ -104,16 +104,16 @@ def split(
     for first, last in groups:
         before = math.prod(factor.rows for factor in problem.factors[:first])
         behind = math.prod(factor.columns for factor in problem.factors[last:])
-        own = problem.factors[first:last]
-        sizes = [math.prod(getattr(f, name) for f in own) for name in ("rows", "columns")]
+        factors = problem.factors[first:last]
+        sizes = [math.prod(getattr(f, name) for f in factors) for name in ("rows", "columns")]
         out = problem.out
-        if first:  # into the workspace: (batch, columns, before, own, behind), or columns last
+        if first:  # into the workspace: (batch, columns, before, width, behind), or columns last
             features = before * sizes[1] * behind
             strides = (1, columns) if problem.inside else (features, 1)
             out = Layout(features * columns, 0, *strides)
         beside = () if first else problem.summands
         part = problem._replace(columns=columns, x=x, out=out, summands=beside)
-        run = _run(part, back, before, sizes, behind, own, slab)
+        run = _run(part, back, before, sizes, behind, factors, slab)
         ends = {"first": first, "begins": not runs, "ends": first == 0}
         runs.append(run._replace(dtype=problem.dtype, precision=problem.precision, **ends))
         x, back = out, back and out
@@ -121,38 +121,38 @@ def split(
 
 
 def _run(
-    problem: Problem, back: Layout | None, before: int, sizes: list, behind: int, own, slab: int
+    problem: Problem, back: Layout | None, before: int, sizes: list, behind: int, factors, slab: int
 ) -> Run:
-    """One run over features (before, own, behind), of which ``before`` or ``behind`` go to the
+    """One run over features (before, width, behind), of which ``before`` or ``behind`` go to the
     tile's columns and the rest to outer and inner indices. Output features are those of the last
     run, which alone has an epilogue: nothing is before it. ``back`` is the layout of a gradient by
     x, if there is one."""
     sides = [(problem.x, sizes[0]), *((s, sizes[1]) for s in (problem.out, *problem.summands))]
     sides += [(back, sizes[0])] if back else []
     outer = [s.feature * size * behind for s, size in sides]  # from one before to the next
-    own_strides = [s.feature * behind for s, _ in sides]
+    within = [s.feature * behind for s, _ in sides]
     rows, features = [s.column for s, _ in sides], [s.feature for s, _ in sides]
     columns, none = problem.columns, [0] * len(sides)
 
-    def made(outers, inners, count, inside: bool, strides: tuple, feature, divisor: int = 1) -> Run:
-        x, out, *rest = _layouts(sides, *strides, own_strides)
+    def run(outers, inners, count, inside: bool, strides: tuple, feature, divisor: int = 1) -> Run:
+        x, out, *rest = _layouts(sides, *strides, within)
         gradient = rest.pop() if back else None
-        begin = problem.batch, outers, inners, count, inside, own, x, out
+        begin = problem.batch, outers, inners, count, inside, factors, x, out
         return Run(*begin, tuple(rest), feature, divisor, gradient)
 
-    if problem.inside:  # (before, own, behind, columns)
+    if problem.inside:  # (before, width, behind, columns)
         apart = slab or any(s.feature != columns * s.column for s, _ in sides)
         if behind > 1 and apart:
             strides = outer, features, rows
-            return made(before, behind, columns, True, strides, (0, 1, 0, behind))
+            return run(before, behind, columns, True, strides, (0, 1, 0, behind))
         strides = outer, none, rows
-        return made(before, 1, behind * columns, True, strides, (0, 0, 1, behind), columns)
-    if behind > 1:  # (columns, before, own, behind)
-        return made(columns, before, behind, True, (rows, outer, features), (0, 0, 1, behind))
+        return run(before, 1, behind * columns, True, strides, (0, 0, 1, behind), columns)
+    if behind > 1:  # (columns, before, width, behind)
+        return run(columns, before, behind, True, (rows, outer, features), (0, 0, 1, behind))
     if before > 1 and any(row != step * before for row, step in zip(rows, outer, strict=True)):
-        return made(columns, 1, before, False, (rows, none, outer), (0, 0, 0, 1))
+        return run(columns, 1, before, False, (rows, none, outer), (0, 0, 0, 1))
     strides = none, none, outer if before > 1 else rows
-    return made(1, 1, columns * before, False, strides, (0, 0, 0, 1))
+    return run(1, 1, columns * before, False, strides, (0, 0, 0, 1))
 
 
 def _layouts(sides: list, *strides: list[int]) -> list[Layout]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_product.kernels.base import ProductKernel
+from kernlib.families.kronecker_product.kernels.base import PartsKernel
 from kernlib.families.kronecker_product.kernels.clear import CLEAR
 from kernlib.families.kronecker_product.lowering import grouping, parameters
 from kernlib.families.kronecker_product.lowering.grouping import Group, Size
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
         return 2 * self.lag + 1
 
 
-class InSlabs(ProductKernel):
+class InSlabs(PartsKernel):
     """A kernel of several runs of factors. ``of_run`` is the kernel of one, for which factors are
     grouped."""
 

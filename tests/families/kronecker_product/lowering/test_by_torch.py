@@ -3,6 +3,7 @@
 import pytest
 
 import kernlib as kl
+from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.lowering import by_torch, choose, estimates
 from kernlib.families.kronecker_product.lowering.problem import Layout
 from tests.families.kronecker_product.lowering.test_choose import SHAPES, problem
@@ -181,11 +182,11 @@ def test_factors_that_vary_with_the_batch_are_kernels():
 def test_passes_behind_the_products_count():
     """Each is a launch and moves the result."""
     assert [lower(problem(*LARGE), n) is None for n in (0, 1, 9)] == [True, True, False]
-    passes = by_torch.passes_of
+    passes = plans.passes_of
     assert passes(()) == 0
     assert passes((kl.Scale(),)) == passes((kl.Bias(),)) == 1
     assert passes((kl.Bias(), kl.Gelu())) == 3
-    assert passes((kl.Add(),)) == 2 + by_torch.SUMMAND
+    assert passes((kl.Add(),)) == 2 + plans.SUMMAND
     assert passes((kl.Gate(),)) > 3
 
 

@@ -8,7 +8,7 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.kernels import halves
+from kernlib.families.kronecker_product.kernels import half_slabs, halves
 from kernlib.families.kronecker_product.lowering import slabs
 from tests.families.kronecker_product.cases import GATES, assert_near, product
 from tests.families.kronecker_product.emulated import group, kinds, operands, run
@@ -160,12 +160,12 @@ def test_slabs_pass_from_run_to_run(case, restaged, gpus, monkeypatch, seed):
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
     if restaged:
-        variant = halves.HalfSlabs.variant
+        variant = half_slabs.HalfSlabs.variant
 
         def restage(self, kind, groups, is_varied, arch):
             return variant(self, kind, groups, True, arch)
 
-        monkeypatch.setattr(halves.HalfSlabs, "variant", restage)
+        monkeypatch.setattr(half_slabs.HalfSlabs, "variant", restage)
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, *factors = operands(shapes, rows, side, dtype, batch)
     padded = torch.zeros(*x.shape[:-1], x.shape[-1] + 1, dtype=dtype)  # rows that lie unaligned

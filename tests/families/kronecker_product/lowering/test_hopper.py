@@ -8,7 +8,7 @@ import torch
 import kernlib as kl
 from kernlib import settings
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.kernels import hopper
+from kernlib.families.kronecker_product.kernels import hopper, hopper_passes
 from kernlib.families.kronecker_product.lowering import passes
 from kernlib.families.kronecker_product.lowering.grouping import Group
 from tests.families.kronecker_product.cases import GATES, assert_near, by_modes
@@ -50,7 +50,7 @@ FAST = ("two", "two halves", "small last", "copies of bfloat16")
 @pytest.fixture(autouse=True)
 def taken(monkeypatch):
     """Also where others are faster."""
-    monkeypatch.setattr(hopper, "is_faster", lambda *_: True)
+    monkeypatch.setattr(passes, "is_faster", lambda *_: True)
 
 
 def square(sizes):
@@ -184,8 +184,8 @@ def test_halves_go_from_pass_to_pass_with_exponents(sizes, gpus, seed):
 @pytest.mark.few(1)
 def test_a_tile_forgets_the_exponents_of_another(gpus, monkeypatch, seed):
     """Of which a group has had one of a first pass since."""
-    monkeypatch.setattr(passes, "WORKERS", 128)
-    monkeypatch.setattr(passes, "SLAB_BYTES", 1)
+    monkeypatch.setattr(hopper_passes, "WORKERS", 128)
+    monkeypatch.setattr(hopper, "SLAB_BYTES", 1)
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, *factors = operands(square((16,) * 3), 20, "right", F16)
     x = x * 2.0**-18
@@ -260,7 +260,7 @@ def test_slabs_follow_each_other(sizes, dtype, place, gpus, monkeypatch, seed):
     """Of three rows each, so that the last has fewer; in the place of the result, or in a ring,
     whose places are taken again, where its rows are not aligned."""
     features, rows = math.prod(sizes), 23
-    monkeypatch.setattr(passes, "SLAB_BYTES", 3 * features * dtype.itemsize)
+    monkeypatch.setattr(hopper, "SLAB_BYTES", 3 * features * dtype.itemsize)
     monkeypatch.setattr(hopper, "DISTANCE", 1)
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
     x, *factors = operands(square(sizes), rows, "right", dtype)
@@ -285,7 +285,7 @@ def test_tickets_of_several_tiles(dtype, gpus, monkeypatch, seed):
 @pytest.mark.parametrize("dtype", slow_but((F32,), (F32, F16)), ids=str)
 def test_passes_may_be_launches_of_their_own(dtype, gpus, monkeypatch, seed):
     """Where no block has room for all matrices: as with 128 x 128 in float32."""
-    monkeypatch.setattr(passes, "SLAB_STAGES", 9)
+    monkeypatch.setattr(hopper_passes, "SLAB_STAGES", 9)
     monkeypatch.setattr(hopper, "PART_BYTES", 2 * 4096 * 4)
     x, *factors = operands(square((16,) * 3), 5, "right", dtype)
     descriptor = kl.KroneckerProduct((16,) * 3, epilogue=kl.Add())
@@ -305,7 +305,7 @@ def test_passes_may_be_launches_of_their_own(dtype, gpus, monkeypatch, seed):
 @pytest.mark.parametrize("side", slow_but(("right",), SIDES))
 def test_float16_does_not_overflow_between_launches(side, gpus, monkeypatch, seed):
     """Nor vanish: rows, or columns, are scaled each for itself, an infinite number apart."""
-    monkeypatch.setattr(passes, "SLAB_STAGES", 9)
+    monkeypatch.setattr(hopper_passes, "SLAB_STAGES", 9)
     x, *factors = operands(square((16,) * 3), 70, side, F16)
     sizes = torch.tensor([1e4, 1e-5, 1.0, 0.0]).repeat(18)[:70]
     x = (x.float() * (sizes[:, None] if side == "right" else sizes)).clamp(-6e4, 6e4).to(F16)
@@ -333,7 +333,7 @@ def test_float16_does_not_overflow_between_launches(side, gpus, monkeypatch, see
 def test_float16_is_kept_beside_larger_numbers(case, side, gpus, monkeypatch, seed):
     """What identities take over beside a large number of x, and results that a large entry of a
     factor has no part in, to the last bits of half precision."""
-    monkeypatch.setattr(passes, "SLAB_STAGES", 9)
+    monkeypatch.setattr(hopper_passes, "SLAB_STAGES", 9)
     size, count = 16, 4 if side == "left" else 3
     x, *factors = operands(square((size,) * count), 3, side, F16)
     if case == "identities":

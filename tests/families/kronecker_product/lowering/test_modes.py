@@ -8,7 +8,7 @@ import torch
 import kernlib as kl
 from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.kernels import modes
-from kernlib.families.kronecker_product.lowering import by_torch, parameters, slabs
+from kernlib.families.kronecker_product.lowering import by_torch, grouping, parameters, slabs
 from kernlib.runtime import products
 from tests.families.kronecker_product.cases import assert_near, product
 from tests.families.kronecker_product.emulated import kinds, operands, run
@@ -94,8 +94,8 @@ def test_strides_batches_and_epilogues(layout, gpus, seed):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_several_launches(side, precision, gpus, monkeypatch, seed):
     """Of a block with little shared memory."""
-    monkeypatch.setattr(modes, "room", lambda dtype, arch: 1200)
-    monkeypatch.setattr(modes, "most_features", lambda dtype: 512)
+    monkeypatch.setattr(grouping, "room", lambda dtype, arch: 1200)
+    monkeypatch.setattr(grouping, "most_features", lambda dtype: 512)
     shapes = ((8, 8), (4, 6), (8, 7), (8, 8))
     tensors = operands(shapes, 3, side, F32)
     descriptor = kl.KroneckerProduct(shapes, side=side, epilogue=kl.Bias(), precision=precision)
@@ -122,8 +122,8 @@ SLABS = {
 def test_slabs_pass_from_run_to_run_in_one_launch(case, restaged, gpus, monkeypatch, seed):
     side, shapes, rows, dtype, batch = SLABS[case]
     most = 1200 if dtype != F64 else 600
-    monkeypatch.setattr(modes, "room", lambda dtype, arch: most)
-    monkeypatch.setattr(modes, "most_features", lambda dtype: 512 if dtype != "float64" else 40)
+    monkeypatch.setattr(grouping, "room", lambda dtype, arch: most)
+    monkeypatch.setattr(grouping, "most_features", lambda dtype: 512 if dtype != "float64" else 40)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
     if restaged:

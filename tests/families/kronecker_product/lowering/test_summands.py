@@ -10,7 +10,7 @@ from kernlib import ahead
 from kernlib.descriptors.epilogues import Add
 from kernlib.families.kronecker_product import plans
 from kernlib.families.kronecker_product.kernels import halves, modes
-from kernlib.families.kronecker_product.lowering import slabs
+from kernlib.families.kronecker_product.lowering import grouping, slabs
 from tests.families.kronecker_product.cases import GATES, assert_near, operands, product
 from tests.families.kronecker_product.emulated import group, kinds
 from tests.support.emulation.gpus import gpu, host
@@ -168,8 +168,8 @@ MANY = ((8, 8), (4, 6), (8, 7), (8, 8))
 @pytest.mark.parametrize("batch", slow_but(((),), [(), (2,)]), ids=str)
 def test_slabs_take_their_part_of_y(case, batch, gpus, monkeypatch, seed):
     side, rows, dtype = SLABS[case]
-    monkeypatch.setattr(modes, "room", lambda dtype, arch: 1200)
-    monkeypatch.setattr(modes, "most_features", lambda dtype: 512)
+    monkeypatch.setattr(grouping, "room", lambda dtype, arch: 1200)
+    monkeypatch.setattr(grouping, "most_features", lambda dtype: 512)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     monkeypatch.setattr(slabs, "RESTAGED_BYTES", 1)
     monkeypatch.setattr(plans, "lower_on", lambda lower, device: lower(1))
@@ -201,8 +201,8 @@ def test_slabs_of_half_types_do_so_too(side, rows, gpus, monkeypatch, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("side", SIDES)
 def test_the_last_of_several_launches_adds_y(side, gpus, monkeypatch, seed):
-    monkeypatch.setattr(modes, "room", lambda dtype, arch: 1200)
-    monkeypatch.setattr(modes, "most_features", lambda dtype: 512)
+    monkeypatch.setattr(grouping, "room", lambda dtype, arch: 1200)
+    monkeypatch.setattr(grouping, "most_features", lambda dtype: 512)
     monkeypatch.setattr(modes.Slabs, "takes", lambda *_: False)
     x, factors = operands(MANY, 3, side, F32)
     wanted = product(x, factors, side)

@@ -9,8 +9,8 @@ import torch
 import kernlib as kl
 from kernlib import events
 from kernlib.families.kronecker_product import plans
-from kernlib.families.kronecker_product.kernels import halves, hopper, modes
-from kernlib.families.kronecker_product.lowering import by_torch, grouping, slabs
+from kernlib.families.kronecker_product.kernels import halves
+from kernlib.families.kronecker_product.lowering import by_torch, grouping, passes, slabs
 from kernlib.runtime.devices import Model
 from tests.gpu.families.kronecker_product.cases import TYPES, operands, product
 
@@ -43,8 +43,8 @@ def call(shapes, numbers: str, side: str, rows: int, batch: tuple) -> None:
 def cut_into_slabs() -> None:
     """As rows of any length are that are longer than these: each run has one or two factors, a slab
     one row or eight columns, and a GPU four multiprocessors."""
-    modes.room = lambda dtype, arch: 1200 if dtype != "float64" else 600
-    modes.most_features = lambda dtype: 512 if dtype != "float64" else 256
+    grouping.room = lambda dtype, arch: 1200 if dtype != "float64" else 600
+    grouping.most_features = lambda dtype: 512 if dtype != "float64" else 256
     slabs.SLAB_BYTES = slabs.RESTAGED_BYTES = 1
     slabs.COLUMNS_INSIDE = 8
     plans.model = lambda device: Model("", 4)
@@ -66,7 +66,7 @@ def main(side: str, numbers: str) -> None:
     for shapes in SHAPES:
         for rows, batch in ((1, ()), (9, ()), (33, ()), (5, (2,))):
             call(shapes, numbers, side, rows, batch)
-    hopper.is_faster = lambda *_: True  # also where others are faster
+    passes.is_faster = lambda *_: True  # also where others are faster
     for shapes in WGMMA:
         for rows in (2, 19):  # of which nobody has a plan
             call(shapes, numbers, side, rows, ())
