@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kernlib.families.kronecker_sparse.kernels import portable
-from kernlib.families.kronecker_sparse.kernels.portable import Portable
+from kernlib.families.kronecker_sparse.kernels.factor import portable
+from kernlib.families.kronecker_sparse.kernels.factor.portable import Portable
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES

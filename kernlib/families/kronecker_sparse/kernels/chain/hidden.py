@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kernlib.families.kronecker_sparse.kernels import fused_chain
-from kernlib.families.kronecker_sparse.kernels.fused_chain import ChainScope, Tiles
+from kernlib.families.kronecker_sparse.kernels.chain import fused_chain
+from kernlib.families.kronecker_sparse.kernels.chain.fused_chain import ChainScope, Tiles
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import Layout, Pattern, Problem
 from kernlib.jit.spec import KernelSpec

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels import hopper, split_k_sum
-from kernlib.families.kronecker_sparse.kernels.portable import Portable, tile_count
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.kernels.factor import hopper
+from kernlib.families.kronecker_sparse.kernels.factor.portable import Portable, tile_count
+from kernlib.families.kronecker_sparse.kernels.steps import split_k_sum
+from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import Layout, Problem, Scope, is_deep
 from kernlib.jit.spec import KernelSpec

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels.pack import Pack, Packing
+from kernlib.families.kronecker_sparse.kernels.steps.pack import Pack, Packing
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import Pattern, Problem
 from kernlib.jit.spec import KernelSpec

@@ -10,9 +10,9 @@ from math import inf
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels import via_batch_last
-from kernlib.families.kronecker_sparse.kernels.pack import Pack, Packing
-from kernlib.families.kronecker_sparse.kernels.via_batch_last import Transposed
+from kernlib.families.kronecker_sparse.kernels.lanes import via_batch_last
+from kernlib.families.kronecker_sparse.kernels.lanes.via_batch_last import Transposed
+from kernlib.families.kronecker_sparse.kernels.steps.pack import Pack, Packing
 from kernlib.families.kronecker_sparse.lowering import hopper_common, shapes, times
 from kernlib.families.kronecker_sparse.lowering.problem import Problem, Scope, is_small
 from kernlib.families.kronecker_sparse.lowering.shapes import SHAPES, Shape

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels import deinterleave, split_k_sum
-from kernlib.families.kronecker_sparse.kernels.deinterleave import Deinterleave
-from kernlib.families.kronecker_sparse.kernels.portable import Portable
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
-from kernlib.families.kronecker_sparse.kernels.transpose import ALIGNMENT, is_flat
-from kernlib.families.kronecker_sparse.kernels.weight_gradient import part_of
+from kernlib.families.kronecker_sparse.kernels.factor.portable import Portable
+from kernlib.families.kronecker_sparse.kernels.gradient.weight_gradient import part_of
+from kernlib.families.kronecker_sparse.kernels.steps import deinterleave, split_k_sum
+from kernlib.families.kronecker_sparse.kernels.steps.deinterleave import Deinterleave
+from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.kernels.steps.transpose import ALIGNMENT
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import (
     MAX_BLOCKS,
@@ -23,6 +23,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     Problem,
     Scope,
     is_deep,
+    is_flat,
 )
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import tma

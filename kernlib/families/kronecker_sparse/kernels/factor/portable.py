@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.kernels import split_k_sum
-from kernlib.families.kronecker_sparse.kernels.portable_pack import PortablePack, depth_first
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
 from kernlib.families.kronecker_sparse.lowering import hopper_common, times
 from kernlib.families.kronecker_sparse.lowering.problem import (
     MAX_BLOCKS,
@@ -22,6 +19,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     OutLayout,
     Problem,
     Scope,
+    depth_first,
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -160,10 +158,14 @@ class Portable(Kernel):
         variant = self.Variant(problem.dtype, problem.precision, tile, *accesses(problem), partial)
         spec = self.spec(() if count > 1 else epilogue, variant, gpu.arch)
         if count > 1:
+            from kernlib.families.kronecker_sparse.kernels.steps import split_k_sum
+
             layout, one = split_k_sum.layout(problem)
             grid, fixed = _launch(problem, tile, layout, one, count)
             main = Step(spec, grid, fixed, (("left", 0), ("right", 0), ("workspace", 0)))
-            return Lowered((main, SplitKSum().step(problem, layout, one, count)), 4 * one * count)
+            return Lowered(
+                (main, split_k_sum.SplitKSum().step(problem, layout, one, count)), 4 * one * count
+            )
         grid, fixed = _launch(problem, tile, problem.out, 0, 1)
         packs = problem != original
         operands = ("left", "workspace" if packs else "right", "out")
@@ -171,6 +173,8 @@ class Portable(Kernel):
         main = Step(spec, grid, fixed, pointers, text.scalar_count(epilogue))
         if not packs:
             return Lowered((main,))
+        from kernlib.families.kronecker_sparse.kernels.steps.portable_pack import PortablePack
+
         packing = PortablePack().step(original, problem.right)
         return Lowered((packing, main), 16 * _chunks(problem))
 
@@ -202,6 +206,9 @@ class Portable(Kernel):
 
     def specs(self, epilogue: tuple[Epilogue, ...], scope: Scope, arch: str) -> list[KernelSpec]:
         """The specifications of all variants, and of what packs and what sums."""
+        from kernlib.families.kronecker_sparse.kernels.steps.portable_pack import PortablePack
+        from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
+
         steps = [
             step.spec((), step.Variant(dtype))
             for dtype in scope.dtypes
