@@ -36,6 +36,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     is_flat,
 )
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import kernel
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Gpu
@@ -171,11 +172,11 @@ def _wide(
 ) -> tuple[Lowered, bool]:
     """:func:`lower` by way of a gradient that has the batch last."""
 
-    def lower_mixed(kernel: Hopper | WeightGradient, problem: Problem) -> Lowered:
+    def lower_mixed(mixed: Hopper | WeightGradient, problem: Problem) -> Lowered:
         """Of a problem that has the batch last on one side."""
-        if not kernel.takes(problem, gpu.arch, mixed=True):
+        if not mixed.takes(problem, gpu.arch, mixed=True):
             return lower_one(problem)
-        return kernel.launch((), problem, gpu, kernel.default(problem, gpu))
+        return mixed.launch((), problem, gpu, mixed.default(problem, gpu))
 
     first, to_second = problems.hidden, problems.to_second
     rows, (groups, columns, depth, lanes) = first.rows, problems.second
@@ -240,8 +241,6 @@ def variants(patterns: tuple[Pattern, Pattern], arch: str, dtypes: list[str]) ->
     if lanes > interleaved_gradient.LANES[-1]:
         numbers = tuple((dtype, "fp32") for dtype in dtypes)
         scope = Scope((b, c, 1), numbers, arch, mixed=True)
-        specs += [
-            spec for each in (Hopper(), WeightGradient()) for spec in each.specs((), scope, arch)
-        ]
+        specs += kernel.specs((Hopper(), WeightGradient()), (), scope, arch)
         specs += [Transpose().spec((), Transpose.Variant(dtype, bias=True)) for dtype in dtypes]
     return specs

@@ -39,6 +39,11 @@ class OutLayout(NamedTuple):
     column: int
     alignment: int = 16
 
+    @property
+    def strides(self) -> dict[str, int]:
+        """By the names of their fields in parameters."""
+        return {f"out_{name}_stride": getattr(self, name) for name in self._fields[:4]}
+
 
 class Problem(NamedTuple):
     """One call's shapes and layouts, as lowering sees them. ``precision`` is "fp32" or "tf32", and

@@ -53,14 +53,15 @@ class Transpose(Kernel):
         strides: tuple[int, int],
         alignment: int,
         pointers: tuple[tuple[str, int], ...],
-        whole: bool = True,
+        aligned: bool = True,
         bias: bool = False,
     ) -> Step:
         """The launch that turns ``sizes``, rows and columns, at the first of ``pointers`` to
         columns and rows at the second: rows and turned columns lie ``strides`` elements apart. The
-        first row begins at ``alignment`` modulo 16; turned columns take ``whole`` 16 bytes,
-        aligned, of which the last may end in zeros, or lie anywhere, and nothing behind them is
-        written. With ``bias`` a third pointer gets the sums of TILE rows each, in float32."""
+        first row begins at ``alignment`` modulo 16. Turned columns take whole 16 bytes, aligned, of
+        which the last may end in zeros, if they are said to be ``aligned``; else they lie anywhere,
+        and nothing behind them is written. With ``bias`` a third pointer gets the sums of TILE rows
+        each, in float32."""
         rows, columns = sizes
         row_stride, pitch = strides
         chunk = 16 // DTYPES[dtype].bytes
@@ -72,7 +73,7 @@ class Transpose(Kernel):
             columns=columns,
             column_tiles=tiles[0],
             vectors=row_stride % chunk == 0 and alignment % 16 == 0,
-            whole=whole,
+            whole=aligned,
             unused=0,
         )
         spec = self.spec((), Transpose.Variant(dtype, bias))
