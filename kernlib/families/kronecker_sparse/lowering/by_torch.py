@@ -46,10 +46,10 @@ KERNEL_MOVED = 0.17  # of a million bytes
 
 
 def gains(problem: Problem, choice: Mapping[str, object], gpu: Gpu) -> bool:
-    """Whether torch takes clearly less time than the kernel of a ``choice`` does. What nobody
-    measured is the kernel's: other GPUs, other kinds, other layouts and sizes, and what is not
+    """Whether torch takes clearly less time than the portable kernel with the tile of a ``choice``
+    does. What nobody measured is the kernel's: other GPUs, other layouts and sizes, and what is not
     float32 at "fp32"."""
-    if gpu != GPU or choice["kind"] != portable.Portable.name or not takes(problem):
+    if gpu != GPU or not takes(problem):
         return False
     return GAIN * torch_time(problem) < kernel_time(problem, choice)
 

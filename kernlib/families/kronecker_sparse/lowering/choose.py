@@ -48,7 +48,8 @@ def lower(
     gpu, among = Gpu(arch, multiprocessors), kernels(problem)
     tuned = kernel.match(choice, kernel.options(among, problem, arch)) if choice else None
     option = tuned or kernel.choose(among, problem, gpu)
-    if torch_may and tuned is None:
+    if torch_may and tuned is None and option.kernel.name == "portable":
+        # Nobody measured torch against other kinds.
         from kernlib.families.kronecker_sparse.lowering import by_torch
 
         if by_torch.gains(problem, option.choice, gpu):
