@@ -33,7 +33,7 @@ class Simulated:
     def candidates(self, problem, arch):
         return [{"tile": 64}, {"tile": 32}]
 
-    def variants(self, epilogue, pattern, batch_last, arch, dtypes, precision):
+    def variants(self, epilogue, pattern, arch, dtypes, precision):
         return [self.spec("sum", dtype, {"tile": 64}) for dtype in dtypes]
 
     def spec(self, part, what, choice):
