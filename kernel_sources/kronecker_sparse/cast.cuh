@@ -4,7 +4,7 @@
 // Floor: a read and a write of the arrays. Those of a layer have some 100,000 numbers, so a launch
 // takes 2 us, as each of ARRAYS of torch's would.
 //
-// Facts and struct Fixed: class Cast of kernlib/families/kronecker_sparse/kernels/cast.py.
+// Facts and struct Fixed: class Cast of kernlib/families/kronecker_sparse/kernels/steps/cast.py.
 #pragma once
 
 #include "common/types.cuh"

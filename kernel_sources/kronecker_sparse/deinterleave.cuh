@@ -5,7 +5,7 @@
 // features in half precision take 11 us of 9.
 //
 // Facts and struct Fixed: class Deinterleave of
-// kernlib/families/kronecker_sparse/kernels/deinterleave.py.
+// kernlib/families/kronecker_sparse/kernels/steps/deinterleave.py.
 #pragma once
 
 #include "common/hopper.cuh"

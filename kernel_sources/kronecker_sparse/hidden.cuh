@@ -9,7 +9,8 @@
 // Persistent CTAs: one producer thread, and two warpgroups of 64 rows each. A unit of work is 128
 // rows of the batch, and as many blocks as have whole lines of 64 k of each l, or all blocks.
 //
-// Facts and struct Fixed: class Hidden of kernlib/families/kronecker_sparse/kernels/hidden.py.
+// Facts and struct Fixed: class Hidden of
+// kernlib/families/kronecker_sparse/kernels/chain/hidden.py.
 #pragma once
 
 #include "kronecker_sparse/fused_chain/first_product.cuh"

@@ -5,7 +5,7 @@
 // hopper/hopper.cuh has left them.
 //
 // Facts and struct Fixed: class SplitKSum of
-// kernlib/families/kronecker_sparse/kernels/split_k_sum.py.
+// kernlib/families/kronecker_sparse/kernels/steps/split_k_sum.py.
 #pragma once
 
 #include "common/types.cuh"

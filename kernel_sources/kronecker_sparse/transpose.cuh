@@ -5,7 +5,7 @@
 // Floor: 2 * rows * columns * itemsize bytes over 4.3 TB/s.
 //
 // Facts and struct Fixed: class Transpose of
-// kernlib/families/kronecker_sparse/kernels/transpose.py.
+// kernlib/families/kronecker_sparse/kernels/steps/transpose.py.
 #pragma once
 
 #include "common/mma.cuh"

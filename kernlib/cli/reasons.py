@@ -79,7 +79,8 @@ def estimates(descriptor, arch: str, tensors: tuple, arguments: dict) -> dict[st
     if type(descriptor).__name__ != "KroneckerSparse":
         return {}
     from kernlib.families.kronecker_sparse import operation, plans
-    from kernlib.families.kronecker_sparse.kernels import interleaved, portable, via_batch_last
+    from kernlib.families.kronecker_sparse.kernels.factor import portable
+    from kernlib.families.kronecker_sparse.kernels.lanes import interleaved, via_batch_last
     from kernlib.families.kronecker_sparse.lowering import choose, times
     from kernlib.runtime import ahead, devices
     from kernlib.runtime.operation import REFERENCE

@@ -162,10 +162,10 @@ def classes(package: str) -> frozenset[type[Kernel]]:
     """The classes of kernels that the modules of a package define; what has no header is the base
     of some."""
     modules = pkgutil.iter_modules(import_module(package).__path__)
-    names = (module.name for module in modules if not module.ispkg)
-    values = [each for name in names for each in vars(import_module(f"{package}.{name}")).values()]
+    names = [f"{package}.{module.name}" for module in modules if not module.ispkg]
+    values = [value for name in names for value in vars(import_module(name)).values()]
     kinds = (each for each in values if isinstance(each, type) and issubclass(each, Kernel))
-    return frozenset(kind for kind in kinds if hasattr(kind, "header"))
+    return frozenset(kind for kind in kinds if hasattr(kind, "header") and kind.__module__ in names)
 
 
 def specs(among: Iterable[Kernel], subject: Any, scope: Any, arch: str) -> list[KernelSpec]:

@@ -9,15 +9,16 @@ from itertools import product
 import pytest
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse.kernels import hopper, portable, split_k_sum
-from kernlib.families.kronecker_sparse.kernels import weight_gradient as gradient
-from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
-from kernlib.families.kronecker_sparse.kernels.interleaved import Interleaved
-from kernlib.families.kronecker_sparse.kernels.portable import Portable
-from kernlib.families.kronecker_sparse.kernels.portable_pack import PortablePack
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
-from kernlib.families.kronecker_sparse.kernels.transpose import Transpose
-from kernlib.families.kronecker_sparse.kernels.weight_gradient import WeightGradient
+from kernlib.families.kronecker_sparse.kernels.factor import hopper, portable
+from kernlib.families.kronecker_sparse.kernels.factor.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.factor.portable import Portable
+from kernlib.families.kronecker_sparse.kernels.gradient import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels.gradient.weight_gradient import WeightGradient
+from kernlib.families.kronecker_sparse.kernels.lanes.interleaved import Interleaved
+from kernlib.families.kronecker_sparse.kernels.steps import split_k_sum
+from kernlib.families.kronecker_sparse.kernels.steps.portable_pack import PortablePack
+from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.kernels.steps.transpose import Transpose
 from kernlib.families.kronecker_sparse.lowering import hopper_common as wgmma
 from kernlib.families.kronecker_sparse.lowering import shapes
 from kernlib.families.kronecker_sparse.lowering.problem import Scope

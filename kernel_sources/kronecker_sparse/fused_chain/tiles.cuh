@@ -1,6 +1,6 @@
 // Tiles of a first product whose result, h, lies in shared memory, and the ring of stages.
 //
-// Facts: tile_facts of kernlib/families/kronecker_sparse/kernels/fused_chain.py.
+// Facts: tile_facts of kernlib/families/kronecker_sparse/kernels/chain/fused_chain.py.
 #pragma once
 
 #include "common/hopper.cuh"

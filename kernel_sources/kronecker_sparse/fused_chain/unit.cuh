@@ -2,7 +2,7 @@
 // places.
 //
 // Facts and struct Fixed: class FusedChain of
-// kernlib/families/kronecker_sparse/kernels/fused_chain.py.
+// kernlib/families/kronecker_sparse/kernels/chain/fused_chain.py.
 #pragma once
 
 #include "common/parameters.cuh"

@@ -9,7 +9,7 @@
 // once and turns them.
 //
 // Facts, struct Fixed and ORDER, which k a position along k stands for, in each so many of them:
-// class Pack of kernlib/families/kronecker_sparse/kernels/pack.py.
+// class Pack of kernlib/families/kronecker_sparse/kernels/steps/pack.py.
 #pragma once
 
 #include "common/hopper.cuh"

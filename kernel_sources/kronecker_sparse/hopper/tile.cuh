@@ -1,7 +1,8 @@
 // Tiles of hopper/hopper.cuh: facts, parameters, shared memory and places.
 //
-// Facts and struct Fixed: class Hopper of kernlib/families/kronecker_sparse/kernels/hopper.py, and
-// WeightGradient of weight_gradient.py there.
+// Facts and struct Fixed: class Hopper of
+// kernlib/families/kronecker_sparse/kernels/factor/hopper.py, and WeightGradient of
+// kernlib/families/kronecker_sparse/kernels/gradient/weight_gradient.py.
 #pragma once
 
 #include "common/hopper.cuh"

@@ -1,7 +1,7 @@
 // Tiles of interleaved/interleaved.cuh: facts, parameters, shared memory and places.
 //
 // Facts and struct Fixed: class Interleaved of
-// kernlib/families/kronecker_sparse/kernels/interleaved.py.
+// kernlib/families/kronecker_sparse/kernels/lanes/interleaved.py.
 #pragma once
 
 #include "common/hopper.cuh"

@@ -2,7 +2,7 @@
 // places.
 //
 // Facts and struct Fixed: class InterleavedGradient of
-// kernlib/families/kronecker_sparse/kernels/interleaved_gradient.py.
+// kernlib/families/kronecker_sparse/kernels/gradient/interleaved_gradient.py.
 #pragma once
 
 #include "common/hopper.cuh"

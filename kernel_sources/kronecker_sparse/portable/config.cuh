@@ -1,5 +1,5 @@
 // Facts of a portable kernel: class Portable of
-// kernlib/families/kronecker_sparse/kernels/portable.py.
+// kernlib/families/kronecker_sparse/kernels/factor/portable.py.
 #pragma once
 
 #include "common/types.cuh"

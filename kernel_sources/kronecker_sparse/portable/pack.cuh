@@ -6,7 +6,7 @@
 // Floor: 2 * a*b*c*d * itemsize bytes over the bandwidth of L2, and a launch.
 //
 // Facts and struct Fixed: class PortablePack of
-// kernlib/families/kronecker_sparse/kernels/portable_pack.py.
+// kernlib/families/kronecker_sparse/kernels/steps/portable_pack.py.
 #pragma once
 
 #include "common/types.cuh"

@@ -7,7 +7,8 @@
 // 4.3 TB/s; 2*a*b*c*d*batch operations over 770 TFLOP/s in half types, 138 in 3xTF32, 415 in TF32.
 // Operations decide from b*c / (b+c) = 64 (3xTF32) or 179 (half types) on.
 //
-// Facts and struct Fixed: class Portable of kernlib/families/kronecker_sparse/kernels/portable.py.
+// Facts and struct Fixed: class Portable of
+// kernlib/families/kronecker_sparse/kernels/factor/portable.py.
 #pragma once
 
 #include "common/parameters.cuh"

@@ -471,6 +471,6 @@ def variants(
     specs: dict[KernelSpec, None] = {}
     for factor in descriptor.factors:
         precision = factor.precision and kernel_precision(factor.precision, torch.float32)
-        shape = factor.epilogue, factor.pattern, factor.batch_last
+        shape = factor.epilogue, factor.pattern
         specs |= dict.fromkeys(choose.variants(*shape, arch, names, precision))
     return list(specs)

@@ -18,6 +18,8 @@ from kernlib import events
 from kernlib.canonical import encode
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse
 from kernlib.families.kronecker_sparse.lowering import choose
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Problem
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime import rehearsal, tuned
 from kernlib.runtime.arguments import address_of, folded, no_autocast
 from kernlib.runtime.devices import allocator, arch_of, lower_on, model
@@ -77,7 +79,7 @@ def _features(sizes: tuple[int, int, int], stride: int) -> tuple[int, int, int]:
 
 def problem_of(
     descriptor: KroneckerSparse, call: Call, x, weight, out
-) -> tuple[choose.Problem, tuple | None, bool]:
+) -> tuple[Problem, tuple | None, bool]:
     """The problem of a checked call: rows n, columns j, depth k; the shape of the copy that is read
     in the place of x, or None; and whether a given ``out`` is written by a copy."""
     (a, b, c, d), batch, last = descriptor.pattern, call.batch, descriptor.batch_last
@@ -86,26 +88,26 @@ def problem_of(
     copy, apart = _copy_shape(seen, x, descriptor.in_features, last), written is None
     seen, written = seen or copied_view(descriptor.in_features, batch, last), written or new
     block, lane, depth = _features((a, c, d), seen.feature)
-    left = choose.Layout(block, lane, _used(seen.batch, batch), depth, seen.alignment)
+    left = Layout(block, lane, _used(seen.batch, batch), depth, seen.alignment)
     i, j, k, l = (_used(s, n) for s, n in zip(weight.stride(), weight.shape, strict=True))
-    right = choose.Layout(i, l, j, k, _alignment(weight))
+    right = Layout(i, l, j, k, _alignment(weight))
     block, lane, column = _features((a, b, d), written.feature)
     rows = _used(written.batch, batch)
-    target = choose.OutLayout(block, lane, rows, column, written.alignment)
+    target = OutLayout(block, lane, rows, column, written.alignment)
     precision = kernel_precision(descriptor.precision, call.dtype)
     kind = KERNEL_TYPES[call.dtype]
-    problem = choose.Problem(a, d, batch, b, c, left, right, target, kind, precision)
+    problem = Problem(a, d, batch, b, c, left, right, target, kind, precision)
     return problem, copy, apart
 
 
-def signature(problem: choose.Problem) -> bytes:
+def signature(problem: Problem) -> bytes:
     """What calls must share for one kernel to be fastest."""
     return encode((FAMILY, problem))
 
 
 def lower(
-    epilogue: tuple, problem: choose.Problem, device: int, torch_may: bool = False
-) -> choose.Lowered | None:
+    epilogue: tuple, problem: Problem, device: int, torch_may: bool = False
+) -> Lowered | None:
     """The kernels of a problem on a device: the tuned ones, else by rule; None for torch, where it
     may compute the call."""
     arch, choice = arch_of(device), None
@@ -149,14 +151,14 @@ def plan(call: Call, descriptor: KroneckerSparse, operands: tuple, out, paramete
     return make_plan(operands, call, request, placing, ("left", "right"), lowered, apart)
 
 
-def _torch_plan(call: Call, request: tuple, problem: choose.Problem) -> ProductPlan:
+def _torch_plan(call: Call, request: tuple, problem: Problem) -> ProductPlan:
     """The plan of a call that torch computes."""
     result = allocator(call.out_shape, call.dtype, call.device)
     compute = partial(by_product, result, _matrices(problem))
     return make_plan(request[1], call, request, place, (), None, False, compute)
 
 
-def _matrices(problem: choose.Problem) -> tuple[tuple, tuple, tuple]:
+def _matrices(problem: Problem) -> tuple[tuple, tuple, tuple]:
     """Sizes and strides of x, of the weight and of the result as torch multiplies them: a batch of
     blocks."""
     a, b, c, n = problem.blocks, problem.columns, problem.depth, problem.rows
@@ -234,7 +236,7 @@ def gradient_plan(
 
 def gradient_problem(
     grad: torch.Tensor, x: torch.Tensor, pattern, batch_last: bool, precision
-) -> tuple[choose.Problem, list[tuple | None]]:
+) -> tuple[Problem, list[tuple | None]]:
     """The gradient of a weight: rows j, columns k, depth n; contiguous (a, b, c, d). And for both
     operands the shape of the copy that is read in its place, or None."""
     a, b, c, d = pattern
@@ -245,8 +247,8 @@ def gradient_problem(
         copies.append(_copy_shape(view, t, a * features * d, batch_last))
         view = view or copied_view(a * features * d, batch, batch_last)
         block, lane, line = _features((a, features, d), view.feature)
-        layouts.append(choose.Layout(block, lane, line, _used(view.batch, batch), view.alignment))
+        layouts.append(Layout(block, lane, line, _used(view.batch, batch), view.alignment))
     strides = (_used(b * c * d, a), _used(1, d), _used(c * d, b), _used(d, c))
-    written = choose.OutLayout(*strides, 16)
+    written = OutLayout(*strides, 16)
     kind, precision = KERNEL_TYPES[x.dtype], kernel_precision(precision, x.dtype)
-    return choose.Problem(a, d, b, c, batch, *layouts, written, kind, precision), copies
+    return Problem(a, d, b, c, batch, *layouts, written, kind, precision), copies

@@ -13,6 +13,7 @@ from kernlib.families.kronecker_sparse import operation, plans
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.steps import Lowered, Step
 from kernlib.runtime import ahead, devices, driver, expressions, products
 from tests.support import fakes
 from tests.support.fakes import OnGpu, Torch, at
@@ -32,7 +33,7 @@ class Simulated:
     def candidates(self, problem, arch):
         return [{"tile": 64}, {"tile": 32}]
 
-    def variants(self, epilogue, pattern, batch_last, arch, dtypes, precision):
+    def variants(self, epilogue, pattern, arch, dtypes, precision):
         return [self.spec("sum", dtype, {"tile": 64}) for dtype in dtypes]
 
     def spec(self, part, what, choice):
@@ -52,10 +53,10 @@ class Simulated:
         pointers = (("left", 0), ("right", 0), ("workspace", self.OFFSET))
         after = (("out", 0), *named, ("workspace", self.OFFSET))
         steps = (
-            lowering.Step(sums, (1, 1), fixed, pointers, 0),
-            lowering.Step(end, (2, 1), fixed, after, scalars),
+            Step(sums, (1, 1), fixed, pointers, 0),
+            Step(end, (2, 1), fixed, after, scalars),
         )
-        return lowering.Lowered(steps, self.OFFSET + 8 * total)
+        return Lowered(steps, self.OFFSET + 8 * total)
 
     def run(self, what: str, block: int) -> None:
         """One launch, of the parameter block at an address."""

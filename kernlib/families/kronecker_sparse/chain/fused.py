@@ -16,9 +16,13 @@ from kernlib.families.kronecker_sparse import operation, plans, reference
 from kernlib.families.kronecker_sparse.chain import master_weights
 from kernlib.families.kronecker_sparse.chain.kind import HALVES, is_of_kind
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparseChain
-from kernlib.families.kronecker_sparse.kernels import fused_chain
-from kernlib.families.kronecker_sparse.kernels.cast import Cast
-from kernlib.families.kronecker_sparse.kernels.fused_chain import Chain, ChainScope, FusedChain
+from kernlib.families.kronecker_sparse.kernels.chain import fused_chain
+from kernlib.families.kronecker_sparse.kernels.chain.fused_chain import (
+    Chain,
+    ChainScope,
+    FusedChain,
+)
+from kernlib.families.kronecker_sparse.kernels.steps.cast import Cast
 from kernlib.families.kronecker_sparse.lowering.problem import (
     Layout,
     OutLayout,

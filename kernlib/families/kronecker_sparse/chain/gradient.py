@@ -19,7 +19,7 @@ from kernlib.families.kronecker_sparse import operation, plans
 from kernlib.families.kronecker_sparse.chain import master_weights
 from kernlib.families.kronecker_sparse.chain.kind import HALVES
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparse, KroneckerSparseChain
-from kernlib.families.kronecker_sparse.kernels.cast import Cast
+from kernlib.families.kronecker_sparse.kernels.steps.cast import Cast
 from kernlib.families.kronecker_sparse.lowering import chain_gradient
 from kernlib.families.kronecker_sparse.lowering.chain_gradient import NAMES, RESULTS, Needs
 from kernlib.families.kronecker_sparse.lowering.problem import Problem

@@ -15,7 +15,7 @@ import torch
 from kernlib.descriptors.epilogues import Bias
 from kernlib.families.kronecker_sparse.chain.kind import HALVES, is_of_kind
 from kernlib.families.kronecker_sparse.descriptor import KroneckerSparseChain
-from kernlib.families.kronecker_sparse.kernels import cast
+from kernlib.families.kronecker_sparse.kernels.steps import cast
 from kernlib.lowering.steps import Lowered
 from kernlib.runtime import arguments
 from kernlib.runtime.arguments import address_of

@@ -1,1 +1,1 @@
-"""From a product to kernels, grids and parameters: ``problem``, ``choose``, a module a kernel."""
+"""From a product to kernels, grids and parameters: ``problem`` and ``choose``."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kernlib.families.kronecker_sparse.kernels import portable
-from kernlib.families.kronecker_sparse.kernels.portable import Portable
+from kernlib.families.kronecker_sparse.kernels.factor import portable
+from kernlib.families.kronecker_sparse.lowering import times
 from kernlib.families.kronecker_sparse.lowering.problem import Problem
-from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Gpu
 
@@ -43,14 +43,13 @@ KERNEL_TILE = 1.33
 MULTIPLICATIONS = 1.45  # a million of a tile
 GATHERED = 0.045  # a thousand numbers that a tile reads one by one
 KERNEL_MOVED = 0.17  # of a million bytes
-ROUNDS = 3  # up to which a last round that is not full counts as one that is
 
 
 def gains(problem: Problem, choice: Mapping[str, object], gpu: Gpu) -> bool:
-    """Whether torch takes clearly less time than the kernel of a ``choice`` does. What nobody
-    measured is the kernel's: other GPUs, other kinds, other layouts and sizes, and what is not
+    """Whether torch takes clearly less time than the portable kernel with the tile of a ``choice``
+    does. What nobody measured is the kernel's: other GPUs, other layouts and sizes, and what is not
     float32 at "fp32"."""
-    if gpu != GPU or choice["kind"] != Portable.name or not takes(problem):
+    if gpu != GPU or not takes(problem):
         return False
     return GAIN * torch_time(problem) < kernel_time(problem, choice)
 
@@ -69,9 +68,9 @@ def takes(problem: Problem) -> bool:
 
 def _is_contiguous(problem: Problem) -> bool:
     """Whether a weight is."""
-    right, whole = problem.right, problem.columns * problem.depth
+    right = problem.right
     is_block = right.depth == 1 and right.line == problem.depth
-    return is_block and (problem.blocks == 1 or right.block == whole)
+    return is_block and (problem.blocks == 1 or right.block == problem.columns * problem.depth)
 
 
 def _is_flat(problem: Problem) -> bool:
@@ -101,14 +100,10 @@ def kernel_time(problem: Problem, choice: Mapping[str, object]) -> float:
     weight."""
     rows, columns = int(choice["rows"]), int(choice["columns"])
     read = portable.packed(problem)
-    left, right = (access == "gather" for access in portable.accesses(read))
-    depth = round_up(problem.depth, portable.LINE_BYTES // DTYPES[problem.dtype].bytes)
-    gathered = min(problem.rows, rows) * left + min(problem.columns, columns) * right
+    tiles, depth, gathered = portable.tile_work(read, rows, columns)
     term = MULTIPLICATIONS * 3 * rows * columns / 1e6 + GATHERED * gathered / 1e3  # 3xTF32
-    tiles = problem.blocks * ceil_div(problem.rows, rows) * ceil_div(problem.columns, columns)
-    rounds = ceil_div(tiles, GPU.multiprocessors)
-    waves = rounds if rounds <= ROUNDS else tiles / GPU.multiprocessors
-    of_tiles = STEP * depth + waves * (KERNEL_TILE + depth * term)
+    rounds = times.rounds(tiles, GPU.multiprocessors)
+    of_tiles = STEP * depth + rounds * (KERNEL_TILE + depth * term)
     return KERNEL_LAUNCH + PACK * (read != problem) + of_tiles + KERNEL_MOVED * _megabytes(problem)
 
 

@@ -14,18 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kernlib.families.kronecker_sparse.kernels import (
-    deinterleave,
-    interleaved_gradient,
-    transpose,
+from kernlib.families.kronecker_sparse.kernels.chain.fused_chain import ChainScope
+from kernlib.families.kronecker_sparse.kernels.chain.hidden import Hidden
+from kernlib.families.kronecker_sparse.kernels.factor.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.gradient import interleaved_gradient
+from kernlib.families.kronecker_sparse.kernels.gradient.interleaved_gradient import (
+    InterleavedGradient,
 )
-from kernlib.families.kronecker_sparse.kernels.fused_chain import ChainScope
-from kernlib.families.kronecker_sparse.kernels.hidden import Hidden
-from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
-from kernlib.families.kronecker_sparse.kernels.interleaved_gradient import InterleavedGradient
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
-from kernlib.families.kronecker_sparse.kernels.transpose import ALIGNMENT, Transpose
-from kernlib.families.kronecker_sparse.kernels.weight_gradient import WeightGradient
+from kernlib.families.kronecker_sparse.kernels.gradient.weight_gradient import WeightGradient
+from kernlib.families.kronecker_sparse.kernels.steps import deinterleave, transpose
+from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.kernels.steps.transpose import ALIGNMENT, Transpose
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import (
     MAX_BLOCKS,
@@ -34,8 +33,10 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     Pattern,
     Problem,
     Scope,
+    is_flat,
 )
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering import kernel
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Gpu
@@ -151,10 +152,15 @@ def _is_wide(problems: Problems, arch: str) -> bool:
     grad, rows, of_y = problems.to_second.left, problems.hidden.rows, groups * columns * lanes
     tiles = ceil_div(rows, transpose.TILE) * ceil_div(of_y, transpose.TILE)
     is_whole = rows % CHUNK == 0 and of_y % CHUNK == 0 and tiles <= MAX_BLOCKS
-    is_flat = transpose.is_flat(problems.to_second, columns, grad.lane, grad.line, grad.block)
     most = interleaved_gradient.LANES[-1]
     is_first = problems.hidden.lanes == 1
-    return arch == hopper_common.ARCH and lanes > most and is_first and is_whole and is_flat
+    return (
+        arch == hopper_common.ARCH
+        and lanes > most
+        and is_first
+        and is_whole
+        and is_flat(problems.to_second, columns, grad.lane, grad.line, grad.block)
+    )
 
 
 def _wide(
@@ -166,11 +172,11 @@ def _wide(
 ) -> tuple[Lowered, bool]:
     """:func:`lower` by way of a gradient that has the batch last."""
 
-    def lower_mixed(kernel: Hopper | WeightGradient, problem: Problem) -> Lowered:
+    def lower_mixed(mixed: Hopper | WeightGradient, problem: Problem) -> Lowered:
         """Of a problem that has the batch last on one side."""
-        if not kernel.takes(problem, gpu.arch, mixed=True):
+        if not mixed.takes(problem, gpu.arch, mixed=True):
             return lower_one(problem)
-        return kernel.launch((), problem, gpu, kernel.default(problem, gpu))
+        return mixed.launch((), problem, gpu, mixed.default(problem, gpu))
 
     first, to_second = problems.hidden, problems.to_second
     rows, (groups, columns, depth, lanes) = first.rows, problems.second
@@ -235,8 +241,6 @@ def variants(patterns: tuple[Pattern, Pattern], arch: str, dtypes: list[str]) ->
     if lanes > interleaved_gradient.LANES[-1]:
         numbers = tuple((dtype, "fp32") for dtype in dtypes)
         scope = Scope((b, c, 1), numbers, arch, mixed=True)
-        specs += [
-            spec for each in (Hopper(), WeightGradient()) for spec in each.specs((), scope, arch)
-        ]
+        specs += kernel.specs((Hopper(), WeightGradient()), (), scope, arch)
         specs += [Transpose().spec((), Transpose.Variant(dtype, bias=True)) for dtype in dtypes]
     return specs

@@ -7,40 +7,31 @@ spec; sizes, strides, patterns and the epilogue's parameters are launch argument
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.lowering import by_torch
-from kernlib.families.kronecker_sparse.lowering.problem import (
-    Layout,
-    OutLayout,
-    Pattern,
-    Problem,
-    Scope,
-)
+from kernlib.families.kronecker_sparse.lowering.problem import Pattern, Problem, Scope, is_deep
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
 from kernlib.lowering.kernel import Choice, Gpu, Kernel
-from kernlib.lowering.steps import Lowered, Step
+from kernlib.lowering.steps import Lowered
 
-__all__ = [
-    "Choice",
-    "Layout",
-    "Lowered",
-    "OutLayout",
-    "Problem",
-    "Step",
-    "candidates",
-    "default",
-    "kernels",
-    "lower",
-    "variants",
-]
+PACKAGES = GRADIENT, LANES, FACTOR = tuple(
+    f"kernlib.families.kronecker_sparse.kernels.{name}" for name in ("gradient", "lanes", "factor")
+)
 
 
-def kernels() -> tuple[Kernel, ...]:
-    """Those that users choose from. Untuned, a problem goes to the first one that takes it, but to
-    `portable` if it is small, and batch first with d > 1 to the one that is estimated fastest."""
-    return kernel.kernels("kernlib.families.kronecker_sparse.kernels", "factor")
+def kernels(problem: Problem | None = None) -> tuple[Kernel, ...]:
+    """Those that users choose from, by rank; of a problem without those of packages that take no
+    such problem, whose modules a first call would import for nothing. Untuned, a problem goes to
+    the first one that takes it, but to `portable` if it is small, and batch first with d > 1 to the
+    one that is estimated fastest."""
+    packages = PACKAGES
+    if problem is not None and is_deep(problem):
+        packages = GRADIENT, FACTOR
+    elif problem is not None:
+        packages = (LANES, FACTOR) if problem.lanes > 1 else (FACTOR,)
+    return tuple(each for package in packages for each in kernel.kernels(package, "factor"))
 
 
 def lower(
@@ -54,29 +45,32 @@ def lower(
     """Choose the kernels for a call: by ``choice`` if it is one of the problem's candidates (values
     may be text), else by rule, which answers None where ``torch_may`` compute the call and takes
     clearly less time. Raises UnsupportedError for sizes no grid can hold."""
-    gpu = Gpu(arch, multiprocessors)
-    tuned = kernel.match(choice, kernel.options(kernels(), problem, arch)) if choice else None
-    option = tuned or kernel.choose(kernels(), problem, gpu)
-    if torch_may and tuned is None and by_torch.gains(problem, option.choice, gpu):
-        return None
+    gpu, among = Gpu(arch, multiprocessors), kernels(problem)
+    tuned = kernel.match(choice, kernel.options(among, problem, arch)) if choice else None
+    option = tuned or kernel.choose(among, problem, gpu)
+    if torch_may and tuned is None and option.kernel.name == "portable":
+        # Nobody measured torch against other kinds.
+        from kernlib.families.kronecker_sparse.lowering import by_torch
+
+        if by_torch.gains(problem, option.choice, gpu):
+            return None
     return option.kernel.launch(epilogue, problem, gpu, option.knobs)
 
 
 def candidates(problem: Problem, arch: str) -> list[Choice]:
     """What :func:`lower` can choose for a problem, by rank: each the name of a kernel and its
     knobs. There is always one."""
-    return kernel.candidates(kernels(), problem, arch)
+    return kernel.candidates(kernels(problem), problem, arch)
 
 
 def default(problem: Problem, multiprocessors: int, arch: str) -> Choice:
     """Of the candidates the one taken untuned."""
-    return kernel.choose(kernels(), problem, Gpu(arch, multiprocessors)).choice
+    return kernel.choose(kernels(problem), problem, Gpu(arch, multiprocessors)).choice
 
 
 def variants(
     epilogue: tuple[Epilogue, ...],
     pattern: Pattern,
-    batch_last: bool,
     arch: str,
     dtypes: tuple[str, ...],
     precision: str | None,
@@ -88,16 +82,14 @@ def variants(
     ``precision`` decides for float32; None stands for both.
     """
     _, *sizes = pattern
-    of_float = (
-        ("fp32", "tf32") if precision is None else ("fp32" if precision == "fp32" else "tf32",)
-    )
+    of_float = ("fp32", "tf32") if precision is None else (precision,)
     numbers = [
         (dtype, each)
         for dtype in dtypes
         for each in (of_float if dtype == "float32" else ("fp32",))
     ]
     scope = Scope(tuple(sizes), tuple(numbers), arch)
-    leading = epilogue[: next((i for i, e in enumerate(epilogue) if not e.vectors), len(epilogue))]
+    leading = tuple(takewhile(lambda part: part.vectors, epilogue))
     epilogues = dict.fromkeys([epilogue, leading, leading[:1], ()])
     every = (
         spec for each in kernels() for one in epilogues for spec in each.specs(one, scope, arch)

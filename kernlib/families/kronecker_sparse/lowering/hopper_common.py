@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.descriptors.expression import Node, Operation
-from kernlib.families.kronecker_sparse.lowering.problem import Problem
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Problem
 from kernlib.jit import targets
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
+from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
 
@@ -74,11 +77,31 @@ def row(dtype: str) -> int:
     return ROW_BYTES // DTYPES[dtype].bytes
 
 
-def stages(kept: int, stage: int) -> tuple[int, int]:
-    """As many stages as fit beside ``kept`` bytes, and the dynamic shared memory of all."""
-    kept += SWIZZLE_BYTES
-    count = min(MAX_STAGES, (targets.SHARED_BYTES[ARCH] - BARRIER_BYTES - kept) // stage)
-    return count, kept + count * stage
+def stages(beside: int, stage: int) -> tuple[int, int]:
+    """As many stages as fit beside so many bytes, and the dynamic shared memory of all."""
+    beside += SWIZZLE_BYTES
+    count = min(MAX_STAGES, (targets.SHARED_BYTES[ARCH] - BARRIER_BYTES - beside) // stage)
+    return count, beside + count * stage
+
+
+def by_padding(widths: Iterable[int], count: int) -> list[int]:
+    """Widths of tile: first those that pad so many columns least, of these the widest."""
+    return sorted(widths, key=lambda columns: (round_up(count, columns), -columns))
+
+
+def extent(
+    problem: Problem, side: Layout | OutLayout, lines: int, depth: int, lines_near: bool
+) -> tma.Extent:
+    """Of an operand, or of the result with columns for a depth, each l by itself. ``lines_near``
+    says that neighbours are of several lines, else they are of one."""
+    block, lane, of_line, of_depth, *_ = side
+    near, far, stride = (lines, depth, of_depth) if lines_near else (depth, lines, of_line)
+    return tma.Extent((near, problem.lanes, far, problem.blocks), (lane, stride, block))
+
+
+def maps(dtype: str, *boxes: tuple[tma.Extent, int]) -> tuple[tma.TensorMap, ...]:
+    """Of tensors of which a copy takes so many swizzled rows."""
+    return tuple(tma.tensor_map(dtype, each, (row(dtype), 1, rows, 1)) for each, rows in boxes)
 
 
 def addresses(problem: Problem, x: tma.Extent, y: tma.Extent) -> bool:

@@ -39,6 +39,11 @@ class OutLayout(NamedTuple):
     column: int
     alignment: int = 16
 
+    @property
+    def strides(self) -> dict[str, int]:
+        """By the names of their fields in parameters."""
+        return {f"out_{name}_stride": getattr(self, name) for name in self._fields[:4]}
+
 
 class Problem(NamedTuple):
     """One call's shapes and layouts, as lowering sees them. ``precision`` is "fp32" or "tf32", and
@@ -106,3 +111,19 @@ def feature_counts(problem: Problem) -> tuple[int, int]:
     """Of x and of the result."""
     groups = problem.blocks * problem.lanes
     return groups * problem.depth, groups * problem.columns
+
+
+def is_flat(problem: Problem, count: int, lane: int, near: int, block: int) -> bool:
+    """Whether features (i, j, l), ``count`` of j and with these strides of l, j and i, lie side by
+    side."""
+    d = problem.lanes
+    return (
+        (lane == 1 or d == 1)
+        and (near == d or count == 1)
+        and (block == d * count or problem.blocks == 1)
+    )
+
+
+def depth_first(problem: Problem, layout: Layout, lines: int) -> bool:
+    """Whether an operand's depths lie closer together than its lines."""
+    return problem.depth > 1 and (lines == 1 or layout.depth <= layout.line)

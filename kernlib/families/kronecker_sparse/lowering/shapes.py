@@ -8,7 +8,7 @@ from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import Problem, is_deep
 from kernlib.families.kronecker_sparse.lowering.times import SECTOR
 from kernlib.lowering import tma
-from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
 
 MAX_FEATURES = 2**31 - 1  # of the result, counted by an int
@@ -105,8 +105,7 @@ def extents(problem: Problem, shape: Shape) -> tuple[tma.Extent, tma.Extent]:
 
 def columns_of(dtype: str, precision: str, shape: Shape, count: int) -> list[int]:
     """Widths of tile by preference: those that pad the columns least, then the widest."""
-    every = shapes(dtype, precision)[shape].columns
-    return sorted(every, key=lambda columns: (round_up(count, columns), -columns))
+    return hopper_common.by_padding(shapes(dtype, precision)[shape].columns, count)
 
 
 def is_in_sectors(problem: Problem) -> bool:

@@ -10,11 +10,11 @@ from functools import cache
 
 import torch
 
-from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
-from kernlib.families.kronecker_sparse.kernels.interleaved import Interleaved
+from kernlib.families.kronecker_sparse.kernels.factor.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.lanes.interleaved import Interleaved
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
-from kernlib.lowering.steps import NUMBER
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Problem
+from kernlib.lowering.steps import NUMBER, Lowered, Step
 from tests.support import cuda_text
 from tests.support.emulation import maps
 from tests.support.emulation.emulator import Emulator
@@ -80,7 +80,7 @@ ADDRESSES["bias"] = 13 << 40
 POISON, EDGE = 255, 256  # of memory that is to be written; bytes before and behind it
 
 
-def block_of(step: lowering.Step, addresses: dict[str, int]) -> bytes:
+def block_of(step: Step, addresses: dict[str, int]) -> bytes:
     """A launch's parameters, as a plan fills them with maps full of zeros."""
     own = step.pointers[len(step.maps) :]
     pointers = [addresses[name] + offset for name, offset in own]
@@ -89,7 +89,7 @@ def block_of(step: lowering.Step, addresses: dict[str, int]) -> bytes:
     return bytes(128 * len(step.maps)) + struct.pack(layout, *pointers, *numbers) + step.fixed
 
 
-def parameters(step: lowering.Step):
+def parameters(step: Step):
     """The parameters by the names of the source's struct, as long as which they are."""
     block, made = block_of(step, ADDRESSES), text_of(step.spec.source).parameters()
     said = int(re.search(r"PARAMETER_BYTES = (\d+);", step.spec.source)[1])
@@ -98,16 +98,14 @@ def parameters(step: lowering.Step):
     return made.from_buffer_copy(block)
 
 
-def launch(emulator: Emulator, step: lowering.Step, memory: dict[str, torch.Tensor]) -> None:
+def launch(emulator: Emulator, step: Step, memory: dict[str, torch.Tensor]) -> None:
     """One launch on the host, of tensors by the names of pointers."""
     addresses = {name: t.data_ptr() for name, t in memory.items()}
     block = ctypes.create_string_buffer(block_of(step, addresses))
     emulator.launch(step.spec, step.grid, ctypes.addressof(block))
 
 
-def launch_all(
-    emulator: Emulator, call: lowering.Lowered, memory: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def launch_all(emulator: Emulator, call: Lowered, memory: dict[str, torch.Tensor]) -> torch.Tensor:
     """The launches of a call on the host, of tensors by the names of pointers. Answers the
     workspace, which began as poison; nothing beside it may be written."""
     room = torch.full((call.workspace + 3 * EDGE,), POISON, dtype=torch.uint8)

@@ -6,9 +6,13 @@ import torch
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import reference
-from kernlib.families.kronecker_sparse.kernels import fused_chain
-from kernlib.families.kronecker_sparse.kernels.fused_chain import Chain, ChainScope, FusedChain
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
+from kernlib.families.kronecker_sparse.kernels.chain import fused_chain
+from kernlib.families.kronecker_sparse.kernels.chain.fused_chain import (
+    Chain,
+    ChainScope,
+    FusedChain,
+)
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout
 from kernlib.jit import targets
 from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import ARCH, PROCESSORS, factor, parameters

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from kernlib.families.kronecker_sparse import reference
-from kernlib.families.kronecker_sparse.kernels import deinterleave, hidden
-from kernlib.families.kronecker_sparse.kernels.fused_chain import ChainScope
-from kernlib.families.kronecker_sparse.kernels.hidden import Hidden
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, Lowered
+from kernlib.families.kronecker_sparse.kernels.chain import hidden
+from kernlib.families.kronecker_sparse.kernels.chain.fused_chain import ChainScope
+from kernlib.families.kronecker_sparse.kernels.chain.hidden import Hidden
+from kernlib.families.kronecker_sparse.kernels.steps import deinterleave
+from kernlib.families.kronecker_sparse.lowering.problem import Layout
 from kernlib.jit import targets
 from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.steps import Lowered
 from tests.families.kronecker_sparse.lowering.cases import (
     ARCH,
     PROCESSORS,

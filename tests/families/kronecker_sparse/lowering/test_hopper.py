@@ -6,12 +6,11 @@ import itertools
 import pytest
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
-from kernlib.families.kronecker_sparse.kernels.interleaved import Interleaved
+from kernlib.families.kronecker_sparse.kernels.factor.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.lanes.interleaved import Interleaved
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
 from kernlib.families.kronecker_sparse.lowering import shapes
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
-from kernlib.families.kronecker_sparse.lowering.problem import Scope, is_small
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Scope, is_small
 from kernlib.jit import targets
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
@@ -106,7 +105,7 @@ def test_each_kind_takes_what_the_copy_engine_can_address(name):
 def test_other_targets_take_the_portable_kernels(arch):
     for given, _ in TAKEN.values():
         assert kinds_of(given, arch) == ["portable"]
-    made = lowering.variants(EPILOGUES[2], (2, 96, 48, 4), False, arch, tuple(ITEMSIZE), None)
+    made = lowering.variants(EPILOGUES[2], (2, 96, 48, 4), arch, tuple(ITEMSIZE), None)
     assert {stem(spec).removeprefix("kronecker_sparse_") for spec in made} == {
         "portable", "portable_pack", "split_k_sum", "transpose",
     }  # fmt: skip

@@ -4,13 +4,14 @@ this kernel's, what its launches are, and what NVRTC makes of its text."""
 import pytest
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse.kernels import deinterleave
-from kernlib.families.kronecker_sparse.kernels import interleaved_gradient as gradient
-from kernlib.families.kronecker_sparse.kernels.deinterleave import Deinterleave
-from kernlib.families.kronecker_sparse.kernels.interleaved_gradient import InterleavedGradient
+from kernlib.families.kronecker_sparse.kernels.gradient import interleaved_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels.gradient.interleaved_gradient import (
+    InterleavedGradient,
+)
+from kernlib.families.kronecker_sparse.kernels.steps import deinterleave
+from kernlib.families.kronecker_sparse.kernels.steps.deinterleave import Deinterleave
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
-from kernlib.families.kronecker_sparse.lowering.problem import Scope
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Scope
 from kernlib.jit import targets
 from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import (
@@ -270,7 +271,7 @@ def test_launches_of_some_factors_are_of_the_variants():
 
 def check_variants(lanes, sizes, dtype):
     problem = weight_gradient(2, *sizes, lanes, dtype=dtype)
-    all_of_them = set(lowering.variants((), (2, *sizes, lanes), False, ARCH, (dtype,), None))
+    all_of_them = set(lowering.variants((), (2, *sizes, lanes), ARCH, (dtype,), None))
     for each in (problem, problem._replace(blocks=4, depth=9001)):
         if KERNEL.takes(each, ARCH):
             assert {step.spec for step in lowered(each).steps} <= all_of_them

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from kernlib.families.kronecker_sparse.kernels import deinterleave
-from kernlib.families.kronecker_sparse.kernels import interleaved_gradient as gradient
-from kernlib.families.kronecker_sparse.kernels.deinterleave import Deinterleave
-from kernlib.families.kronecker_sparse.kernels.interleaved_gradient import InterleavedGradient
-from kernlib.families.kronecker_sparse.lowering.choose import Lowered, OutLayout
+from kernlib.families.kronecker_sparse.kernels.gradient import interleaved_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels.gradient.interleaved_gradient import (
+    InterleavedGradient,
+)
+from kernlib.families.kronecker_sparse.kernels.steps import deinterleave
+from kernlib.families.kronecker_sparse.kernels.steps.deinterleave import Deinterleave
+from kernlib.families.kronecker_sparse.lowering.problem import OutLayout
 from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.steps import Lowered
 from tests.families.kronecker_sparse.lowering.cases import (
     ARCH,
     launch_all,

@@ -4,11 +4,11 @@ there are such."""
 import pytest
 import torch
 
-from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
-from kernlib.families.kronecker_sparse.kernels.weight_gradient import WeightGradient
+from kernlib.families.kronecker_sparse.kernels.factor.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.gradient.weight_gradient import WeightGradient
 from kernlib.families.kronecker_sparse.lowering import chain_gradient
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, Problem
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, Problem
 from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import ARCH, launch_all, relative_error
 from tests.support.emulation.emulator import Emulator, kernels_of

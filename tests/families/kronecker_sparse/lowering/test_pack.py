@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.kernels import interleaved
-from kernlib.families.kronecker_sparse.kernels.pack import Pack, Packing
+from kernlib.families.kronecker_sparse.kernels.lanes import interleaved
+from kernlib.families.kronecker_sparse.kernels.steps.pack import Pack, Packing
 from kernlib.families.kronecker_sparse.lowering import shapes
-from kernlib.families.kronecker_sparse.lowering.choose import Layout
+from kernlib.families.kronecker_sparse.lowering.problem import Layout
 from tests.families.kronecker_sparse.lowering.cases import (
     ITEMSIZE,
     KINDS,

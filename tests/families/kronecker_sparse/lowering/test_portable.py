@@ -7,15 +7,12 @@ import pytest
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.kernels import (
-    deinterleave,
-    portable,
-    portable_pack,
-    split_k_sum,
-)
-from kernlib.families.kronecker_sparse.kernels.portable import Portable
+from kernlib.families.kronecker_sparse.kernels.factor import portable
+from kernlib.families.kronecker_sparse.kernels.factor.portable import Portable
+from kernlib.families.kronecker_sparse.kernels.steps import deinterleave, portable_pack, split_k_sum
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout, lower
+from kernlib.families.kronecker_sparse.lowering.choose import lower
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout
 from kernlib.jit import sources, targets
 from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import (

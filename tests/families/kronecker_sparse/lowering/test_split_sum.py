@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.kernels import split_k_sum
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
-from kernlib.families.kronecker_sparse.lowering.choose import Lowered, OutLayout
+from kernlib.families.kronecker_sparse.kernels.steps import split_k_sum
+from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.lowering.problem import OutLayout
+from kernlib.lowering.steps import Lowered
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
     DTYPES,

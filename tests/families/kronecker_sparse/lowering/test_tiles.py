@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kernlib.families.kronecker_sparse.kernels import hopper
+from kernlib.families.kronecker_sparse.kernels.factor import hopper
 from tests.families.kronecker_sparse.lowering.cases import (
     PROCESSORS,
     SAMPLE,

@@ -3,10 +3,10 @@ of products batch first with d > 1, of large batches by way of batch last, and o
 
 import pytest
 
-from kernlib.families.kronecker_sparse.kernels import interleaved, portable, via_batch_last
+from kernlib.families.kronecker_sparse.kernels.factor import portable
+from kernlib.families.kronecker_sparse.kernels.lanes import interleaved, via_batch_last
 from kernlib.families.kronecker_sparse.lowering import choose, times
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
-from kernlib.families.kronecker_sparse.lowering.problem import is_small
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout, is_small
 from tests.families.kronecker_sparse.lowering.cases import (
     ARCH,
     KINDS,

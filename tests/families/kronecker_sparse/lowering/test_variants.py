@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout
 from kernlib.jit import sources, targets
 from tests.families.kronecker_sparse.lowering.cases import (
     DTYPES,
@@ -30,13 +30,13 @@ EPILOGUES = [(), (kl.Bias(), kl.Relu()), (kl.Bias(), kl.Scale(), kl.Gelu())]
 
 
 @cache
-def known(epilogue, pattern, last, arch, precision):
-    return set(lowering.variants(epilogue, pattern, last, arch, DTYPES, precision))
+def known(epilogue, pattern, arch, precision):
+    return set(lowering.variants(epilogue, pattern, arch, DTYPES, precision))
 
 
 @st.composite
 def problems(draw):
-    """A pattern, whether batch last, and a forward problem or a gradient, contiguous or nearly."""
+    """A pattern, and a forward problem or a gradient, contiguous or nearly."""
     a, b, c, d = pattern = draw(st.sampled_from(PATTERNS))
     last = draw(st.booleans())
     batch = draw(st.sampled_from([1, 8, 100, 136, 200, 1024, 1032, 5000, 25088, 25089]))
@@ -51,7 +51,7 @@ def problems(draw):
     made = made._replace(left=changed(draw, made.left), right=changed(draw, made.right))
     if role == "forward":  # gradients are new tensors
         made = made._replace(out=changed(draw, made.out))
-    return pattern, last, role, made
+    return pattern, role, made
 
 
 def changed(draw, layout: Layout | OutLayout):
@@ -64,9 +64,9 @@ def changed(draw, layout: Layout | OutLayout):
 @settings(max_examples=300)
 @given(problems(), st.sampled_from(EPILOGUES), st.sampled_from(ARCHS), st.integers(1, 150))
 def test_lowering_chooses_among_the_variants(made, epilogue, arch, multiprocessors):
-    pattern, last, role, asked = made
+    pattern, role, asked = made
     given = epilogue if role == "forward" else ()
-    variants = known(epilogue, pattern, last, arch, None)
+    variants = known(epilogue, pattern, arch, None)
     candidates = lowering.candidates(asked, arch)
     assert candidates and lowering.default(asked, multiprocessors, arch) in candidates
     for choice in candidates:
@@ -74,13 +74,13 @@ def test_lowering_chooses_among_the_variants(made, epilogue, arch, multiprocesso
         assert {step.spec for step in found.steps} <= variants
         assert all(1 <= step.grid[0] < 2**31 and 1 <= step.grid[1] < 65536 for step in found.steps)
         precision = asked.precision if asked.dtype == "float32" else "tf32"
-        assert {s.spec for s in found.steps} <= known(epilogue, pattern, last, arch, precision)
+        assert {s.spec for s in found.steps} <= known(epilogue, pattern, arch, precision)
 
 
 @pytest.mark.parametrize("arch", targets.SHARED_BYTES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_variants_are_distinct_and_reach_no_header_of_cuda(pattern, arch):
-    made = lowering.variants(EPILOGUES[2], pattern, False, arch, DTYPES, None)
+    made = lowering.variants(EPILOGUES[2], pattern, arch, DTYPES, None)
     assert len({spec.canonical() for spec in made}) == len(made)
     assert len({spec.description for spec in made}) == len(made)
     assert max(spec.shared_bytes for spec in made) <= targets.SHARED_BYTES[arch]
@@ -90,7 +90,7 @@ def test_variants_are_distinct_and_reach_no_header_of_cuda(pattern, arch):
 
 def test_variants_of_a_dtype_are_of_that_dtype_alone():
     for dtype in DTYPES:
-        made = lowering.variants(EPILOGUES[1], PATTERNS[0], True, "sm_90a", (dtype,), "fp32")
+        made = lowering.variants(EPILOGUES[1], PATTERNS[0], "sm_90a", (dtype,), "fp32")
         assert all(dtype in spec.description.split() for spec in made)
         kinds = {spec.description.split()[1] for spec in made}
         assert {"hopper", "interleaved", "pack", "turn", "portable"} <= kinds

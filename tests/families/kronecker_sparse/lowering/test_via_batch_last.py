@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import kernlib as kl
-from kernlib.families.kronecker_sparse.kernels import via_batch_last as transposed
-from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
-from kernlib.families.kronecker_sparse.kernels.via_batch_last import Transposed
+from kernlib.families.kronecker_sparse.kernels.factor.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.lanes import via_batch_last as transposed
+from kernlib.families.kronecker_sparse.kernels.lanes.via_batch_last import Transposed
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, OutLayout
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, OutLayout
 from kernlib.lowering.kernel import Gpu
 from tests.families.kronecker_sparse.lowering.cases import (
     ARCH,

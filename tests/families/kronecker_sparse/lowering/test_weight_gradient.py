@@ -5,12 +5,12 @@ import pytest
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.kernels import transpose as turn
-from kernlib.families.kronecker_sparse.kernels import weight_gradient as gradient
-from kernlib.families.kronecker_sparse.kernels.weight_gradient import WeightGradient
+from kernlib.families.kronecker_sparse.kernels.gradient import weight_gradient as gradient
+from kernlib.families.kronecker_sparse.kernels.gradient.turned import Turned, transposed_problem
+from kernlib.families.kronecker_sparse.kernels.gradient.weight_gradient import WeightGradient
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
-from kernlib.families.kronecker_sparse.lowering.choose import Layout, lower
-from kernlib.families.kronecker_sparse.lowering.problem import Scope
+from kernlib.families.kronecker_sparse.lowering.choose import lower
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, Scope
 from kernlib.jit import targets
 from tests.families.kronecker_sparse.lowering.cases import (
     ADDRESSES,
@@ -242,7 +242,7 @@ def test_an_epilogue_needs_the_whole_sum(given):
 def turned(problem, arch=ARCH, multiprocessors=PROCESSORS):
     """What lowering makes of a problem by way of batch last."""
     choices = lowering.candidates(problem, arch)
-    choice = next(each for each in choices if each["kind"] == turn.Turned.name)
+    choice = next(each for each in choices if each["kind"] == Turned.name)
     return lower((), problem, arch, multiprocessors, choice)
 
 
@@ -288,7 +288,7 @@ def test_turned_operands_lie_one_behind_the_other(arch, dtype, batch):
 
 def test_what_sums_finds_each_feature_where_it_has_been_turned_to():
     given = weight_gradient(2, 5, 7, 3, batch=2001)
-    turned = turn.transposed_problem(given)
+    turned = transposed_problem(given)
     pitch = 2008
     for before, after, count in (
         (given.left, turned.left, given.rows), (given.right, turned.right, given.columns),

@@ -19,8 +19,10 @@ from kernlib import ahead
 from kernlib.ahead import build_all
 from kernlib.families.kronecker_sparse import operation, plans, reference
 from kernlib.families.kronecker_sparse.lowering import choose as lowering
+from kernlib.families.kronecker_sparse.lowering.problem import Problem
 from kernlib.jit import tuning
 from kernlib.jit.spec import KernelSpec
+from kernlib.lowering.steps import Lowered
 from kernlib.runtime import devices
 from kernlib.runtime.plan import forget_plans
 from tests.gpu.watched import launches
@@ -137,28 +139,28 @@ def row_error(found, wanted, norms: torch.Tensor, batch_last: bool) -> float:
 # Kernels.
 
 
-def problem_of(descriptor, x, weight, out=None, **parameters) -> lowering.Problem:
+def problem_of(descriptor, x, weight, out=None, **parameters) -> Problem:
     """What lowering sees of a call."""
     call = operation.check_call(descriptor, (x, weight), out, parameters)
     return plans.problem_of(descriptor, call, x, weight, out)[0]
 
 
-def lowered(epilogue: tuple, problem: lowering.Problem, choice) -> lowering.Lowered:
+def lowered(epilogue: tuple, problem: Problem, choice) -> Lowered:
     arch, gpu = devices.arch_of(index()), devices.model(index())
     return lowering.lower(epilogue, problem, arch, gpu.multiprocessors, choice)
 
 
-def candidates(problem: lowering.Problem) -> list[dict]:
+def candidates(problem: Problem) -> list[dict]:
     return lowering.candidates(problem, devices.arch_of(index()))
 
 
-def first_of_each_kind(problem: lowering.Problem) -> list[dict]:
+def first_of_each_kind(problem: Problem) -> list[dict]:
     """The candidates that their kinds of kernel prefer."""
     found = {choice["kind"]: choice for choice in reversed(candidates(problem))}
     return list(reversed(found.values()))
 
 
-def specs_of(epilogue: tuple, problem: lowering.Problem, every: bool = False) -> list[KernelSpec]:
+def specs_of(epilogue: tuple, problem: Problem, every: bool = False) -> list[KernelSpec]:
     """The kernels that :func:`each` runs."""
     known = candidates(problem) if every else first_of_each_kind(problem)
     steps = [step for choice in (None, *known) for step in lowered(epilogue, problem, choice).steps]
@@ -191,8 +193,8 @@ class Seen(NamedTuple):
     were planned, and the problems of these that torch computes."""
 
     launched: list[str]
-    planned: list[tuple[tuple, lowering.Problem]]
-    by_torch: list[lowering.Problem]
+    planned: list[tuple[tuple, Problem]]
+    by_torch: list[Problem]
 
 
 @contextmanager
@@ -200,7 +202,7 @@ def choosing(choice: dict | None) -> Iterator[Seen]:
     """Calls take a choice as if tuning had kept it, None for the rule."""
     planned, by_torch, plain = [], [], lowering.lower
 
-    def lower(epilogue, problem, *others) -> lowering.Lowered | None:
+    def lower(epilogue, problem, *others) -> Lowered | None:
         planned.append((epilogue, problem))
         made = plain(epilogue, problem, *others)
         by_torch.extend([problem] * (made is None))

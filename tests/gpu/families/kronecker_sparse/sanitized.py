@@ -12,7 +12,7 @@ import torch
 import kernlib as kl
 from kernlib.families.kronecker_sparse import operation as primitives
 from kernlib.families.kronecker_sparse.chain import fused
-from kernlib.families.kronecker_sparse.kernels import fused_chain
+from kernlib.families.kronecker_sparse.kernels.chain import fused_chain
 from kernlib.families.kronecker_sparse.lowering import by_torch
 from kernlib.families.kronecker_sparse.lowering.problem import DEEP
 from kernlib.lowering import kernel

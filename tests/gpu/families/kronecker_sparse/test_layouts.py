@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import kernlib as kl
 from kernlib.families.kronecker_sparse import operation as primitives
-from kernlib.families.kronecker_sparse.kernels import via_batch_last as transposed
+from kernlib.families.kronecker_sparse.kernels.lanes import via_batch_last as transposed
 from tests.gpu.families.kronecker_sparse import cases as ks
 
 GUARD = 512  # elements before and behind a tensor: whole 16 bytes

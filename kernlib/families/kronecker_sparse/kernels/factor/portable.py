@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
-from kernlib.families.kronecker_sparse.kernels import split_k_sum
-from kernlib.families.kronecker_sparse.kernels.portable_pack import PortablePack, depth_first
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
 from kernlib.families.kronecker_sparse.lowering import hopper_common, times
 from kernlib.families.kronecker_sparse.lowering.problem import (
     MAX_BLOCKS,
@@ -22,6 +19,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     OutLayout,
     Problem,
     Scope,
+    depth_first,
 )
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
@@ -34,6 +32,8 @@ from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Lowered, Step
 
 THREADS = 256
+STAGES = 4
+MIN_BLOCKS = 2  # that share a multiprocessor
 LINE_BYTES = 64  # of depth of a line, in a stage
 PLACE_BYTES = 128  # of static shared memory: what a block computes
 PART = 1024  # terms of one chain of 3xTF32 sums
@@ -59,17 +59,15 @@ FIXED = Fields((
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a block, its stages, and the blocks that share a multiprocessor."""
+    """Rows and columns of a block."""
 
     rows: int
     columns: int
-    stages: int
-    blocks: int
 
 
 # Largest first. The big one is for those who have the registers: 3xTF32 keeps two sums for each of
 # its outputs, a gather what it has read.
-BIG, TALL, SMALL = TILES = Tile(128, 128, 4, 2), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)
+BIG, TALL, SMALL = TILES = Tile(128, 128), Tile(128, 64), Tile(64, 64)
 
 
 class Rates(NamedTuple):
@@ -160,10 +158,14 @@ class Portable(Kernel):
         variant = self.Variant(problem.dtype, problem.precision, tile, *accesses(problem), partial)
         spec = self.spec(() if count > 1 else epilogue, variant, gpu.arch)
         if count > 1:
+            from kernlib.families.kronecker_sparse.kernels.steps import split_k_sum
+
             layout, one = split_k_sum.layout(problem)
             grid, fixed = _launch(problem, tile, layout, one, count)
             main = Step(spec, grid, fixed, (("left", 0), ("right", 0), ("workspace", 0)))
-            return Lowered((main, SplitKSum().step(problem, layout, one, count)), 4 * one * count)
+            return Lowered(
+                (main, split_k_sum.SplitKSum().step(problem, layout, one, count)), 4 * one * count
+            )
         grid, fixed = _launch(problem, tile, problem.out, 0, 1)
         packs = problem != original
         operands = ("left", "workspace" if packs else "right", "out")
@@ -171,6 +173,8 @@ class Portable(Kernel):
         main = Step(spec, grid, fixed, pointers, text.scalar_count(epilogue))
         if not packs:
             return Lowered((main,))
+        from kernlib.families.kronecker_sparse.kernels.steps.portable_pack import PortablePack
+
         packing = PortablePack().step(original, problem.right)
         return Lowered((packing, main), 16 * _chunks(problem))
 
@@ -202,6 +206,9 @@ class Portable(Kernel):
 
     def specs(self, epilogue: tuple[Epilogue, ...], scope: Scope, arch: str) -> list[KernelSpec]:
         """The specifications of all variants, and of what packs and what sums."""
+        from kernlib.families.kronecker_sparse.kernels.steps.portable_pack import PortablePack
+        from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
+
         steps = [
             step.spec((), step.Variant(dtype))
             for dtype in scope.dtypes
@@ -218,8 +225,8 @@ class Portable(Kernel):
             **text.facts(dtype, "float32" if partial else dtype, epilogue),
             "TILE_ROWS": tile.rows,
             "TILE_COLUMNS": tile.columns,
-            "STAGES": tile.stages,
-            "MIN_BLOCKS": tile.blocks,
+            "STAGES": STAGES,
+            "MIN_BLOCKS": MIN_BLOCKS,
             "PRODUCTS": hopper_common.products(dtype, precision),
             "ACCESS_LEFT": Constant(f"Access::{left}"),
             "ACCESS_RIGHT": Constant(f"Access::{right}"),
@@ -251,9 +258,7 @@ def microseconds(
     read = packed(problem)
     left, right = (access == "gather" for access in accesses(read))
     row_tiles, column_tiles = ceil_div(problem.rows, rows), ceil_div(problem.columns, columns)
-    tiles = row_tiles * column_tiles * problem.blocks * problem.lanes
-    depth = round_up(problem.depth, LINE_BYTES // item)
-    gathered = min(problem.rows, rows) * left + min(problem.columns, columns) * right
+    tiles, depth, gathered = tile_work(read, rows, columns)
     multiplications = (
         rows * columns * hopper_common.products(problem.dtype, problem.precision) / 1e6
     )
@@ -264,8 +269,17 @@ def microseconds(
     sectors = near * (rates.written * y + rates.read * (x_reads + weight_reads))
     far = _apart(problem) * (rates.far * (x_reads + weight_reads) + rates.weight * weight_reads)
     launches = rates.launch + rates.pack * (read != problem)
-    slots = multiprocessors * SMALL.blocks
+    slots = multiprocessors * MIN_BLOCKS
     return launches + times.rounds(tiles, slots) * of_tile + (sectors + far) / 1e6
+
+
+def tile_work(problem: Problem, rows: int, columns: int) -> tuple[int, int, int]:
+    """How many tiles there are of a size, their depth in whole lines, and the numbers of a term
+    that one reads one by one."""
+    left, right = (access == "gather" for access in accesses(problem))
+    depth = round_up(problem.depth, LINE_BYTES // DTYPES[problem.dtype].bytes)
+    gathered = min(problem.rows, rows) * left + min(problem.columns, columns) * right
+    return tile_count(problem, rows, columns), depth, gathered
 
 
 def _apart(problem: Problem) -> float:
@@ -300,7 +314,7 @@ def splits(epilogue: tuple, problem: Problem, tile: Tile, multiprocessors: int) 
     most = problem.depth // MIN_SPLIT
     if most < 2 or epilogue:
         return 1
-    slots = multiprocessors * tile.blocks
+    slots = multiprocessors * MIN_BLOCKS
     tiles = tile_count(problem, tile.rows, tile.columns)
     best, filled = 1, 0.0
     for count in range(1, min(most, max(1, WAVES * slots // tiles)) + 1):
@@ -378,7 +392,7 @@ def shared_bytes(dtype: str, tile: Tile, left: str, right: str) -> int:
     """The stages of both operands, or the tile of sums that takes their place."""
     stage = _stage_bytes(dtype, tile.rows, left) + _stage_bytes(dtype, tile.columns, right)
     sums = 4 * max(tile.rows * (tile.columns + 8), tile.columns * (tile.rows + 4))
-    return max(tile.stages * stage, sums)
+    return max(STAGES * stage, sums)
 
 
 def _stage_bytes(dtype: str, lines: int, access: str) -> int:
@@ -409,10 +423,7 @@ def _launch(
     fixed = FIXED.pack(
         left_strides=problem.left[:4],
         right_strides=problem.right[:4],
-        out_block_stride=out.block,
-        out_lane_stride=out.lane,
-        out_row_stride=out.row,
-        out_column_stride=out.column,
+        **out.strides,
         out_split_stride=split_stride,
         rows=problem.rows,
         columns=problem.columns,

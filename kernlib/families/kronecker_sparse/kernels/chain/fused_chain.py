@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels.pack import Pack, Packing
+from kernlib.families.kronecker_sparse.kernels.steps.pack import Pack, Packing
 from kernlib.families.kronecker_sparse.lowering import hopper_common
-from kernlib.families.kronecker_sparse.lowering.problem import Pattern, Problem
+from kernlib.families.kronecker_sparse.lowering.problem import Pattern, Problem, is_flat
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel, tma
 from kernlib.lowering import product_source as text
@@ -150,15 +150,13 @@ class FusedChain(Kernel):
         variants = variants_of(epilogue, first.dtype, *problem.patterns)
         out = second.out
         features = second.blocks * second.columns * second.lanes
-        is_flat = out.column == second.lanes or second.columns == 1
-        is_flat = is_flat and (out.lane == 1 or second.lanes == 1)
-        is_flat = is_flat and (out.block == second.columns * second.lanes or second.blocks == 1)
         is_aligned = out.row % 8 == 0 and out.alignment % 16 == 0
         units = ceil_div(first.rows, 64) * second.lanes * second.blocks * MOST_SPLITS
         is_counted = units <= hopper_common.MAX_TILES and features < 2**31
-        if not variants or not is_flat or not is_aligned or not is_counted:
+        if not variants or not is_aligned or not is_counted:
             return False
-        return is_read(first, variants[0])
+        is_written = is_flat(second, second.columns, out.lane, out.column, out.block)
+        return is_written and is_read(first, variants[0])
 
     def choices(self, problem: Chain, arch: str) -> list[Choice]:
         """Pairs of warpgroups, warpgroups of each, and shares of the columns: each share of the

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels import hopper, split_k_sum
-from kernlib.families.kronecker_sparse.kernels.portable import Portable, tile_count
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.kernels.factor import hopper
+from kernlib.families.kronecker_sparse.kernels.factor.portable import Portable, tile_count
+from kernlib.families.kronecker_sparse.kernels.steps import split_k_sum
+from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import Layout, Problem, Scope, is_deep
 from kernlib.jit.spec import KernelSpec
@@ -148,7 +149,7 @@ def columns_of(count: int, lines: bool) -> int:
     widths = WHOLE_COLUMNS if lines or count > COLUMNS[-1] else COLUMNS
     if count <= widths[-1]:
         return next(columns for columns in widths if columns >= count)
-    return min(widths[1:], key=lambda columns: (round_up(count, columns), -columns))
+    return hopper_common.by_padding(widths[1:], count)[0]
 
 
 def part_of(blocks: int, tiles: int, multiprocessors: int) -> int:
@@ -185,21 +186,15 @@ def _lines(problem: Problem) -> tuple[bool, bool] | None:
 
 
 def _extent(problem: Problem, side: Layout, count: int, lines: bool) -> tma.Extent:
-    depth, lanes, blocks = problem.depth, problem.lanes, problem.blocks
-    if lines:
-        return tma.Extent((count, lanes, depth, blocks), (side.lane, side.depth, side.block))
-    return tma.Extent((depth, lanes, count, blocks), (side.lane, side.line, side.block))
+    return hopper_common.extent(problem, side, count, problem.depth, lines)
 
 
 def _maps(problem: Problem, variant: WeightGradient.Variant) -> tuple[TensorMap, ...]:
     """Maps of both operands."""
     dtype, *lines, columns = variant
     sides = (problem.left, problem.rows, TILE_ROWS), (problem.right, problem.columns, columns)
-    return tuple(
-        tma.tensor_map(
-            dtype,
-            _extent(problem, side, count, is_lines),
-            (TILE_DEPTH, 1, TILE_DEPTH if is_lines else width, 1),
-        )
+    boxes = [
+        (_extent(problem, side, count, is_lines), TILE_DEPTH if is_lines else width)
         for (side, count, width), is_lines in zip(sides, lines, strict=True)
-    )
+    ]
+    return hopper_common.maps(dtype, *boxes)

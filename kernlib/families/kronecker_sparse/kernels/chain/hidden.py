@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kernlib.families.kronecker_sparse.kernels import fused_chain
-from kernlib.families.kronecker_sparse.kernels.fused_chain import ChainScope, Tiles
+from kernlib.families.kronecker_sparse.kernels.chain import fused_chain
+from kernlib.families.kronecker_sparse.kernels.chain.fused_chain import ChainScope, Tiles
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import Layout, Pattern, Problem
 from kernlib.jit.spec import KernelSpec
@@ -69,13 +69,12 @@ class Hidden(Kernel):
             span=share * first.columns // lanes,
             units=units,
         )
-        of_h = tma.tensor_map(first.dtype, extent, (ROW, 1, 64, 1))
         return Step(
             self.spec((), variant, gpu.arch),
             (min(gpu.multiprocessors, units), 1),
             PARAMETERS.pack(*fixed),
             (("x", 0), ("weight1", 0), ("h", 0)),
-            maps=(*fused_chain.maps(first, variant), of_h),
+            maps=fused_chain.maps(first, variant) + hopper_common.maps(first.dtype, (extent, 64)),
         )
 
     def variants(self, subject: tuple, scope: ChainScope) -> Iterator[Tiles]:

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels.pack import Pack, Packing
+from kernlib.families.kronecker_sparse.kernels.steps.pack import Pack, Packing
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import Problem, Scope, is_deep, is_small
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering import tma
-from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.kernel import Choice, Gpu, Kernel
 from kernlib.lowering.parameters import Fields, Parameters
 from kernlib.lowering.steps import Lowered, Step
@@ -45,14 +45,6 @@ RESIDENT_GROUPS = 64  # with fewer, CTAs that share rows of x compute them at ab
 BATCH_LAST_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 ALIKE = (True, True), (False, False)  # whether x and the result have the batch last
 MIXED = (True, False), (False, True)  # in half types, d = 1
-
-
-class Sizes(NamedTuple):
-    """Shared memory of a variant."""
-
-    stages: int
-    out_parts: int
-    shared_bytes: int
 
 
 class Hopper(Kernel):
@@ -167,7 +159,7 @@ class Hopper(Kernel):
     def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant."""
         dtype, precision, batch_last, out_last, columns, resident, packed = variant
-        sizes = shared_memory(variant)
+        stages, out_parts, shared = shared_memory(variant)
         words = [f"{TILE_ROWS}x{columns}", "batch_last" if batch_last else "batch_first"]
         words += ["to", "batch_last" if out_last else "batch_first"] * (batch_last != out_last)
         words += [f"resident={resident}"] * bool(resident) + ["packed"] * packed
@@ -176,8 +168,8 @@ class Hopper(Kernel):
             "BATCH_LAST": batch_last,
             "OUT_LAST": out_last,
             "TILE_COLUMNS": columns,
-            "STAGES": sizes.stages,
-            "OUT_PARTS": sizes.out_parts,
+            "STAGES": stages,
+            "OUT_PARTS": out_parts,
             "RESIDENT": resident,
             "PACKED": packed,
             "RIGHT_LINES": False,
@@ -187,7 +179,7 @@ class Hopper(Kernel):
         wgmma = multiply(dtype, columns, dtype == "float32", batch_last)
         texts = FIXED.text(), hopper_common.finish(epilogue), wgmma
         source = self.source(facts, *texts, includes=hopper_common.INCLUDES)
-        threads, shared = hopper_common.THREADS, sizes.shared_bytes
+        threads = hopper_common.THREADS
         return self.named_spec(source, threads, shared, dtype, words, epilogue, precision)
 
 
@@ -207,7 +199,7 @@ def _columns(dtype: str, precision: str, count: int) -> list[int]:
         return single[:1]
     row, least = hopper_common.row(dtype), widths[-1] // 2
     aligned = [columns for columns in widths if columns % row == 0 and columns >= least]
-    return sorted(aligned, key=lambda columns: (round_up(count, columns), -columns))
+    return hopper_common.by_padding(aligned, count)
 
 
 def _layouts(problem: Problem) -> tuple[bool, bool] | None:
@@ -230,17 +222,9 @@ def _layouts(problem: Problem) -> tuple[bool, bool] | None:
 
 def _extents(problem: Problem, batch_last: bool, out_last: bool) -> tuple[tma.Extent, tma.Extent]:
     """Of x and of y."""
-    left, out, lanes, blocks = problem.left, problem.out, problem.lanes, problem.blocks
-    rows, columns, depth = problem.rows, problem.columns, problem.depth
-    if batch_last:
-        x = tma.Extent((rows, lanes, depth, blocks), (left.lane, left.depth, left.block))
-    else:
-        x = tma.Extent((depth, lanes, rows, blocks), (left.lane, left.line, left.block))
-    if out_last:
-        y = tma.Extent((rows, lanes, columns, blocks), (out.lane, out.column, out.block))
-    else:
-        y = tma.Extent((columns, lanes, rows, blocks), (out.lane, out.row, out.block))
-    return x, y
+    rows, extent = problem.rows, hopper_common.extent
+    x = extent(problem, problem.left, rows, problem.depth, batch_last)
+    return x, extent(problem, problem.out, rows, problem.columns, out_last)
 
 
 def _variant(problem: Problem, columns: int) -> Hopper.Variant:
@@ -260,9 +244,7 @@ def _is_packed_already(problem: Problem) -> bool:
 
 
 def _weight_extent(problem: Problem) -> tma.Extent:
-    right, lanes, blocks = problem.right, problem.lanes, problem.blocks
-    sizes = (problem.depth, lanes, problem.columns, blocks)
-    return tma.Extent(sizes, (right.lane, right.line, right.block))
+    return hopper_common.extent(problem, problem.right, problem.columns, problem.depth, False)
 
 
 def _resident(dtype: str, precision: str, columns: int, depth: int) -> int:
@@ -285,9 +267,9 @@ def packing_of(variant: Hopper.Variant) -> Packing:
     return Packing(dtype, variant.columns, depth, 1, products, order)
 
 
-def shared_memory(variant: Hopper.Variant) -> Sizes:
-    """Stages and staged parts of y that fit: of the latter those of two tiles, if four stages are
-    left, else of fewer."""
+def shared_memory(variant: Hopper.Variant) -> tuple[int, int, int]:
+    """Stages and staged parts of y that fit, and bytes of all: of the parts those of two tiles, if
+    four stages are left, else of fewer."""
     dtype, precision, _, out_last, columns, resident, _ = variant
     row, weights = hopper_common.row(dtype), _block_bytes(dtype, precision, columns)
     stage = TILE_ROWS * hopper_common.ROW_BYTES + (0 if resident else weights)
@@ -297,7 +279,7 @@ def shared_memory(variant: Hopper.Variant) -> Sizes:
         count, shared = hopper_common.stages(resident * weights + 2 * parts * part, stage)
         if count >= 4 or parts == 2:
             break
-    return Sizes(count, parts, shared)
+    return count, parts, shared
 
 
 def _parameters(epilogue: tuple[Epilogue, ...], variant: Hopper.Variant) -> Parameters:
@@ -307,7 +289,7 @@ def _parameters(epilogue: tuple[Epilogue, ...], variant: Hopper.Variant) -> Para
 
 def _maps(problem: Problem, variant: Hopper.Variant) -> tuple[TensorMap, ...]:
     """Maps of x, of y and, if it is not packed, of the weight."""
-    dtype, row, columns = variant.dtype, hopper_common.row(variant.dtype), variant.columns
+    row, columns = hopper_common.row(variant.dtype), variant.columns
     x, y = _extents(problem, variant.batch_last, variant.out_last)
     boxes = [
         (x, row if variant.batch_last else TILE_ROWS),
@@ -315,4 +297,4 @@ def _maps(problem: Problem, variant: Hopper.Variant) -> tuple[TensorMap, ...]:
     ]
     if not variant.packed:
         boxes.append((_weight_extent(problem), columns))
-    return tuple(tma.tensor_map(dtype, extent, (row, 1, count, 1)) for extent, count in boxes)
+    return hopper_common.maps(variant.dtype, *boxes)

@@ -56,12 +56,8 @@ class SplitKSum(Kernel):
                 f"runs of {RUN}); call it on slices"
             )
         groups = next((some for some in (MOST_GROUPS, 4, 2) if count >= SPLITS_EACH * some), 1)
-        out = problem.out
         fixed = FIXED.pack(
-            out_block_stride=out.block,
-            out_lane_stride=out.lane,
-            out_row_stride=out.row,
-            out_column_stride=out.column,
+            **problem.out.strides,
             split_stride=one,
             splits=count,
             lanes=problem.lanes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernlib.families.kronecker_sparse.lowering.problem import Layout, Problem
+from kernlib.families.kronecker_sparse.lowering.problem import Layout, Problem, depth_first
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
@@ -64,8 +64,3 @@ class PortablePack(Kernel):
         facts = {"InputT": DTYPES[variant.dtype].cuda, "PARAMETER_BYTES": size}
         source = self.source(facts, FIXED.text(), includes=("kronecker_sparse/strides.cuh",))
         return self.named_spec(source, THREADS, 0, variant.dtype, [])
-
-
-def depth_first(problem: Problem, layout: Layout, lines: int) -> bool:
-    """Whether an operand's depths lie closer together than its lines."""
-    return problem.depth > 1 and (lines == 1 or layout.depth <= layout.line)

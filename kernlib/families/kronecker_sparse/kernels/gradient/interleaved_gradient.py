@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels import deinterleave, split_k_sum
-from kernlib.families.kronecker_sparse.kernels.deinterleave import Deinterleave
-from kernlib.families.kronecker_sparse.kernels.portable import Portable
-from kernlib.families.kronecker_sparse.kernels.split_k_sum import SplitKSum
-from kernlib.families.kronecker_sparse.kernels.transpose import ALIGNMENT, is_flat
-from kernlib.families.kronecker_sparse.kernels.weight_gradient import part_of
+from kernlib.families.kronecker_sparse.kernels.factor.portable import Portable
+from kernlib.families.kronecker_sparse.kernels.gradient.weight_gradient import part_of
+from kernlib.families.kronecker_sparse.kernels.steps import deinterleave, split_k_sum
+from kernlib.families.kronecker_sparse.kernels.steps.deinterleave import Deinterleave
+from kernlib.families.kronecker_sparse.kernels.steps.split_k_sum import SplitKSum
+from kernlib.families.kronecker_sparse.kernels.steps.transpose import ALIGNMENT
 from kernlib.families.kronecker_sparse.lowering import hopper_common
 from kernlib.families.kronecker_sparse.lowering.problem import (
     MAX_BLOCKS,
@@ -23,6 +23,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     Problem,
     Scope,
     is_deep,
+    is_flat,
 )
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import tma
@@ -82,14 +83,12 @@ class InterleavedGradient(Kernel):
         rows, columns = problem.rows, problem.columns
         if d not in LANES or rows < MIN_ROWS or problem.blocks * d * max(rows, columns) >= 2**31:
             return False
-        if not is_flat(problem, rows, left.lane, left.line, left.block):
-            return False
-        if not is_flat(problem, columns, right.lane, right.line, right.block):
-            return False
-        if not tma.addressable(problem.dtype, left.alignment, _left(problem)):
-            return False
-        if not tma.addressable(problem.dtype, 16, _right(problem)):
-            return False
+        for side, count in ((left, rows), (right, columns)):
+            if not is_flat(problem, count, side.lane, side.line, side.block):
+                return False
+        for alignment, extent in ((left.alignment, _left(problem)), (16, _right(problem))):
+            if not tma.addressable(problem.dtype, alignment, extent):
+                return False
         width = columns_of(columns, d)
         most = _tiles(problem, width) * ceil_div(problem.depth, TILE_DEPTH)
         is_counted = most <= hopper_common.MAX_TILES
@@ -220,10 +219,8 @@ def _right(problem: Problem) -> tma.Extent:
 
 
 def _maps(problem: Problem) -> tuple[tma.TensorMap, ...]:
-    box = (ROW, 1, TILE_DEPTH, 1)
-    return tuple(
-        tma.tensor_map(problem.dtype, extent, box) for extent in (_left(problem), _right(problem))
-    )
+    boxes = (_left(problem), TILE_DEPTH), (_right(problem), TILE_DEPTH)
+    return hopper_common.maps(problem.dtype, *boxes)
 
 
 def shared_memory(variant: InterleavedGradient.Variant) -> tuple[int, int]:

@@ -10,15 +10,14 @@ from math import inf
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels import via_batch_last
-from kernlib.families.kronecker_sparse.kernels.pack import Pack, Packing
-from kernlib.families.kronecker_sparse.kernels.via_batch_last import Transposed
+from kernlib.families.kronecker_sparse.kernels.lanes import via_batch_last
+from kernlib.families.kronecker_sparse.kernels.lanes.via_batch_last import Transposed
+from kernlib.families.kronecker_sparse.kernels.steps.pack import Pack, Packing
 from kernlib.families.kronecker_sparse.lowering import hopper_common, shapes, times
 from kernlib.families.kronecker_sparse.lowering.problem import Problem, Scope, is_small
 from kernlib.families.kronecker_sparse.lowering.shapes import SHAPES, Shape
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
-from kernlib.lowering import tma
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.kernel import Choice, Gpu, Kernel
@@ -254,9 +253,5 @@ def _strides(problem: Problem) -> dict[str, int]:
 
 def _maps(problem: Problem, variant: Interleaved.Variant) -> tuple[TensorMap, ...]:
     """Maps of x and of y, whose rows hold all l of several k or j."""
-    dtype, shape = variant.dtype, variant.shape
-    pairs = zip(shapes.extents(problem, shape), (shape.rows, 64), strict=True)
-    return tuple(
-        tma.tensor_map(dtype, extent, (hopper_common.row(dtype), 1, rows, 1))
-        for extent, rows in pairs
-    )
+    x, y = shapes.extents(problem, variant.shape)
+    return hopper_common.maps(variant.dtype, (x, variant.shape.rows), (y, 64))

@@ -27,9 +27,10 @@ from math import inf
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.kronecker_sparse.kernels import hopper, transpose
-from kernlib.families.kronecker_sparse.kernels.hopper import Hopper
-from kernlib.families.kronecker_sparse.kernels.transpose import Transpose
+from kernlib.families.kronecker_sparse.kernels.factor import hopper
+from kernlib.families.kronecker_sparse.kernels.factor.hopper import Hopper
+from kernlib.families.kronecker_sparse.kernels.steps import transpose
+from kernlib.families.kronecker_sparse.kernels.steps.transpose import Transpose
 from kernlib.families.kronecker_sparse.lowering import hopper_common, shapes, times
 from kernlib.families.kronecker_sparse.lowering.problem import (
     Layout,
@@ -38,6 +39,7 @@ from kernlib.families.kronecker_sparse.lowering.problem import (
     Scope,
     feature_counts,
     is_deep,
+    is_flat,
 )
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
@@ -90,7 +92,7 @@ class Transposed(Transpose):
 
     def takes(self, problem: Problem, arch: str) -> bool:
         """Whether it is a problem to turn, whose slices `hopper` takes."""
-        if arch != hopper_common.ARCH or not _is_flat(problem):
+        if arch != hopper_common.ARCH or not _are_flat(problem):
             return False
         rows = slice_rows(problem)
         if not rows:
@@ -206,7 +208,7 @@ def seconds(problem: Problem) -> tuple[float, float]:
     return of_interleaved, max(moving, operations / HOPPER_RATES[products, itemsize]) + turning
 
 
-def _is_flat(problem: Problem) -> bool:
+def _are_flat(problem: Problem) -> bool:
     """Whether features of x and of the result lie side by side, and d > 1. Rows that do not overlap
     are those of a product: in the gradient of a weight by few rows a depth is a whole row."""
     left, out = problem.left, problem.out
@@ -215,9 +217,8 @@ def _is_flat(problem: Problem) -> bool:
         return False
     if left.line < depths or out.row < features:
         return False
-    return transpose.is_flat(
-        problem, problem.depth, left.lane, left.depth, left.block
-    ) and transpose.is_flat(problem, problem.columns, out.lane, out.column, out.block)
+    of_x = is_flat(problem, problem.depth, left.lane, left.depth, left.block)
+    return of_x and is_flat(problem, problem.columns, out.lane, out.column, out.block)
 
 
 def is_whole(problem: Problem) -> bool:

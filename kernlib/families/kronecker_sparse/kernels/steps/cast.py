@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kernlib.families.kronecker_sparse.kernels.transpose import ALIGNMENT
+from kernlib.families.kronecker_sparse.kernels.steps.transpose import ALIGNMENT
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES

@@ -1,0 +1,1 @@
+"""Kernels of products with a factor, of any pattern."""

@@ -1,0 +1,1 @@
+"""Launches before and behind others: packing, transposing, casts and sums."""
