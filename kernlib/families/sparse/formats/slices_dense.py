@@ -113,7 +113,7 @@ def _write_slice(
     part_length = length // parts
     parted = out.reshape(parts, -1)
     values, steps = (t.reshape(LANES, parts, part_length) for t in (values, steps))
-    first, at, count = 0, 0, code.whole
+    first, at, count = 0, 0, code.group
     while first < part_length:
         groups = (part_length - first) // count
         if groups:
