@@ -32,6 +32,7 @@ class Steps(NamedTuple):
 
 MOST = 2**31 - 1
 ENTRIES = Steps(1, MOST)  # whose codes are the entries themselves
+MACKO = Steps(1, 16)  # whose codes are entries of MACKO's format, pads among them
 
 
 def counts(
