@@ -26,7 +26,7 @@ FOLDERS = {
     )),
     "Gallery": ("gallery", ("index",)),
     "Results": ("results", (
-        "programs", "pairwise", "kronecker_sparse", "kronecker_product", "sparse", "sparse_formats", "blocksparse",
+        "programs", "pairwise", "kronecker_sparse", "kronecker_product", "sparse", "blocksparse",
         "service", "cpu", "auto",
     )),
 }  # fmt: skip
