@@ -14,7 +14,7 @@ import reference
 FOLDERS = {
     "Families": ("families", (
         "pairwise", "kronecker_sparse", "kronecker_sparse_kernels", "kronecker_product", "sparse",
-        "blocksparse",
+        "sparse_formats", "blocksparse",
     )),
     "Concepts": ("concepts", (
         "epilogues", "scores", "gradients", "accuracy", "running", "layers", "cache",

@@ -6,8 +6,8 @@ import json
 import re
 from typing import NamedTuple
 
+from kernlib.families.sparse.formats.encoding import check_columns
 from kernlib.families.sparse.formats.registry import check_format, with_values
-from kernlib.families.sparse.lowering.rates import check_columns
 from kernlib.families.sparse.prune import check_density, check_per
 from kernlib.nn.linears import checked_match
 

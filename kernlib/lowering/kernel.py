@@ -152,17 +152,17 @@ class Option(NamedTuple):
 
 @cache
 def kernels(package: str, role: str = "") -> tuple[Kernel, ...]:
-    """The kernels of a role that a package has classes of, by rank and name."""
+    """The kernels of a role that a package or a module has classes of, by rank and name."""
     among = [kind for kind in classes(package) if kind.role == role]
     return tuple(kind() for kind in sorted(among, key=lambda kind: (kind.rank, kind.name)))
 
 
 @cache
 def classes(package: str) -> frozenset[type[Kernel]]:
-    """The classes of kernels that the modules of a package define; what has no header is the base
-    of some."""
-    modules = pkgutil.iter_modules(import_module(package).__path__)
-    names = [f"{package}.{module.name}" for module in modules if not module.ispkg]
+    """The classes of kernels that a module, or the modules of a package, define; what has no header
+    is the base of some."""
+    modules = pkgutil.iter_modules(getattr(import_module(package), "__path__", ()))
+    names = [f"{package}.{module.name}" for module in modules if not module.ispkg] or [package]
     values = [value for name in names for value in vars(import_module(name)).values()]
     kinds = (each for each in values if isinstance(each, type) and issubclass(each, Kernel))
     return frozenset(kind for kind in kinds if hasattr(kind, "header") and kind.__module__ in names)

@@ -90,6 +90,11 @@ class Fields:
         """In bytes."""
         return struct.calcsize(self.format)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the members, in order."""
+        return tuple(self._counts)
+
     def text(self, name: str = "Fixed") -> str:
         """The struct in C++; an empty one has the size of a base class, none."""
         lines = [f"struct {name} {{", *(f"    {member};" for member in self.members), "};"]

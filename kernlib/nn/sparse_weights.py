@@ -8,10 +8,9 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import shown
-from kernlib.families.sparse.formats.encoding import entries_in
+from kernlib.families.sparse.formats.encoding import check_columns, entries_in
 from kernlib.families.sparse.formats.registry import check_format
 from kernlib.families.sparse.layout import DTYPES, format_of, parse_layout
-from kernlib.families.sparse.lowering.rates import check_columns
 from kernlib.families.sparse.matrix import (
     SPARSE_LAYOUTS,
     SparseMatrix,

@@ -69,6 +69,8 @@ FIRST_CALLS = {
     "kl.blocksparse.dsd(t(77, 64, 64), t(1024, 256), layout(64))": 91,
     "kl.blocksparse.sdd(t(1024, 256), t(256, 1024), layout(64))": 91,
     "kl.blocksparse.attention(*[t(2, 8, 2048, 128).half()] * 3, layout(128))": 95,
+    "kl.sparse.matmul(compressed('bitmap largest=5000', 16, 4), t(4096).half())": 86,
+    "kl.sparse.matmul(compressed('u4 parts=8 width=4096', 16, 4, 2), t(4096).half())": 83,
 }
 
 
@@ -117,6 +119,10 @@ import functools, json, sys, torch, kernlib as kl
 from kernlib.runtime import devices
 t = functools.partial(torch.empty, device="meta")
 layout = lambda block: kl.blocksparse.Layout(torch.ones(16, 16) > 0, block, 77, "meta")
+def compressed(text, *sizes):
+    format, *facts = text.split()
+    layout = " ".join([format, "4096x4096 float16", *facts])
+    return kl.sparse.SparseMatrix.from_layout(layout, tuple(map(t, sizes)))
 with devices.rehearse("sm_90a") as rehearsal:
     {call}
 assert rehearsal.specs

@@ -111,7 +111,7 @@ def test_lowering_works_without_torch():
     names = [
         ".".join(("kernlib", *path.relative_to(PACKAGE).with_suffix("").parts))
         for part in parts
-        for path in sorted(part.glob("*.py"))
+        for path in sorted(part.rglob("*.py"))
     ]
     code = "import importlib, sys\nsys.modules['torch'] = None\n"
     code += f"for name in {names}: importlib.import_module(name)"

@@ -352,7 +352,7 @@ def test_the_committed_drawing_is_that_of_the_committed_results():
 
 
 def test_the_document_says_which_format_is_smallest():
-    text = (ROOT / "docs" / "families" / "sparse.md").read_text()
+    text = (ROOT / "docs" / "families" / "sparse_formats.md").read_text()
     table = text[text.index("| format | what is stored") :].split("\n\n")[0]
     ranges = {}
     for line in table.splitlines()[2:]:

@@ -16,8 +16,8 @@
 // 69 at 0.5; 67, 83 and 113 us for 8 vectors. Three loads of whole words a lane for its four values
 // were 226 wavefronts, but with what selects the halves no faster.
 //
-// Facts and struct Fixed: class Bitmap of kernlib/families/sparse/kernels/bitmap.py; of values in
-// fewer bits see quantised/quantised.cuh.
+// Facts and struct Fixed: class Bitmap of kernlib/families/sparse/kernels/bitmap/bitmap.py; of
+// values in fewer bits see quantised/quantised.cuh.
 #pragma once
 
 #include "sparse/bitmap/meeting.cuh"

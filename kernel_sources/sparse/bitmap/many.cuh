@@ -18,7 +18,7 @@
 // second one takes 62 us without decoding and 49 without products: a warp issues one behind the
 // other.
 //
-// Facts and struct Fixed: class BitmapMany of kernlib/families/sparse/kernels/bitmap_many.py; and
+// Facts and struct Fixed: class BitmapMany of kernlib/families/sparse/kernels/bitmap/many.py; and
 // the function multiply, a wgmma of 64 rows by COLUMNS whose left operand is in registers.
 #pragma once
 

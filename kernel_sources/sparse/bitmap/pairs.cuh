@@ -1,7 +1,7 @@
 // sparse/bitmap/many.cuh for wide tiles: where one is cut, two CTAs of a cluster compute its parts,
 // whose sums meet in shared memory.
 //
-// Facts and struct Fixed: class BitmapPairs of kernlib/families/sparse/kernels/bitmap_many.py.
+// Facts and struct Fixed: class BitmapPairs of kernlib/families/sparse/kernels/bitmap/many.py.
 #pragma once
 
 #include "sparse/bitmap/many_tile.cuh"

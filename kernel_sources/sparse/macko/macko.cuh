@@ -17,7 +17,7 @@
 //   memory            1280 bytes at 85 % of 4.3 TB/s = 81 clocks
 // Measured there at 8192 x 28672 and densities .1, .3, .5: 26.7, 53.5, 82.5 us, 2.7 to 3.6 TB/s.
 //
-// Facts and struct Fixed: class Macko of kernlib/families/sparse/kernels/macko.py.
+// Facts and struct Fixed: class Macko of kernlib/families/sparse/kernels/macko/macko.py.
 #pragma once
 
 #include "common/async_copy.cuh"

@@ -5,7 +5,7 @@
 // Floor: 8 bytes of L2 an element and 4 a warp of macko/macko.cuh, some microseconds with the
 // launch.
 //
-// Facts and struct Fixed: class MackoSum of kernlib/families/sparse/kernels/macko.py.
+// Facts and struct Fixed: class MackoSum of kernlib/families/sparse/kernels/macko/macko.py.
 #pragma once
 
 #include "common/hopper.cuh"

@@ -12,7 +12,7 @@
 // bandwidth of memory: of an H200's 4.31 TB/s 1.2 us for 4096 x 4096 of u8 with a density of .1,
 // 4.7 us of u2 with .5, 25 us for 22016 x 4096. Of operations: as slices/slices.cuh.
 //
-// Facts and struct Fixed: class Parts of kernlib/families/sparse/kernels/parts.py.
+// Facts and struct Fixed: class Parts of kernlib/families/sparse/kernels/slices/parts.py.
 #pragma once
 
 #include "common/async_copy.cuh"

@@ -3,7 +3,7 @@
 //
 // Floor: panels * N * R * 4 bytes over the bandwidth of L2, where slices/slices.cuh has left them.
 //
-// Facts and struct Fixed: class Reduce of kernlib/families/sparse/kernels/reduce.py.
+// Facts and struct Fixed: class Reduce of kernlib/families/sparse/kernels/slices/reduce.py.
 #pragma once
 
 #include "common/types.cuh"

@@ -26,7 +26,7 @@
 // 78 and 131 us: some 7 clocks a gather of 512 bytes, whatever adds it up. mma.sync with x as
 // ldmatrix gathers it, of 11.8 slots, took as long.
 //
-// Facts and struct Fixed: class Slices of kernlib/families/sparse/kernels/slices.py.
+// Facts and struct Fixed: class Slices of kernlib/families/sparse/kernels/slices/slices.py.
 #pragma once
 
 #include "sparse/slices/lanes.cuh"

@@ -23,7 +23,6 @@ from kernlib.families.sparse.layout import (
     version_of,
 )
 from kernlib.families.sparse.lowering.quantised import QUANTISED
-from kernlib.families.sparse.lowering.rates import check_columns
 from kernlib.families.sparse.tensors import (
     TURNED,
     Memory,
@@ -294,7 +293,7 @@ class SparseMatrix:
         """The same matrix in another format, or with "auto" in the one that is fastest for so many
         vectors (``columns``). Itself if it is in that format. Of values in fewer bits it is the
         matrix that :meth:`to_dense` gives. Raises ValueError for a format that cannot hold it."""
-        check_columns(columns)
+        encoding.check_columns(columns)
         formats().check_format(format)
         if format == self._format:
             return self
@@ -558,7 +557,7 @@ def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> S
 
         return of_entries(torch_layouts.of_tensor(dense), format, columns)
     dense = _matrix(dense)
-    check_columns(columns)
+    encoding.check_columns(columns)
     formats().check_format(format)
     if format == "auto":
         format = formats().auto(dense, columns)
@@ -569,7 +568,7 @@ def compressed(dense: torch.Tensor, format: str = "auto", columns: int = 1) -> S
 def of_entries(entries: Entries, format: str, columns: int) -> SparseMatrix:
     """:func:`compressed` of a matrix by its entries, which have been checked. Small ones are laid
     out densely on a GPU, for the kernels there."""
-    check_columns(columns)
+    encoding.check_columns(columns)
     formats().check_format(format)
     if entries.device.type == "cuda" and _is_small(entries.shape, entries.dtype):
         values = format_of("dense").encode_entries(entries)[0]["values"]

@@ -33,7 +33,7 @@ def decode(
     out = torch.empty(shape, dtype=dtype, device=data.device)
     if out.numel():
         vectors = shape[1] * dtype.itemsize % 16 == 0
-        launch(Decode(), (*shape, dtype.itemsize, vectors), data, offsets, out)
+        launch(Decode(), (*shape, shape[1], dtype.itemsize, vectors), data, offsets, out)
     return out
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from kernlib.descriptors.base import shown, whole
 from kernlib.runtime.tensors import check_dense, materialised, refuse_distributed
 
 # dtypes of values, and the integers of as many bits.
@@ -33,6 +34,13 @@ def matrix(dense: torch.Tensor) -> torch.Tensor:
     if dense.device.type not in ("cpu", "cuda"):
         raise ValueError(f"dense must lie on a CPU or a CUDA device, got {dense.device}")
     return materialised(dense.detach())
+
+
+def check_columns(columns: int) -> None:
+    """Raises ValueError for what is no number of vectors."""
+    number = whole(columns)
+    if number is None or number < 1:
+        raise ValueError(f"columns must be a positive int, got {shown(columns)}")
 
 
 def readable(dense: torch.Tensor) -> torch.Tensor:

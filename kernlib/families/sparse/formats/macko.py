@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse.formats import encoding, slices_dense
+from kernlib.families.sparse.formats import encoding
 from kernlib.families.sparse.formats.encoding import INFINITY, MAGNITUDE, readable
 from kernlib.families.sparse.formats.entries import SLAB, Entries, Slab, Triplets
 from kernlib.lowering.arithmetic import round_up
@@ -36,7 +36,6 @@ WIDE_FROM = 2**31  # entries from which row_ptr takes int64
 MOST_COLUMNS = 2**31 - 1  # on a GPU, whose kernels count the entries of a row by 32 bits
 BLOCK = 32  # rows, of which ``busiest`` tells the entries
 LAST_CODE = 15
-STEPS = slices_dense.Steps(1, LAST_CODE + 1)  # of entries, pads among them
 
 
 def encode(dense: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
@@ -184,8 +183,10 @@ def measure(dense: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Te
     if _is_too_wide(dense):
         return torch.tensor(-1, dtype=torch.int64, device="cpu")
     if dense.device.type == "cpu":
-        key = STEPS, max(1, dense.shape[1])
-        entries = slices_dense.counts(dense, [key])[key].sum(dtype=torch.int64)
+        from kernlib.families.sparse.formats.slices_dense import MACKO, counts  # not for GPUs
+
+        key = MACKO, max(1, dense.shape[1])
+        entries = counts(dense, [key])[key].sum(dtype=torch.int64)
     else:
         gpu = _gpu()
         entries = gpu.row_counts(readable(dense))[0].sum(dtype=torch.int64)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernlib.descriptors.base import shown
-from kernlib.families.sparse.formats.encoding import counted, matrix
-from kernlib.families.sparse.lowering import rates
+from kernlib.families.sparse.formats.encoding import check_columns, counted, matrix
 from kernlib.families.sparse.lowering.codes import SLICES
 from kernlib.families.sparse.lowering.problem import Scope
 from kernlib.families.sparse.lowering.quantised import QUANTISED, VALUES
@@ -87,17 +86,17 @@ def auto(dense: torch.Tensor, columns: int = 1) -> str:
     those that can hold it, by the exact bytes of each over the rates of ``rates``; "dense" for more
     vectors than these know. Synchronises. Raises as ``encode`` does for what is no matrix, and
     ValueError for columns that are no positive int."""
-    rates.check_columns(columns)
+    check_columns(columns)
     dense = matrix(dense)
-    if columns > rates.MOST_COLUMNS:
+    if columns > _rates().MOST_COLUMNS:
         return "dense"
     return _fastest_of(dense, *measured(dense), columns)
 
 
 def auto_entries(entries: Entries, columns: int = 1) -> str:
     """:func:`auto` of a matrix by its entries."""
-    rates.check_columns(columns)
-    if columns > rates.MOST_COLUMNS:
+    check_columns(columns)
+    if columns > _rates().MOST_COLUMNS:
         return "dense"
     measured = {name: format_of(name).measure_entries(entries) for name in FORMATS}
     sizes = {name: size for name, size in measured.items() if size is not None}
@@ -105,12 +104,17 @@ def auto_entries(entries: Entries, columns: int = 1) -> str:
     return _fastest_of(entries, sizes, density, columns)
 
 
+def _rates() -> ModuleType:
+    """The measured rates, which "auto" alone loads."""
+    return import_module("kernlib.families.sparse.lowering.rates")
+
+
 def _fastest_of(
     matrix: torch.Tensor | Entries, sizes: dict[str, int], density: float, columns: int
 ) -> str:
     if matrix.dtype == torch.float32:
         sizes.pop("bitmap", None)  # whose kernels take half types only
-    arch = rates.DEFAULT
+    arch = _rates().DEFAULT
     if matrix.device.type == "cuda":
         from kernlib.runtime.devices import arch_of  # CPU tensors do not load it
 
@@ -135,7 +139,7 @@ def fastest(
 
     def cost(name: str) -> tuple[float, int]:
         request = name, arch, density, sizes[name], columns
-        return rates.microseconds(*request, row, itemsize, width), sizes[name]
+        return _rates().microseconds(*request, row, itemsize, width), sizes[name]
 
     return min(sizes, key=cost)
 
@@ -158,12 +162,12 @@ def measured(dense: torch.Tensor) -> tuple[dict[str, int], float]:
 def _measured_on_host(dense: torch.Tensor) -> tuple[dict[str, int], float]:
     """:func:`measured` of a matrix whose codes and entries are counted in one pass."""
     from kernlib.families.sparse.formats import bitmap_cpu, macko, tiling
-    from kernlib.families.sparse.formats.slices_dense import ENTRIES, Steps, counts
+    from kernlib.families.sparse.formats.slices_dense import ENTRIES, MACKO, Steps, counts
 
     shape, itemsize = tuple(dense.shape), dense.element_size()
     widths = {tiling.tiling_of(shape, itemsize).width, tiling.panel_width(*shape, itemsize)}
     steps = {name: Steps.of(format_of(name).code) for name in SLICES}
-    pads = macko.STEPS, max(1, shape[1])
+    pads = MACKO, max(1, shape[1])
     chunks = ENTRIES, bitmap_cpu.COLUMNS
     codes = counts(dense, [pads, chunks, *product(steps.values(), widths)])
     entries = bitmap_cpu.chunks_of_panels(codes[chunks])
@@ -190,8 +194,8 @@ def build_counting(dtype: torch.dtype, device: int) -> None:
 
     def specs(does: str) -> list[KernelSpec]:
         scopes = [Scope(name, (KERNEL_TYPES[dtype],), "") for name in FORMATS]
-        pairs = ((each, scope) for scope in scopes for each in choose.codecs(scope.format))
-        return [each.specs((), scope, "")[0] for each, scope in pairs if each.does == does]
+        pairs = ((codec, scope) for scope in scopes for codec in choose.codecs(scope.format))
+        return [codec.specs((), scope, "")[0] for codec, scope in pairs if codec.does == does]
 
     writing = specs("write")
 

@@ -54,7 +54,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernlib.families.sparse.formats import slices_cpu as cpu
 from kernlib.families.sparse.formats.encoding import (
     check_facts,
     check_size,
@@ -133,10 +132,10 @@ class SlicesFormat(NamedTuple):
                 lengths[width] = codec.count(self.code, dense, width)
             return lengths[width]
 
-        if codec is cpu and not lengths:  # all that may be asked for in one pass
+        if not lengths and _is_on_host(dense):  # all that may be asked for in one pass
             both = (tiling_of(shape, itemsize, columns).width, panel_width(*shape, itemsize))
             widths = both if tiling is None else (tiling.width,)
-            lengths = cpu.counts(self.code, dense, widths)
+            lengths = _cpu().counts(self.code, dense, widths)
 
         def total(tiling: Tiling) -> int:
             return int(codes(tiling).sum())
@@ -150,7 +149,7 @@ class SlicesFormat(NamedTuple):
         def total(tiling: Tiling) -> int:
             width, rows = tiling.width, entries.shape[0]
             some = _some_panels(grid(entries.shape, width)[0], rows)
-            counts = (cpu.count_entries(self.code, entries, width, panels) for panels in some)
+            counts = (_cpu().count_entries(self.code, entries, width, panels) for panels in some)
             return sum(int(count.sum()) for count in counts)
 
         return best_tiling(entries.shape, entries.dtype.itemsize, columns, total)
@@ -263,13 +262,13 @@ class SlicesFormat(NamedTuple):
         size = total * self.code.size(entries.dtype.itemsize)
         data = torch.zeros(size, dtype=torch.uint8, device=place)
         for some in _some_panels(panels, entries.shape[0]) if size else ():
-            cpu.write_entries(self.code, entries, tiling, some, offsets, rows, data)
+            _cpu().write_entries(self.code, entries, tiling, some, offsets, rows, data)
         return {"data": data, "offsets": offsets, "rows": rows}
 
     def _arranged(self, entries: Entries, tiling: Tiling) -> Iterator[tuple]:
         """Ranges of panels with their :func:`arrange`, some panels at a time."""
         for some in _some_panels(grid(entries.shape, tiling.width)[0], entries.shape[0]):
-            lengths = cpu.count_entries(self.code, entries, tiling.width, some)
+            lengths = _cpu().count_entries(self.code, entries, tiling.width, some)
             yield some, *arrange(lengths, self.code.unit, tiling.parts)
 
     def _refuse_larger(self, shape: tuple[int, int]) -> None:
@@ -315,7 +314,7 @@ class SlicesFormat(NamedTuple):
         dtype: torch.dtype,
     ) -> Iterator[Triplets]:
         """The entries that are not 0, some at a time."""
-        return cpu.read_entries(self.code, tensors, Tiling.of(facts), shape[1], dtype)
+        return _cpu().read_entries(self.code, tensors, Tiling.of(facts), shape[1], dtype)
 
     def nbytes(self, dense: torch.Tensor) -> int | None:
         """The bytes that :meth:`encode` would take; None for a matrix that it refuses. The host
@@ -388,7 +387,7 @@ def _check_sizes(
             f"offsets must rise from 0, by multiples of {unit}, to the codes of a lane in "
             f"data, which are {size} bytes by its last entry; data has shape {tuple(data.shape)}"
         )
-    numbers = cpu.numbers(rows).flatten(1)
+    numbers = _cpu().numbers(rows).flatten(1)
     ordered = torch.where(numbers == -1, shape[0], numbers).sort().values  # -1 sorts last
     indices = torch.arange(ordered.shape[1], dtype=torch.int64, device=rows.device)
     if bool((ordered != indices.clamp_max(shape[0])).any() | (numbers >= shape[0]).any()):
@@ -409,8 +408,8 @@ def _check_columns(
     u2 may go on to a whole unit of each part, where nothing is read for it. And that parts begin
     where steps lead."""
     (width, parts), (panels, slices) = tiling, grid(shape, tiling.width)
-    steps = cpu.steps_of_parts(code, parts, dtype.itemsize, tensors["offsets"], tensors["data"])
-    if parts > 1 and not torch.equal(cpu.starts(tensors["rows"])[0], steps.cumsum(1) - steps):
+    steps = _cpu().steps_of_parts(code, parts, dtype.itemsize, tensors["offsets"], tensors["data"])
+    if parts > 1 and not torch.equal(_cpu().starts(tensors["rows"])[0], steps.cumsum(1) - steps):
         raise ValueError(
             "rows must say, behind the rows, where the steps in data lead before each part"
         )
@@ -480,8 +479,19 @@ def _row_type(rows: int, parts: int = 1) -> tuple[torch.dtype, int]:
 
 def _codec(dense: torch.Tensor) -> ModuleType:
     """The module that counts, writes and reads codes where a matrix lies."""
-    if not dense.is_cuda and not (dense.is_meta and on_gpu(dense.device)):
-        return cpu
+    if _is_on_host(dense):
+        return _cpu()
     from kernlib.families.sparse.formats import slices_gpu as gpu
 
     return gpu
+
+
+def _is_on_host(dense: torch.Tensor) -> bool:
+    return not dense.is_cuda and not (dense.is_meta and on_gpu(dense.device))
+
+
+def _cpu() -> ModuleType:
+    """The module for matrices on the host, which those on a GPU do not load."""
+    from kernlib.families.sparse.formats import slices_cpu as cpu
+
+    return cpu

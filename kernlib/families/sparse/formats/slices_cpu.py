@@ -224,10 +224,10 @@ def _stored_steps(
     by_byte = (by_byte[:, None] >> shifts & code.mask).sum(1)
     lengths, base = offsets.diff(), offsets[:-1] * code.size(itemsize)
     sums = torch.zeros(len(lengths), LANES, dtype=torch.int64, device=data.device)
-    count = code.whole
+    count = code.group
     while count * code.bits >= 8:
         first, groups = lengths & -2 * count, (lengths & count) // count
-        if count == code.whole:
+        if count == code.group:
             first, groups = torch.zeros_like(lengths), lengths // count
         owner = torch.repeat_interleave(groups)
         inside = torch.arange(len(owner), dtype=torch.int64, device=data.device)
@@ -283,9 +283,9 @@ def places(
         values, steps, bits = places(code, numbers, lengths, lanes, itemsize)
         return before + values, before + steps, bits
     # All sizes here are powers of two: masks and shifts take a tenth of the time of divisions.
-    at = lengths & -code.whole
-    first, count = numbers & -code.whole, torch.full_like(numbers, code.whole)
-    for size in (code.whole // 2, code.whole // 4, code.whole // 8):
+    at = lengths & -code.group
+    first, count = numbers & -code.group, torch.full_like(numbers, code.group)
+    for size in (code.group // 2, code.group // 4, code.group // 8):
         here = (numbers >= at) & (numbers < at + size) & (lengths & size != 0)
         first, count = torch.where(here, at, first), torch.where(here, size, count)
         at = at + (lengths & size)

@@ -32,6 +32,7 @@ class Steps(NamedTuple):
 
 MOST = 2**31 - 1
 ENTRIES = Steps(1, MOST)  # whose codes are the entries themselves
+MACKO = Steps(1, 16)  # whose codes are entries of MACKO's format, pads among them
 
 
 def counts(
@@ -113,7 +114,7 @@ def _write_slice(
     part_length = length // parts
     parted = out.reshape(parts, -1)
     values, steps = (t.reshape(LANES, parts, part_length) for t in (values, steps))
-    first, at, count = 0, 0, code.whole
+    first, at, count = 0, 0, code.group
     while first < part_length:
         groups = (part_length - first) // count
         if groups:

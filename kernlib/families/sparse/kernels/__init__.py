@@ -1,2 +1,2 @@
-"""The kernels of products with compressed matrices, a class in a module each; what a product takes
-besides is a step. The kernels that make and undo formats are in ``codecs``."""
+"""The kernels of products with compressed matrices: a package for each kind of format, and here
+what several take besides. The kernels that make and undo formats are in ``codecs``."""

@@ -11,27 +11,20 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.sparse.kernels.base import SparseKernel
 from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, Scope
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.parameters import Fields, Parameters
+from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Step
 
 THREADS = 256
 DEPTH, ROW_BYTES = 64, 128  # features of a block, and bytes that they take of one vector
 ROWS = 64  # vectors of a CTA
 FEATURES, FRAGMENTS = 0, 1  # orders: features in their own, or in that of bitmap/fragments.cuh
-FIXED = Fields((
-    "i64 x_stride",
-    "u32 cols", "u32 columns",
-    "u32 padded",  # vectors of a block
-    "u32 tiles",   # CTAs of a block
-))  # fmt: skip
-PARAMETERS = Parameters(2, FIXED.format)
 
 
-class Pack(Kernel):
+class Pack(SparseKernel):
     """Lays out x of 2-byte elements, a CTA some vectors of a block."""
 
     role = "step"
@@ -39,6 +32,15 @@ class Pack(Kernel):
     header = "sparse/pack.cuh"
     entry = "sparse_pack"
     reason = "vectors of x as wgmma reads them"
+    operands = ("x", WORKSPACE)
+    fixed = Fields((
+        "i64 x_stride",
+        "u32 cols", "u32 columns",
+        "u32 padded",  # vectors of a block
+        "u32 tiles",   # CTAs of a block
+    ))  # fmt: skip
+    finishes = False
+    includes = ()
 
     class Variant(NamedTuple):
         """Everything that code generation chooses: one kernel serves every 2-byte dtype."""
@@ -51,21 +53,10 @@ class Pack(Kernel):
         """The launch that reads x and writes :func:`nbytes` of the workspace from byte ``begin``
         on, a multiple of 16. ``padded``, a multiple of 8, is the vectors with those that fill up
         tiles."""
-        tiles = ceil_div(padded, ROWS)
-        fixed = FIXED.pack(
-            x_stride=problem.x_stride,
-            cols=problem.cols,
-            columns=problem.columns,
-            padded=padded,
-            tiles=tiles,
-        )
-        return Step(
-            self.spec((), self.Variant(order), arch),
-            (tiles * blocks(problem), 1),
-            fixed,
-            (("x", 0), (WORKSPACE, begin)),
-            overlaps=arch in OVERLAPPING,
-        )
+        tiles, variant = ceil_div(padded, ROWS), self.Variant(order)
+        ctas = tiles * blocks(problem), 1
+        step = self.step_of((), problem, variant, arch, ctas, padded=padded, tiles=tiles)
+        return step.placed({WORKSPACE: (WORKSPACE, begin)})
 
     def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
         """The order that products take, where there is a 2-byte dtype."""
@@ -73,13 +64,9 @@ class Pack(Kernel):
 
     def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
         """The specification of an order."""
-        facts = {
-            "ORDER": variant.order,
-            "OVERLAPS": arch in OVERLAPPING,
-            "PARAMETER_BYTES": PARAMETERS.size,
-        }
+        facts = {"ORDER": variant.order, "OVERLAPS": arch in OVERLAPPING}
         words = ["fragments" if variant.order == FRAGMENTS else "features"]
-        return self.named_spec(self.source(facts, FIXED.text()), THREADS, 0, "16bit", words)
+        return self.spec_of((), facts, THREADS, 0, "16bit", words)
 
 
 def nbytes(problem: Problem, padded: int) -> int:

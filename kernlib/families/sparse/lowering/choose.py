@@ -1,40 +1,45 @@
 """From a product with a compressed matrix to kernels, grids and parameters.
 
-Pure arithmetic on plain data: no tensor and no device. The format of the matrix says which kernels
-there are: those of role "product" that name it among their ``formats``.
+Pure arithmetic on plain data: no tensor and no device. The format of the matrix says in which
+package of ``kernels`` those of its products are, of role "product".
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.errors import UnsupportedError
+from kernlib.families.sparse.lowering.codes import SLICES
 from kernlib.families.sparse.lowering.problem import Problem, Scope
+from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import kernel
 from kernlib.lowering.kernel import Gpu, Kernel
 from kernlib.lowering.steps import Lowered
 
 PACKAGE = "kernlib.families.sparse.kernels"
-CODECS = f"{PACKAGE}.codecs"
+# Of each format with kernels, the package of its products; and in ``codecs`` the module of what
+# makes and undoes it. A dense matrix is cuBLAS's. A call imports those of its format alone.
+PRODUCTS = {
+    **dict.fromkeys(("bitmap", *QUANTISED), "bitmap"),
+    "macko": "macko",
+    **dict.fromkeys(SLICES, "slices"),
+}
+CODECS = {**PRODUCTS, **dict.fromkeys(QUANTISED, "quantised")}
 
 
 def formats() -> tuple[str, ...]:
-    """Those with kernels; a dense matrix is cuBLAS's."""
-    every = (name for each in kernel.kernels(PACKAGE, "product") for name in each.formats)
-    return tuple(dict.fromkeys(every))
+    """Those with kernels."""
+    return tuple(PRODUCTS)
 
 
-@cache
 def kernels(format: str) -> tuple[Kernel, ...]:
     """The kernels of a format, by rank; none of the dense one."""
-    return tuple(each for each in kernel.kernels(PACKAGE, "product") if format in each.formats)
+    return kernel.kernels(f"{PACKAGE}.{PRODUCTS[format]}", "product") if format in PRODUCTS else ()
 
 
 def codecs(format: str) -> tuple[Kernel, ...]:
     """The kernels that make and undo a format; none of the dense one."""
-    return tuple(each for each in kernel.kernels(CODECS, "codec") if format in each.formats)
+    return kernel.kernels(f"{PACKAGE}.codecs.{CODECS[format]}", "codec") if format in CODECS else ()
 
 
 def codec_specs(format: str, dtypes: tuple[str, ...]) -> list[KernelSpec]:

@@ -9,6 +9,7 @@ from kernlib.lowering.arithmetic import ceil_div
 
 LANES = 32  # rows of a slice
 SHORT_ROWS = 65535  # most rows of a matrix whose row numbers have 2 bytes
+ROW_TYPES = ("u16", "u32")  # CUDA types of row numbers
 WIDEST = 4096  # most bytes of a vector that belong to one panel
 WIDEST_IN_PARTS = 56 * 1024  # the same where rows are cut into parts: shared memory holds them
 MOST_PARTS = 32  # into which a row is cut: a block has a warp for each
@@ -37,8 +38,8 @@ class Code(NamedTuple):
         return self.mask + self.least
 
     @property
-    def whole(self) -> int:
-        """The codes of a whole group."""
+    def group(self) -> int:
+        """The codes of a group that is full."""
         return 16 if self.bits == 2 else 8
 
     @property
@@ -59,3 +60,8 @@ SLICES = tuple(CODES)
 def grid(shape: tuple[int, int], width: int) -> tuple[int, int]:
     """The numbers of panels of a matrix, and of slices of a panel."""
     return ceil_div(shape[1], width), ceil_div(shape[0], LANES)
+
+
+def row_type(rows: int) -> str:
+    """The CUDA type of the row numbers of a matrix."""
+    return ROW_TYPES[rows > SHORT_ROWS]

@@ -9,6 +9,7 @@ from kernlib.lowering.dtypes import DTYPES
 
 # Targets whose launches may overlap the one before.
 OVERLAPPING = ("sm_90a", "sm_100", "sm_103", "sm_107", "sm_110", "sm_120", "sm_121")
+POINTER_TYPES = ("int", "i64")  # CUDA types of row_ptr in MACKO's format, the second if it is wide
 
 
 class Problem(NamedTuple):

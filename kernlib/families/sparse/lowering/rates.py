@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernlib.descriptors.base import shown, whole
 from kernlib.families.sparse.lowering.codes import SLICES
 
 
@@ -124,7 +123,9 @@ RATES: dict[str, dict[int, dict[str, tuple[Rate, ...]]]] = {
 # such rows were not measured.
 CODE_US = {2: 0.012, 4: 0.015, 8: 0.018, 16: 0.02}
 PADDING_US = 3.5  # of the copy of x for the kernels of matrices whose rows are no whole 16 bytes
-WHOLE = 128  # bytes that rows of a dense matrix are multiples of where cuBLAS has the table's rates
+ALIGNED = (
+    128  # bytes that rows of a dense matrix are multiples of where cuBLAS has the table's rates
+)
 
 
 class Dense(NamedTuple):
@@ -157,7 +158,7 @@ def microseconds(
     density: float,
     nbytes: int,
     columns: int = 1,
-    row: int = WHOLE,
+    row: int = ALIGNED,
     itemsize: int = 2,
     width: int = 0,
 ) -> float:
@@ -165,14 +166,14 @@ def microseconds(
     between two densities of the table are interpolated, beyond them they are those of the
     nearest. ``row`` is the bytes of a row of the dense matrix, whose numbers have ``itemsize``,
     ``width`` the columns that a lane of u8, u4 and u2 takes of one row."""
-    if format == "dense" and row % WHOLE:
+    if format == "dense" and row % ALIGNED:
         return _dense(columns, nbytes, row, itemsize)
-    known = RATES.get(arch, RATES[DEFAULT])
-    most = min(number for number in known if number >= columns)
-    fixed, rate = _between(known[most][format], density)
+    by_columns = RATES.get(arch, RATES[DEFAULT])
+    most = min(number for number in by_columns if number >= columns)
+    fixed, rate = _between(by_columns[most][format], density)
     if row % 16 and format != "dense":
         fixed += PADDING_US
-    is_timed = format in SLICES and row % WHOLE
+    is_timed = format in SLICES and row % ALIGNED
     codes = density * min(width, row // itemsize)
     of_lane = codes * _of_code(columns) if is_timed else 0.0
     return fixed + max(nbytes / rate * 1e-6, of_lane)
@@ -187,18 +188,11 @@ def _dense(columns: int, nbytes: int, row: int, itemsize: int) -> float:
     rates = ONE if columns == 1 else SEVERAL
     megabytes, kilobytes = nbytes / 1e6, row / 1e3
     moved = megabytes * (rates.odd if row % 4 else rates.megabyte)
-    known = rates.fixed + moved + kilobytes * rates.row + min(kilobytes, FIRST_KB) * rates.first
+    time = rates.fixed + moved + kilobytes * rates.row + min(kilobytes, FIRST_KB) * rates.first
     is_few = 1 < columns <= UNDIVIDED_COLUMNS and nbytes <= UNDIVIDED_ROWS * row
     if is_few and row % 16 and itemsize == 2:
-        return max(known, LAUNCH_US + TERM_US * row / itemsize)
-    return known
-
-
-def check_columns(columns: int) -> None:
-    """Raises ValueError for what is no number of vectors."""
-    number = whole(columns)
-    if number is None or number < 1:
-        raise ValueError(f"columns must be a positive int, got {shown(columns)}")
+        return max(time, LAUNCH_US + TERM_US * row / itemsize)
+    return time
 
 
 def _between(rates: tuple[Rate, ...], density: float) -> tuple[float, float]:

@@ -6,7 +6,8 @@ import pytest
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse.kernels import bitmap as kernels
+from kernlib.families.sparse.kernels.bitmap import bitmap as kernels
+from kernlib.families.sparse.kernels.bitmap.many import SLOT_TAIL
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem
 from kernlib.jit import targets
@@ -28,8 +29,8 @@ def problem(
 
 
 def fixed(step):
-    names = [member.split()[1] for member in kernels.FIXED.members]
-    return dict(zip(names, struct.unpack(kernels.FIXED.format, step.fixed), strict=True))
+    fields = kernels.Bitmap.fixed
+    return dict(zip(fields.names, struct.unpack(fields.format, step.fixed), strict=True))
 
 
 def test_several_ranges_meet_in_the_workspace():
@@ -57,7 +58,7 @@ def test_the_ring_fits_shared_memory(largest, columns, arch):
     found, warps = fixed(first), first.spec.threads // 32
     stages = found["stages"]
     assert 0 < stages <= kernels.MAX_STAGES
-    assert found["slot_bytes"] >= largest + kernels.SLOT_TAIL and found["slot_bytes"] % 128 == 0
+    assert found["slot_bytes"] >= largest + SLOT_TAIL and found["slot_bytes"] % 128 == 0
     assert (
         stages * warps * found["slot_bytes"] < first.spec.shared_bytes < targets.SHARED_BYTES[arch]
     )

@@ -5,9 +5,9 @@ import struct
 import pytest
 
 import kernlib as kl
-from kernlib.families.sparse.kernels import bitmap_many as kernels
 from kernlib.families.sparse.kernels import pack
-from kernlib.families.sparse.kernels.bitmap_many import BitmapMany, BitmapPairs
+from kernlib.families.sparse.kernels.bitmap import many as kernels
+from kernlib.families.sparse.kernels.bitmap.many import BitmapMany, BitmapPairs
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, Scope
 from kernlib.jit import targets
@@ -29,10 +29,9 @@ def problem(rows=4096, cols=4096, columns=64, largest=4880, dtype="float16", str
 
 
 def fixed(step):
-    names = [member.split()[1] for member in kernels.FIXED.members]
-    size = struct.calcsize(kernels.FIXED.format)
-    values = struct.unpack(kernels.FIXED.format, step.fixed[:size])
-    return dict(zip(names, values, strict=True))
+    fields = BitmapMany.fixed
+    values = struct.unpack(fields.format, step.fixed[: fields.size])
+    return dict(zip(fields.names, values, strict=True))
 
 
 def units(main):

@@ -9,7 +9,7 @@ import struct
 import pytest
 import torch
 
-from kernlib.families.sparse.kernels import bitmap as kernels
+from kernlib.families.sparse.kernels.bitmap import bitmap as kernels
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, facts_of
 from kernlib.runtime.dtypes import KERNEL_TYPES
@@ -26,8 +26,8 @@ def problem(rows, cols, columns, largest=LARGEST, name="bitmap"):
 
 
 def fixed(step):
-    names = [member.split()[1] for member in kernels.FIXED.members]
-    return dict(zip(names, struct.unpack(kernels.FIXED.format, step.fixed), strict=True))
+    fields = kernels.Bitmap.fixed
+    return dict(zip(fields.names, struct.unpack(fields.format, step.fixed), strict=True))
 
 
 ONE_LAUNCH = {  # by rows, columns and vectors on 132 multiprocessors

@@ -6,7 +6,7 @@ import pytest
 
 import kernlib as kl
 from kernlib.errors import UnsupportedError
-from kernlib.families.sparse.kernels import macko as kernels
+from kernlib.families.sparse.kernels.macko import macko as kernels
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.jit import targets

@@ -62,7 +62,7 @@ def test_each_number_is_in_its_place(columns, cols, padded, order, tmp_path_fact
     begin = page.data_ptr() + GUARD
     assert begin % 16 == 0 and x.data_ptr() % 16 == 0
     block = struct.pack("<2Q", x.data_ptr(), begin) + step.fixed
-    assert len(block) == pack.PARAMETERS.size
+    assert len(block) == 2 * 8 + Pack.fixed.size
     buffer = ctypes.create_string_buffer(block, len(block))
     emulator = Emulator(kernels_of(tmp_path_factory))
     emulator.launch(step.spec, step.grid, ctypes.addressof(buffer))

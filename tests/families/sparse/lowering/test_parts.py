@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 
 import kernlib as kl
-from kernlib.families.sparse.kernels import parts
-from kernlib.families.sparse.kernels.parts import Parts
+from kernlib.families.sparse.kernels.slices import parts
+from kernlib.families.sparse.kernels.slices.parts import Parts
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.codes import SLICES
 from kernlib.families.sparse.lowering.problem import Problem, Scope
@@ -24,8 +24,8 @@ def problem(rows=4096, cols=4096, columns=1, dtype="float16", count=8, name="u4"
 
 
 def fixed(step):
-    names = [member.split()[1] for member in parts.FIXED.members]
-    return dict(zip(names, struct.unpack(parts.FIXED.format, step.fixed), strict=True))
+    fields = Parts.fixed
+    return dict(zip(fields.names, struct.unpack(fields.format, step.fixed), strict=True))
 
 
 @every_format
@@ -55,7 +55,7 @@ def test_blocks_hold_x_and_take_all_slices(arch, columns):
             assert width * (4 if dtype == "float32" else 2) > 56 * 1024
             continue
         (step,) = choose.lower((), case, arch, count).steps
-        chosen, numbers = parts.variant(case, arch, count), fixed(step)
+        chosen, numbers = parts.variant_of(case, arch, count), fixed(step)
         threads, (shared, resident) = 32 * chosen.warps, chosen.room
         itemsize = 4 if dtype == "float32" else 2
         needed = (width + 4 * number) * chosen.columns * itemsize + threads * chosen.columns * 4

@@ -5,7 +5,7 @@ import struct
 import pytest
 
 import kernlib as kl
-from kernlib.families.sparse.kernels import slices
+from kernlib.families.sparse.kernels.slices import slices
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.codes import SLICES
 from kernlib.families.sparse.lowering.problem import Problem
@@ -27,8 +27,8 @@ def problem(rows=8192, cols=28672, columns=1, dtype="float16", width=1792, name=
 
 
 def fixed(step):
-    names = [member.split()[1] for member in slices.FIXED.members]
-    return dict(zip(names, struct.unpack(slices.FIXED.format, step.fixed), strict=True))
+    fields = slices.Slices.fixed
+    return dict(zip(fields.names, struct.unpack(fields.format, step.fixed), strict=True))
 
 
 every_format = pytest.mark.parametrize("name", SLICES)
@@ -54,7 +54,7 @@ def test_blocks_take_all_columns(columns, dtype, name):
     for arch in ARCHES:
         assert choose.takes(given, arch)
         first, last = choose.lower((), given, arch, 132).steps
-        made = slices.variant(given, arch, 132)
+        made = slices.variant_of(given, arch, 132)
         found = fixed(first)
         assert found["chunks"] * made.columns >= columns > (found["chunks"] - 1) * made.columns
         assert first.grid[0] == found["chunks"] * found["ranges"] <= 132 * 2 * 2
@@ -68,8 +68,8 @@ def test_shared_memory_holds_a_panel_of_each_width(dtype, columns, arch):
     itemsize = 4 if dtype == "float32" else 2
     for width in (16, 512, 528, 896, 1024, 1792, 2048)[: 7 if itemsize == 2 else 5]:
         given = problem(columns=columns, dtype=dtype, width=width)
-        variant = slices.variant(given, arch, 132)
-        held, (copies, shared) = slices.held(variant, width), variant.holding
+        variant = slices.variant_of(given, arch, 132)
+        held, (copies, shared) = slices.panels_in_shared(variant, width), variant.holding
         assert held >= 1 and choose.takes(given, arch)
         assert held * width * columns * itemsize * copies <= shared
         assert shared + slices.COUNTER_BYTES <= targets.SHARED_BYTES[arch]

@@ -8,7 +8,7 @@ import torch
 
 import kernlib as kl
 from kernlib import sparse
-from kernlib.families.sparse.kernels import bitmap_many as kernels
+from kernlib.families.sparse.kernels.bitmap import many as kernels
 from kernlib.families.sparse.lowering import choose
 from kernlib.runtime import devices
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernlib.families.sparse.kernels import bitmap as lowering
+from kernlib.families.sparse.kernels.bitmap import bitmap as lowering
 from kernlib.runtime.plan import forget_plans
 from kernlib.sparse import compress, matmul
 

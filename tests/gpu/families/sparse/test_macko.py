@@ -9,8 +9,8 @@ import kernlib as kl
 from kernlib import ahead
 from kernlib.compat import macko as compat
 from kernlib.families.sparse.formats import macko as codec
-from kernlib.families.sparse.kernels import macko as kernels
-from kernlib.families.sparse.kernels.macko import Macko
+from kernlib.families.sparse.kernels.macko import macko as kernels
+from kernlib.families.sparse.kernels.macko.macko import Macko
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.problem import Problem, facts_of
 from kernlib.lowering.kernel import Gpu

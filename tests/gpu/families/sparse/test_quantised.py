@@ -10,7 +10,7 @@ import torch
 
 import kernlib as kl
 from kernlib import sparse
-from kernlib.families.sparse.kernels import bitmap
+from kernlib.families.sparse.kernels.bitmap import bitmap
 from kernlib.families.sparse.lowering import choose
 from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.families.sparse.matrix import rounded

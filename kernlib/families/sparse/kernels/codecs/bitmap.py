@@ -8,22 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kernlib.families.sparse.kernels.codecs.codec import Codec
+from kernlib.families.sparse.kernels.codecs.codec import Codec, itemsizes
 from kernlib.families.sparse.lowering.problem import Scope
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Fact
-from kernlib.lowering.dtypes import BITS, DTYPES
+from kernlib.lowering.dtypes import BITS
 from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Step
 
 CHUNK_ROWS, CHUNK_COLUMNS = 16, 256
-COUNTED = 8  # chunks that a CTA counts
 
 
 class BitmapCodec(Codec):
-    """A kernel of values of some bytes."""
+    """A kernel of values of some bytes; a CTA takes some ``chunks``."""
 
-    formats = ("bitmap",)
+    chunks = 1
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""
@@ -32,7 +31,7 @@ class BitmapCodec(Codec):
 
     def axes(self, epilogue: tuple, scope: Scope) -> Mapping[str, Iterable]:
         """The sizes of a scope's dtypes."""
-        return {"itemsize": dict.fromkeys(DTYPES[dtype].bytes for dtype in scope.dtypes)}
+        return {"itemsize": itemsizes(scope.dtypes)}
 
     def facts(self, variant: Variant) -> dict[str, Fact]:
         """An integer as wide as values."""
@@ -41,6 +40,21 @@ class BitmapCodec(Codec):
     def words(self, variant: Variant) -> list[str]:
         """Its bits."""
         return [f"{8 * variant.itemsize}bit"]
+
+    def step(self, rows: int, cols: int, row_stride: int, itemsize: int, vectors: bool) -> Step:
+        """The launch for a matrix whose rows may take 16-byte loads or stores, ``vectors``."""
+        chunks, across = chunks_of(rows, cols)
+        values = {
+            "rows": rows,
+            "cols": cols,
+            "row_stride": row_stride,
+            "chunks": chunks,
+            "kchunks": across,
+            "vectors": vectors,
+            "unused": 0,
+        }
+        blocks, names = ceil_div(chunks, self.chunks), self.fixed.names
+        return self.launch_of(self.Variant(itemsize), blocks, *(values[name] for name in names))
 
 
 class Count(BitmapCodec):
@@ -58,21 +72,7 @@ class Count(BitmapCodec):
         "int unused",
     ))  # fmt: skip
     threads = 256
-
-    def step(self, rows: int, cols: int, row_stride: int, itemsize: int, vectors: bool) -> Step:
-        """The launch for a matrix whose rows may take 16-byte loads, ``vectors``."""
-        chunks, across = chunks_of(rows, cols)
-        return self.launch_of(
-            self.Variant(itemsize),
-            ceil_div(chunks, COUNTED),
-            rows=rows,
-            cols=cols,
-            row_stride=row_stride,
-            chunks=chunks,
-            kchunks=across,
-            vectors=vectors,
-            unused=0,
-        )
+    chunks = 8
 
 
 class Encode(BitmapCodec):
@@ -84,19 +84,6 @@ class Encode(BitmapCodec):
     does = "write"
     operands = ("dense", "offsets", "data")
     fixed = Fields(("i64 rows", "i64 cols", "i64 row_stride", "int kchunks", "int vectors"))
-
-    def step(self, rows: int, cols: int, row_stride: int, itemsize: int, vectors: bool) -> Step:
-        """The launch for a matrix whose rows may take 16-byte loads, ``vectors``."""
-        chunks, across = chunks_of(rows, cols)
-        return self.launch_of(
-            self.Variant(itemsize),
-            chunks,
-            rows=rows,
-            cols=cols,
-            row_stride=row_stride,
-            kchunks=across,
-            vectors=vectors,
-        )
 
 
 class Decode(BitmapCodec):
@@ -112,14 +99,6 @@ class Decode(BitmapCodec):
         "int kchunks",
         "int vectors",  # whether rows of out take aligned 16-byte stores
     ))  # fmt: skip
-
-    def step(self, rows: int, cols: int, itemsize: int, vectors: bool) -> Step:
-        """The launch for a matrix whose rows may take 16-byte stores, ``vectors``."""
-        chunks, across = chunks_of(rows, cols)
-        variant = self.Variant(itemsize)
-        return self.launch_of(
-            variant, chunks, rows=rows, cols=cols, kchunks=across, vectors=vectors
-        )
 
 
 def chunks_of(rows: int, cols: int) -> tuple[int, int]:

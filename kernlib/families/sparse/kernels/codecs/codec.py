@@ -5,23 +5,22 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from kernlib.families.sparse.kernels.base import SparseKernel
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.config import Fact
-from kernlib.lowering.kernel import Kernel
-from kernlib.lowering.parameters import Fields, Parameters
+from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.steps import Step
 
 
-class Codec(Kernel):
-    """A kernel of some ``formats``, which it ``does`` "count", "write" or "read". Its ``operands``
-    are tensors, and behind them, where the name ends in "_end", the end of the first. A subclass
-    says facts and words of a variant, and has a method ``step`` of what a launch is for."""
+class Codec(SparseKernel):
+    """A kernel that ``does`` "count", "write" or "read" for some formats. Its ``operands`` are
+    tensors, and behind them, where the name ends in "_end", the end of the first. A subclass says
+    facts and words of a variant, and has a method ``step`` of what a launch is for."""
 
     role = "codec"
-    formats: ClassVar[tuple[str, ...]]
+    finishes = False
+    includes = ()
     does: ClassVar[str]
-    operands: ClassVar[tuple[str, ...]]
-    fixed: ClassVar[Fields]
     threads: ClassVar[int] = 128
 
     def facts(self, variant: Any) -> dict[str, Fact]:
@@ -34,14 +33,16 @@ class Codec(Kernel):
 
     def spec(self, epilogue: tuple, variant: Any, arch: str) -> KernelSpec:
         """The specification of a variant, which is the same for every target."""
-        size = Parameters(len(self.operands), self.fixed.format).size
-        facts = {**self.facts(variant), "PARAMETER_BYTES": size}
         first, *words = self.words(variant)
-        source = self.source(facts, self.fixed.text())
-        return self.named_spec(source, self.threads, 0, first, words)
+        return self.spec_of((), self.facts(variant), self.threads, 0, first, words)
 
-    def launch_of(self, variant: Any, blocks: int, **values: int) -> Step:
-        """The launch of some blocks, with the values of ``fixed``."""
+    def launch_of(self, variant: Any, blocks: int, *values: int) -> Step:
+        """The launch of some blocks, with the values of ``fixed`` in order."""
+        fixed = self.fixed.pack(**dict(zip(self.fixed.names, values, strict=True)))
         pointers = tuple((name, 0) for name in self.operands)
-        spec = self.spec((), variant, "")
-        return Step(spec, (blocks, 1), self.fixed.pack(**values), pointers)
+        return Step(self.spec((), variant, ""), (blocks, 1), fixed, pointers)
+
+
+def itemsizes(dtypes: tuple[str, ...]) -> tuple[int, ...]:
+    """The bytes of values of some dtypes, each size once."""
+    return tuple(dict.fromkeys(DTYPES[dtype].bytes for dtype in dtypes))

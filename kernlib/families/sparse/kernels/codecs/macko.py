@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.families.sparse.kernels.codecs.codec import Codec
-from kernlib.families.sparse.kernels.macko import ROW_TYPES
-from kernlib.families.sparse.lowering.problem import Scope
+from kernlib.families.sparse.lowering.problem import POINTER_TYPES, Scope
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import BITS, DTYPES
@@ -28,7 +27,6 @@ READING = (
 class MackoCodec(Codec):
     """A kernel of a dtype; ``wide`` where row_ptr has 64 bits."""
 
-    formats = ("macko",)
     takes_wide = True
 
     class Variant(NamedTuple):
@@ -46,7 +44,7 @@ class MackoCodec(Codec):
         itemsize = DTYPES[variant.dtype].bytes
         return {
             "BitsT": BITS[itemsize],
-            "RowT": ROW_TYPES[variant.wide],
+            "RowT": POINTER_TYPES[variant.wide],
             "MAGNITUDE": MAGNITUDE[itemsize],
             "INFINITE": INFINITY[variant.dtype],
         }
@@ -57,9 +55,7 @@ class MackoCodec(Codec):
 
     def step(self, dtype: str, wide: bool, *sizes: int) -> Step:
         """The launch for a matrix by ``fixed``, of which the first are its rows."""
-        names = (member.split()[1] for member in self.fixed.members)
-        values = dict(zip(names, sizes, strict=True))
-        return self.launch_of(self.Variant(dtype, wide), ceil_div(sizes[0], ROWS), **values)
+        return self.launch_of(self.Variant(dtype, wide), ceil_div(sizes[0], ROWS), *sizes)
 
 
 class Count(MackoCodec):

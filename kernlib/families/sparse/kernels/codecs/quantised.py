@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kernlib.families.sparse.kernels.codecs.bitmap import chunks_of
-from kernlib.families.sparse.kernels.codecs.codec import Codec
+from kernlib.families.sparse.kernels.codecs.codec import Codec, itemsizes
 from kernlib.families.sparse.lowering.problem import Scope
 from kernlib.families.sparse.lowering.quantised import QUANTISED
 from kernlib.lowering.config import Constant, Fact
@@ -19,11 +19,7 @@ from kernlib.lowering.steps import Step
 class QuantisedCodec(Codec):
     """A kernel of one code: the name of its values, such as "int8"."""
 
-    formats = tuple(QUANTISED)
-
-    def source(self, facts: Mapping[str, Fact], *texts: str) -> str:
-        """The generated text, with the names of codes in front."""
-        return super().source(facts, *texts, includes=("sparse/quantised/kinds.cuh",))
+    includes = ("sparse/quantised/kinds.cuh",)
 
 
 class Pack(QuantisedCodec):
@@ -44,8 +40,8 @@ class Pack(QuantisedCodec):
 
     def axes(self, epilogue: tuple, scope: Scope) -> Mapping[str, Iterable]:
         """The sizes of a scope's dtypes."""
-        sizes = dict.fromkeys(DTYPES[dtype].bytes for dtype in scope.dtypes)
-        return {"codes": (QUANTISED[scope.format].values,), "itemsize": sizes}
+        codes = QUANTISED[scope.format].values
+        return {"codes": (codes,), "itemsize": itemsizes(scope.dtypes)}
 
     def facts(self, variant: Variant) -> dict[str, Fact]:
         """The code, and an integer as wide as values."""
@@ -91,5 +87,4 @@ class Unpack(QuantisedCodec):
     def step(self, codes: str, dtype: str, rows: int, cols: int) -> Step:
         """The launch for a matrix."""
         chunks, across = chunks_of(rows, cols)
-        variant = self.Variant(codes, dtype)
-        return self.launch_of(variant, chunks, rows=rows, cols=cols, kchunks=across, unused=0)
+        return self.launch_of(self.Variant(codes, dtype), chunks, rows, cols, across, 0)

@@ -6,16 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kernlib.families.sparse.kernels.codecs.codec import Codec
-from kernlib.families.sparse.lowering.codes import CODES, SLICES
+from kernlib.families.sparse.kernels.codecs.codec import Codec, itemsizes
+from kernlib.families.sparse.lowering.codes import CODES, ROW_TYPES
 from kernlib.families.sparse.lowering.problem import Scope
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.config import Fact
-from kernlib.lowering.dtypes import BITS, DTYPES
+from kernlib.lowering.dtypes import BITS
 from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import Step
 
-ROW_TYPES = ("u16", "u32")
 READING = (
     "i64 row_stride", "i64 column_stride",
     "u32 lines", "u32 cols", "u32 width", "u32 panels",  # lines of the matrix
@@ -27,7 +26,6 @@ READING = (
 class SlicesCodec(Codec):
     """A kernel of a format, values of some bytes, and rows of a CUDA type; a warp an item."""
 
-    formats = SLICES
     row_types = ROW_TYPES
 
     class Variant(NamedTuple):
@@ -39,7 +37,7 @@ class SlicesCodec(Codec):
 
     def axes(self, epilogue: tuple, scope: Scope) -> Mapping[str, Iterable]:
         """The sizes of a scope's dtypes."""
-        sizes = dict.fromkeys(DTYPES[dtype].bytes for dtype in scope.dtypes)
+        sizes = itemsizes(scope.dtypes)
         return {"format": (scope.format,), "itemsize": sizes, "rows": self.row_types}
 
     def facts(self, variant: Variant) -> dict[str, Fact]:
@@ -56,9 +54,7 @@ class SlicesCodec(Codec):
 
     def step(self, variant: Variant, warps: int, sizes: tuple[int, ...]) -> Step:
         """The launch of so many warps, by the values of ``fixed`` in order."""
-        names = (member.split()[1] for member in self.fixed.members)
-        values = dict(zip(names, sizes, strict=True))
-        return self.launch_of(variant, ceil_div(warps, self.threads // 32), **values)
+        return self.launch_of(variant, ceil_div(warps, self.threads // 32), *sizes)
 
 
 class Count(SlicesCodec):

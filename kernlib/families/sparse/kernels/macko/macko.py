@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, Scope
+from kernlib.families.sparse.kernels.base import PartialSums, SparseKernel
+from kernlib.families.sparse.lowering.problem import OVERLAPPING, POINTER_TYPES, Problem, Scope
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
+from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 
@@ -29,20 +31,49 @@ DEPTH = 2  # steps that each warp has in flight
 TIERS, TIERS_TOGETHER = (64, 100, 164, 228), (100, 228)
 # Entries that a CTA reads in the time that dividing rows costs: a launch more, 1.5 us.
 ENTRIES_OF_A_LAUNCH = 16384
-ROW_TYPES = {False: "int", True: "i64"}  # of row_ptr
-OPERANDS = ("values", "deltas", "row_ptr", "x", "out")  # or the workspace in place of the last
-FIXED = Fields((
-    "i64 x_stride", "i64 out_vector_stride", "i64 out_row_stride",
-    "int rows", "int cols", "int columns", "int rows_of_cta",
-))  # fmt: skip
-SUM_OPERANDS = ("row_ptr", WORKSPACE, "out")
-SUM_FIXED = Fields((
-    "i64 out_vector_stride", "i64 out_row_stride", "i64 parts", "int rows", "int columns",
-))  # fmt: skip
-SUM_THREADS = 128
 
 
-class Macko(Kernel):
+class MackoSum(PartialSums):
+    """Adds up the parts of rows."""
+
+    name = "macko sum"
+    header = "sparse/macko/sum.cuh"
+    entry = "sparse_macko_sum"
+    reason = "parts of rows of `macko`, added up in one order"
+    operands = ("row_ptr", WORKSPACE, "out")
+    fixed = Fields((
+        "i64 out_vector_stride", "i64 out_row_stride", "i64 parts", "int rows", "int columns",
+    ))  # fmt: skip
+    threads = 128
+
+    class Variant(NamedTuple):
+        """Everything that code generation chooses besides the epilogue."""
+
+        dtype: str
+        wide: bool
+
+    def step(
+        self, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, wide: bool, parts: int
+    ) -> Step:
+        """The launch behind one whose CTAs divide entries into ``parts``."""
+        variant = self.Variant(problem.dtype, wide)
+        blocks = ceil_div(problem.rows * 32, self.threads), problem.columns
+        return self.step_of(epilogue, problem, variant, arch, blocks, parts=parts)
+
+    def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
+        """Of the dtypes of a scope."""
+        return {"dtype": scope.dtypes, "wide": (False, True)}
+
+    def facts(self, variant: Variant) -> dict[str, Fact]:
+        """The type of row_ptr."""
+        return {"RowT": POINTER_TYPES[variant.wide]}
+
+    def words(self, variant: Variant) -> list[str]:
+        """Whether row_ptr is wide."""
+        return ["wide"] * variant.wide
+
+
+class Macko(SparseKernel):
     """Gathers x for each entry; CTAs divide rows, or entries."""
 
     role = "product"
@@ -50,7 +81,12 @@ class Macko(Kernel):
     header = "sparse/macko/macko.cuh"
     entry = "sparse_macko"
     reason = "the matrix's format decides: `macko`, of up to 16 vectors"
-    formats = ("macko",)
+    operands = ("values", "deltas", "row_ptr", "x", "out")  # or the workspace in place of the last
+    fixed = Fields((
+        "i64 x_stride", "i64 out_vector_stride", "i64 out_row_stride",
+        "int rows", "int cols", "int columns", "int rows_of_cta",
+    ))  # fmt: skip
+    steps = (MackoSum,)
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue. ``shared`` bytes for
@@ -95,29 +131,20 @@ class Macko(Kernel):
         """The launches of a problem by a variant."""
         rows_of_cta = _rows_of_cta(problem, gpu.multiprocessors)
         ctas = gpu.multiprocessors if variant.ranges else ceil_div(problem.rows, rows_of_cta)
-        fixed = FIXED.pack(
-            x_stride=problem.x_stride,
-            out_vector_stride=problem.out_strides[0],
-            out_row_stride=problem.out_strides[1],
-            rows=problem.rows,
-            cols=problem.cols,
-            columns=problem.columns,
-            rows_of_cta=rows_of_cta,
-        )
-        finish = () if variant.ranges else epilogue
-        operands = (*OPERANDS[:-1], WORKSPACE) if variant.ranges else OPERANDS
-        main = Step(
-            self.spec(finish, variant, gpu.arch),
+        main = self.step_of(
+            () if variant.ranges else epilogue,
+            problem,
+            variant,
+            gpu.arch,
             (ctas, ceil_div(problem.columns, variant.columns)),
-            fixed,
-            text.pointers(operands, finish),
-            text.scalar_count(finish),
+            overlaps=False,
+            rows_of_cta=rows_of_cta,
         )
         if not variant.ranges:
             return Lowered((main,))
-        parts = ctas * variant.warps
+        parts, sums = ctas * variant.warps, main.placed({"out": (WORKSPACE, 0)})
         last = MackoSum().step(epilogue, problem, gpu.arch, variant.wide, parts)
-        return Lowered((main, last), 4 * problem.columns * (problem.rows + parts))
+        return Lowered((sums, last), 4 * problem.columns * (problem.rows + parts))
 
     def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
         """Of the dtypes of a scope."""
@@ -140,12 +167,8 @@ class Macko(Kernel):
         """Whether CTAs take so many vectors, and hold x so."""
         if variant.columns not in _together(variant.dtype, variant.wide):
             return False
-        is_held = variant.shared in _tiers(variant, scope.arch)
-        return is_held or (not variant.shared and variant.columns == 1)
-
-    def specs(self, epilogue: tuple[Epilogue, ...], scope: Scope, arch: str) -> list[KernelSpec]:
-        """The specifications of all variants of a scope, and of sums behind them."""
-        return super().specs(epilogue, scope, arch) + MackoSum().specs(epilogue, scope, arch)
+        is_tier = variant.shared in _tiers(variant, scope.arch)
+        return is_tier or (not variant.shared and variant.columns == 1)
 
     def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant, without the epilogue where the result is parts."""
@@ -153,7 +176,7 @@ class Macko(Kernel):
         epilogue = () if ranges else epilogue
         facts = {
             **text.facts(dtype, "float32" if ranges else dtype, epilogue),
-            "RowT": ROW_TYPES[wide],
+            "RowT": POINTER_TYPES[wide],
             "WARPS": variant.warps,
             "DEPTH": DEPTH,
             "COLUMNS": columns,
@@ -161,67 +184,10 @@ class Macko(Kernel):
             "RANGES": ranges,
             "MOST_ROWS": MOST_ROWS,
             "DEPENDENTS": ranges and arch in OVERLAPPING,
-            "PARAMETER_BYTES": text.parameters(len(OPERANDS), FIXED.format, epilogue).size,
         }
-        texts = FIXED.text(), text.typed_finish(epilogue)
-        source = self.source(facts, *texts, includes=("common/math.cuh",))
         words = [f"warps={variant.warps}", f"depth={DEPTH}", f"vectors={columns}"]
         words += [f"shared={shared}", *["ranges"] * ranges, *["wide"] * wide]
-        return self.named_spec(source, 32 * variant.warps, shared, dtype, words, epilogue)
-
-
-class MackoSum(Kernel):
-    """Adds up the parts of rows."""
-
-    role = "step"
-    name = "macko sum"
-    header = "sparse/macko/sum.cuh"
-    entry = "sparse_macko_sum"
-    reason = "parts of rows of `macko`, added up in one order"
-
-    class Variant(NamedTuple):
-        """Everything that code generation chooses besides the epilogue."""
-
-        dtype: str
-        wide: bool
-
-    def step(
-        self, epilogue: tuple[Epilogue, ...], problem: Problem, arch: str, wide: bool, parts: int
-    ) -> Step:
-        """The launch behind one whose CTAs divide entries into ``parts``."""
-        fixed = SUM_FIXED.pack(
-            out_vector_stride=problem.out_strides[0],
-            out_row_stride=problem.out_strides[1],
-            parts=parts,
-            rows=problem.rows,
-            columns=problem.columns,
-        )
-        return Step(
-            self.spec(epilogue, self.Variant(problem.dtype, wide), arch),
-            (ceil_div(problem.rows * 32, SUM_THREADS), problem.columns),
-            fixed,
-            text.pointers(SUM_OPERANDS, epilogue),
-            text.scalar_count(epilogue),
-            overlaps=arch in OVERLAPPING,
-        )
-
-    def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
-        """Of the dtypes of a scope."""
-        return {"dtype": scope.dtypes, "wide": (False, True)}
-
-    def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
-        """The specification of a variant."""
-        dtype, wide = variant
-        size = text.parameters(len(SUM_OPERANDS), SUM_FIXED.format, epilogue).size
-        facts = {
-            **text.facts(dtype, dtype, epilogue),
-            "RowT": ROW_TYPES[wide],
-            "OVERLAPS": arch in OVERLAPPING,
-            "PARAMETER_BYTES": size,
-        }
-        texts = SUM_FIXED.text(), text.typed_finish(epilogue)
-        source = self.source(facts, *texts, includes=("common/math.cuh",))
-        return self.named_spec(source, SUM_THREADS, 0, dtype, ["wide"] * wide, epilogue)
+        return self.spec_of(epilogue, facts, 32 * variant.warps, shared, dtype, words)
 
 
 def variant_of(problem: Problem, arch: str, ranges: bool) -> Macko.Variant:

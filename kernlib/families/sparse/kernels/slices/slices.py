@@ -9,27 +9,29 @@ Of a frozen matrix the first reads the matrix, never x, before it waits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.kernels.reduce import Reduce
+from kernlib.families.sparse.kernels.base import SparseKernel
+from kernlib.families.sparse.kernels.slices.reduce import Reduce
 from kernlib.families.sparse.lowering.codes import (
     CODES,
     MOST_SIZE,
-    SHORT_ROWS,
-    SLICES,
+    ROW_TYPES,
     WIDEST,
     Code,
     grid,
+    row_type,
 )
 from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, Scope
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.parameters import Fields, Parameters
-from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.parameters import Fields
+from kernlib.lowering.steps import WORKSPACE, Lowered
 
 MOST_COLUMNS = 16  # columns of x that one call takes
 COLUMNS = (1, 2, 4, 8)  # that a block takes at a time
@@ -38,28 +40,9 @@ COPIED = 128  # bytes of a column of x that lies in copies
 # Bytes of x that a block holds, by COLUMNS: several panels of one vector, one of 8 at the least.
 SHARED = {1: 24 * 1024, 2: 40 * 1024, 4: 40 * 1024, 8: 40 * 1024}
 COPIES_SHARED = (64 * 1024, 224 * 1024)  # of a panel of 512 columns, of 1792
-OPERANDS = ("data", "offsets", "rows", "x", WORKSPACE)
-FIXED = Fields((
-    "i64 x_stride",
-    "u32 slices", "u32 panel_slices",  # in all, and of a panel
-    "u32 width", "u32 rows_count", "u32 cols", "u32 columns",
-    "u32 chunks",  # of COLUMNS vectors
-    "u32 ranges",  # of slices, one for each block of a chunk
-    "u32 held",    # panels of x that shared memory holds
-    "u32 ahead",   # whether the matrix may be read before prerequisites have ended
-))  # fmt: skip
-PARAMETERS = Parameters(len(OPERANDS), FIXED.format)
 MOST_SLICES = 2**31 - 2**16  # that an unsigned index and its next steps hold
 LEAST_BUSY = 0.8  # part of all blocks that panels with blocks of their own must leave
 FEW_SLICES = 16  # of a multiprocessor, up to which half its warps do
-
-
-class Shape(NamedTuple):
-    """Threads of a block, blocks of a multiprocessor, and groups of codes read ahead."""
-
-    threads: int
-    blocks: int
-    depth: int
 
 
 class Holding(NamedTuple):
@@ -69,7 +52,7 @@ class Holding(NamedTuple):
     shared: int
 
 
-class Slices(Kernel):
+class Slices(SparseKernel):
     """Multiplies panel by panel, a row a lane."""
 
     role = "product"
@@ -78,7 +61,19 @@ class Slices(Kernel):
     entry = "sparse_slices"
     rank = 1
     reason = "the matrix's format decides: `u8`, `u4` or `u2`, by panels of columns"
-    formats = SLICES
+    operands = ("data", "offsets", "rows", "x", WORKSPACE)
+    fixed = Fields((
+        "i64 x_stride",
+        "u32 slices", "u32 panel_slices",  # in all, and of a panel
+        "u32 width", "u32 rows_count", "u32 cols", "u32 columns",
+        "u32 chunks",  # of COLUMNS vectors
+        "u32 ranges",  # of slices, one for each block of a chunk
+        "u32 held",    # panels of x that shared memory holds
+        "u32 ahead",   # whether the matrix may be read before prerequisites have ended
+    ))  # fmt: skip
+    finishes = False
+    includes = ()
+    steps = (Reduce,)
 
     class Variant(NamedTuple):
         """Everything that code generation chooses."""
@@ -91,11 +86,12 @@ class Slices(Kernel):
         few: bool  # slices
 
         @property
-        def shape(self) -> Shape:
-            """The blocks, for a dtype, the columns of x that one takes, and few slices or many."""
+        def shape(self) -> tuple[int, int, int]:
+            """Threads of a block, blocks of a multiprocessor, and groups of codes read ahead, for a
+            dtype, the columns of x that a block takes, and few slices or many."""
             wide, columns = DTYPES[self.dtype].bytes == 4, self.columns
             threads, blocks, codes = _read_ahead(wide, columns, self.holding.copies, self.few)
-            return Shape(threads, blocks, max(1, codes // self.code.whole))
+            return threads, blocks, max(1, codes // self.code.group)
 
     def takes(self, problem: Problem, arch: str) -> bool:
         """Whether the kernel computes a problem: all of 1 to MOST_COLUMNS columns that can be
@@ -123,51 +119,41 @@ class Slices(Kernel):
         panels, slices = grid((problem.rows, problem.cols), width)
         if not panels:
             return Lowered((last,), 16)
-        chosen, overlaps = variant(problem, *gpu), gpu.arch in OVERLAPPING
-        chunks = ceil_div(problem.columns, chosen.columns)
-        blocks = max(1, gpu.multiprocessors * chosen.shape.blocks // chunks)
-        ranges = _ranges(panels, slices, blocks, chosen.holding.copies > 1)
-        fixed = FIXED.pack(
-            x_stride=problem.x_stride,
+        variant = variant_of(problem, *gpu)
+        chunks, (_, resident, _) = ceil_div(problem.columns, variant.columns), variant.shape
+        blocks = max(1, gpu.multiprocessors * resident // chunks)
+        ranges = _ranges(panels, slices, blocks, variant.holding.copies > 1)
+        first = self.step_of(
+            (),
+            problem,
+            variant,
+            gpu.arch,
+            (ranges * chunks, 1),
             slices=panels * slices,
             panel_slices=slices,
             width=width,
-            rows_count=problem.rows,
-            cols=problem.cols,
-            columns=problem.columns,
             chunks=chunks,
             ranges=ranges,
-            held=held(chosen, width),
-            ahead=int(problem.frozen and overlaps),
-        )
-        first = Step(
-            self.spec(epilogue, chosen, gpu.arch),
-            (ranges * chunks, 1),
-            fixed,
-            tuple((name, 0) for name in OPERANDS),
-            overlaps=overlaps,
+            held=panels_in_shared(variant, width),
+            ahead=int(problem.frozen and gpu.arch in OVERLAPPING),
         )
         return Lowered((first, last), 4 * panels * problem.columns * problem.rows)
 
     def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
         """Of a format."""
-        every = (_holdings(d, n, scope.arch) for d in scope.dtypes for n in COLUMNS)
+        holdings = (_holdings(d, n, scope.arch) for d in scope.dtypes for n in COLUMNS)
         return {
             "code": (CODES[scope.format],),
             "dtype": scope.dtypes,
-            "rows": ("u16", "u32"),
+            "rows": ROW_TYPES,
             "columns": COLUMNS,
-            "holding": dict.fromkeys(holding for some in every for holding in some),
+            "holding": dict.fromkeys(chain.from_iterable(holdings)),
             "few": (False, True),
         }
 
     def is_legal(self, variant: Variant, epilogue: tuple[Epilogue, ...], scope: Scope) -> bool:
         """Whether blocks hold x so."""
         return variant.holding in _holdings(variant.dtype, variant.columns, scope.arch)
-
-    def specs(self, epilogue: tuple[Epilogue, ...], scope: Scope, arch: str) -> list[KernelSpec]:
-        """The specifications of all variants of a scope, and of sums behind them."""
-        return super().specs(epilogue, scope, arch) + Reduce().specs(epilogue, scope, arch)
 
     def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant, which applies no epilogue."""
@@ -182,21 +168,19 @@ class Slices(Kernel):
             "THREADS": threads,
             "BLOCKS": blocks,
             "DEPTH": depth,
-            "PARAMETER_BYTES": PARAMETERS.size,
         }
-        source = self.source(facts, FIXED.text())
         words = [f"vectors={columns}x{holding.copies}", str(threads), f"rows {rows}"]
         shared = holding.shared + COUNTER_BYTES
-        return self.named_spec(source, threads, shared, f"{code.name} {dtype}", words)
+        return self.spec_of((), facts, threads, shared, f"{code.name} {dtype}", words)
 
 
-def variant(problem: Problem, arch: str, multiprocessors: int) -> Slices.Variant:
+def variant_of(problem: Problem, arch: str, multiprocessors: int) -> Slices.Variant:
     """The variant for a problem: the fewest columns that hold all, or 8; copies if they fit."""
     columns = next((n for n in COLUMNS if n >= problem.columns), COLUMNS[-1])
-    rows, width = "u16" if problem.rows <= SHORT_ROWS else "u32", problem.fact("width")
+    rows, width = row_type(problem.rows), problem.fact("width")
     size = width * columns * DTYPES[problem.dtype].bytes
     holdings = _holdings(problem.dtype, columns, arch)
-    holding = next(each for each in holdings if each.shared >= size * each.copies)
+    holding = next(holding for holding in holdings if holding.shared >= size * holding.copies)
     panels, slices = grid((problem.rows, problem.cols), width)
     few = panels * slices <= FEW_SLICES * multiprocessors
     code = CODES[problem.format]
@@ -237,7 +221,7 @@ def _ranges(panels: int, slices: int, blocks: int, copied: bool) -> int:
     return min(panels * slices, blocks)
 
 
-def held(variant: Slices.Variant, width: int) -> int:
+def panels_in_shared(variant: Slices.Variant, width: int) -> int:
     """Panels of x that a block's shared memory holds: one at least."""
     of_panel = width * variant.columns * DTYPES[variant.dtype].bytes * variant.holding.copies
     return variant.holding.shared // of_panel

@@ -8,17 +8,19 @@ matrix, never x, before it waits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
+from kernlib.families.sparse.kernels.base import SparseKernel
 from kernlib.families.sparse.lowering.codes import (
     CODES,
     LANES,
     MOST_SIZE,
-    SHORT_ROWS,
-    SLICES,
+    ROW_TYPES,
     WIDEST_IN_PARTS,
     Code,
+    row_type,
 )
 from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, Scope
 from kernlib.jit import targets
@@ -26,9 +28,9 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES, FLOAT_SUMS
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.parameters import Fields
-from kernlib.lowering.steps import Lowered, Step
+from kernlib.lowering.steps import Lowered
 
 COLUMNS = (8, 4, 2, 1)  # vectors that a block takes at a time
 MOST_COLUMNS = 16  # that one call takes
@@ -37,18 +39,6 @@ WARPS = 32  # of a multiprocessor with 64 registers a thread
 FEW_WARPS = 16  # the same with 128, of which more hold codes that are on their way
 BLOCK_WARPS = (8, 16, 32)
 SMALL_SHARED = 32 * 1024
-OPERANDS = ("data", "offsets", "rows", "x", "out")
-FIXED = Fields((
-    "i64 x_stride", "i64 out_column_stride", "i64 out_row_stride",
-    "u32 slices",     # of 32 rows
-    "u32 row_pitch",  # of rows, from slice to slice
-    "u32 parts",      # of a slice: a warp each
-    "u32 slots",      # slices that a block takes at a time
-    "u32 step",       # slices that all blocks of a chunk take at a time
-    "u32 chunks",     # of COLUMNS vectors
-    "u32 cols", "u32 columns", "u32 unused",
-    "u32 ahead",      # last: whether the matrix may be read before prerequisites end
-))  # fmt: skip
 
 
 class Room(NamedTuple):
@@ -59,7 +49,7 @@ class Room(NamedTuple):
     blocks: int
 
 
-class Parts(Kernel):
+class Parts(SparseKernel):
     """Multiplies by all of x at a time, a part of a row a lane."""
 
     role = "product"
@@ -70,7 +60,18 @@ class Parts(Kernel):
         "the same formats where one panel has all columns and vectors or slices are few, or "
         "rows are cut into parts"
     )
-    formats = SLICES
+    operands = ("data", "offsets", "rows", "x", "out")
+    fixed = Fields((
+        "i64 x_stride", "i64 out_column_stride", "i64 out_row_stride",
+        "u32 slices",     # of 32 rows
+        "u32 row_pitch",  # of rows, from slice to slice
+        "u32 parts",      # of a slice: a warp each
+        "u32 slots",      # slices that a block takes at a time
+        "u32 step",       # slices that all blocks of a chunk take at a time
+        "u32 chunks",     # of COLUMNS vectors
+        "u32 cols", "u32 columns", "u32 unused",
+        "u32 ahead",      # last: whether the matrix may be read before prerequisites end
+    ))  # fmt: skip
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue."""
@@ -108,48 +109,39 @@ class Parts(Kernel):
         if not problem.rows:
             return Lowered(())
         parts, slices = parts_of(problem), ceil_div(problem.rows, LANES)
-        chosen, overlaps = variant(problem, *gpu), gpu.arch in OVERLAPPING
-        slots = _slots(chosen.warps, parts, slices, gpu.multiprocessors)
-        chunks = ceil_div(problem.columns, chosen.columns)
-        resident = max(1, gpu.multiprocessors * chosen.room.blocks // chunks)
+        variant = variant_of(problem, *gpu)
+        slots = _slots(variant.warps, parts, slices, gpu.multiprocessors)
+        chunks = ceil_div(problem.columns, variant.columns)
+        resident = max(1, gpu.multiprocessors * variant.room.blocks // chunks)
         blocks = min(ceil_div(slices, slots), resident)
-        fixed = FIXED.pack(
-            x_stride=problem.x_stride,
-            out_column_stride=problem.out_strides[0],
-            out_row_stride=problem.out_strides[1],
+        step = self.step_of(
+            epilogue,
+            problem,
+            variant,
+            gpu.arch,
+            (blocks * chunks, 1),
             slices=slices,
             row_pitch=LANES * (1 + parts if parts > 1 else 1),
             parts=parts,
             slots=slots,
             step=blocks * slots,
             chunks=chunks,
-            cols=problem.cols,
-            columns=problem.columns,
-            unused=0,
-            ahead=int(problem.frozen and overlaps),
-        )
-        step = Step(
-            self.spec(epilogue, chosen, gpu.arch),
-            (blocks * chunks, 1),
-            fixed,
-            text.pointers(OPERANDS, epilogue),
-            text.scalar_count(epilogue),
-            overlaps=overlaps,
+            ahead=int(problem.frozen and gpu.arch in OVERLAPPING),
         )
         return Lowered((step,))
 
     def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
         """Of a format."""
         blocks = (1, 2, 4)
-        every = (_rooms(scope.arch, columns, n) for columns in COLUMNS for n in blocks)
+        rooms = (_rooms(scope.arch, columns, n) for columns in COLUMNS for n in blocks)
         return {
             "code": (CODES[scope.format],),
             "dtype": scope.dtypes,
-            "rows": ("u16", "u32"),
+            "rows": ROW_TYPES,
             "columns": COLUMNS,
             "warps": BLOCK_WARPS,
             "few": (False, True),
-            "room": dict.fromkeys(room for rooms in every for room in rooms),
+            "room": dict.fromkeys(chain.from_iterable(rooms)),
         }
 
     def is_legal(self, variant: Variant, epilogue: tuple[Epilogue, ...], scope: Scope) -> bool:
@@ -158,7 +150,7 @@ class Parts(Kernel):
         needs_few = _needs_few(DTYPES[variant.dtype].bytes, variant.columns, scope.arch)
         if needs_few and (not variant.few or variant.warps > FEW_WARPS):
             return False
-        if variant.few and not needs_few and variant.rows != "u16":
+        if variant.few and not needs_few and variant.rows != ROW_TYPES[0]:
             return False
         blocks, _ = _shape(variant, scope.arch)
         return variant.room in _rooms(scope.arch, variant.columns, blocks)
@@ -176,12 +168,9 @@ class Parts(Kernel):
             "THREADS": threads,
             "BLOCKS": blocks,
             "DEPTH": depth,
-            "PARAMETER_BYTES": text.parameters(len(OPERANDS), FIXED.format, epilogue).size,
         }
-        texts = FIXED.text(), text.typed_finish(epilogue)
-        source = self.source(facts, *texts, includes=("common/math.cuh",))
         words = [f"vectors={columns} {threads}x{blocks}x{depth}", f"rows {rows}"]
-        return self.named_spec(source, threads, shared, f"{code.name} {dtype}", words, epilogue)
+        return self.spec_of(epilogue, facts, threads, shared, f"{code.name} {dtype}", words)
 
 
 def parts_of(problem: Problem) -> int:
@@ -189,9 +178,9 @@ def parts_of(problem: Problem) -> int:
     return dict(problem.facts).get("parts", 1)
 
 
-def variant(problem: Problem, arch: str, multiprocessors: int) -> Parts.Variant:
+def variant_of(problem: Problem, arch: str, multiprocessors: int) -> Parts.Variant:
     """The variant for a problem: for all vectors at a time, if shared memory holds them."""
-    parts, rows = parts_of(problem), "u16" if problem.rows <= SHORT_ROWS else "u32"
+    parts, rows = parts_of(problem), row_type(problem.rows)
     itemsize, limit = DTYPES[problem.dtype].bytes, targets.SHARED_BYTES[arch]
     slices, code = ceil_div(problem.rows, LANES), CODES[problem.format]
     # Codes that fill up parts lead a little beyond the last column; nothing is read for them.
@@ -200,7 +189,7 @@ def variant(problem: Problem, arch: str, multiprocessors: int) -> Parts.Variant:
         needs_few = _needs_few(itemsize, columns, arch)
         if (columns > 1 and columns // 2 >= problem.columns) or (needs_few and parts > FEW_WARPS):
             continue
-        few = needs_few or (rows == "u16" and parts * slices <= FEW_WARPS * multiprocessors)
+        few = needs_few or (rows == ROW_TYPES[0] and parts * slices <= FEW_WARPS * multiprocessors)
         most = FEW_WARPS if needs_few else WARPS
         warps = _warps(parts, slices, FEW_WARPS if few else WARPS, most, multiprocessors)
         shape = Parts.Variant(code, problem.dtype, rows, columns, warps, few, Room(0, 0))
@@ -241,11 +230,11 @@ def _shape(variant: Parts.Variant, arch: str) -> tuple[int, int]:
     wide, columns, warps = DTYPES[variant.dtype].bytes == 4, variant.columns, variant.warps
     if variant.few and warps < WARPS:
         codes = 16 if wide and columns >= 4 else 32 if wide or columns > 2 else 64
-        return FEW_WARPS // warps, max(1, codes // variant.code.whole)
+        return FEW_WARPS // warps, max(1, codes // variant.code.group)
     codes = 16 if wide else 24 if columns == 4 and variant.code.bits == 4 else 32
     if arch.startswith("sm_1"):
         codes = 8 if wide else 16
-    return WARPS // warps, max(1, codes // variant.code.whole)
+    return WARPS // warps, max(1, codes // variant.code.group)
 
 
 def _rooms(arch: str, columns: int, blocks: int) -> list[Room]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
 from kernlib.families.sparse.kernels import pack
+from kernlib.families.sparse.kernels.base import SparseKernel
 from kernlib.families.sparse.kernels.pack import Pack
 from kernlib.families.sparse.kernels.sum import Sum
 from kernlib.families.sparse.lowering.problem import Problem, Scope
@@ -16,12 +17,12 @@ from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Gpu, Kernel
+from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.parameters import Fields
 from kernlib.lowering.steps import WORKSPACE, Lowered, Step
 from kernlib.lowering.wgmma import multiply
 
-ARCHS = ("sm_90a",)
+FORMAT, ARCHS = "bitmap", ("sm_90a",)
 # Fewer vectors take bitmap.cuh. Of more a product by cuBLAS with the matrix laid out densely is
 # faster: 303 us for 2048 vectors and 12288 x 4096 at density 0.5, beside 358 here, on an H200 where
 # 512 vectors take 92 here and 110 so.
@@ -32,21 +33,6 @@ SLOT_TAIL = 16  # bytes behind a chunk: up to 12 are read for nothing, 8 are a b
 FEW_WARPS = 1.1  # times as long as with 16 warps a chunk takes, as they wait for its values
 MAX_SLOTS, RING_OFFSET = 8, 128
 MOST_SIZE = 2**31 - 1 - CHUNK_COLUMNS  # most rows and columns: they are counted by 32 bits
-OPERANDS = ("data", "offsets", "x", "out", "sums")  # x and sums lie in the workspace
-FIXED = Fields((
-    "i64 rows", "i64 out_vector_stride", "i64 out_row_stride",
-    "i64 cut_rows",       # rows of the tiles that are cut
-    "i64 first_cut_row",
-    "int columns", "int kchunks", "int slabs",
-    "int depth_blocks",   # of 64 columns, of x
-    "int padded",         # vectors of x, with those that fill up tiles
-    "int row_tiles", "int n_tiles",
-    "int whole_tiles",    # those in front of the ones that are cut
-    "int parts",          # of a tile that is cut
-    "int part_chunks", "int longer_parts",  # the first ones have one chunk more
-    "int slots", "int slot_bytes",          # of a warp's ring
-    "int unused",
-))  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -88,23 +74,38 @@ TILES = (*NARROW, *WIDE)
 
 
 class Cut(NamedTuple):
-    """How tiles are shared out: ``whole`` ones, and behind them those cut into ``parts``; and its
+    """How tiles are shared out: ``uncut`` ones, and behind them those cut into ``parts``; and its
     ``cost``, in chunks that a CTA goes through one after the other."""
 
-    whole: int
+    uncut: int
     parts: int
     cost: float
 
 
-class BitmapMany(Kernel):
-    """Multiplies by tiles of up to 64 vectors."""
+class BitmapMany(SparseKernel):
+    """Multiplies by tiles of up to 64 vectors, of matrices whose values have all of their bits."""
 
     role = "product"
     name = "bitmap many"
     header = "sparse/bitmap/many.cuh"
     entry = "sparse_bitmap_many"
     reason = "the same format, 9 to 1024 vectors, by wgmma of sm_90a"
-    formats = ("bitmap",)
+    operands = ("data", "offsets", "x", "out", "sums")  # x and sums lie in the workspace
+    fixed = Fields((
+        "i64 rows", "i64 out_vector_stride", "i64 out_row_stride",
+        "i64 cut_rows",       # rows of the tiles that are cut
+        "i64 first_cut_row",
+        "int columns", "int kchunks", "int slabs",
+        "int depth_blocks",   # of 64 columns, of x
+        "int padded",         # vectors of x, with those that fill up tiles
+        "int row_tiles", "int n_tiles",
+        "int whole_tiles",    # those in front of the ones that are cut
+        "int parts",          # of a tile that is cut
+        "int part_chunks", "int longer_parts",  # the first ones have one chunk more
+        "int slots", "int slot_bytes",          # of a warp's ring
+        "int unused",
+    ))  # fmt: skip
+    steps = (Pack,)
     tiles: ClassVar[tuple[Tile, ...]] = NARROW
 
     class Variant(NamedTuple):
@@ -115,7 +116,9 @@ class BitmapMany(Kernel):
 
     def takes(self, problem: Problem, arch: str) -> bool:
         """Whether the kernel computes a problem."""
-        if arch not in ARCHS or problem.dtype not in ("float16", "bfloat16"):
+        if arch not in ARCHS or problem.format != FORMAT:
+            return False
+        if problem.dtype not in ("float16", "bfloat16"):
             return False
         if not LEAST_COLUMNS <= problem.columns <= MOST_COLUMNS:
             return False
@@ -134,39 +137,31 @@ class BitmapMany(Kernel):
         tile, arch = tile_of(problem, *gpu), gpu.arch
         row_tiles, n_tiles, kchunks = _grid(tile, problem)
         padded, cut = n_tiles * tile.columns, cut_of(tile, problem, gpu.multiprocessors)
-        first_cut_row = min(problem.rows, cut.whole // n_tiles * tile.rows)
+        first_cut_row = min(problem.rows, cut.uncut // n_tiles * tile.rows)
         cut_rows = problem.rows - first_cut_row
         x_bytes = round_up(pack.nbytes(problem, padded), 1024)
         part_chunks, longer = divmod(kchunks, cut.parts)
-        fixed = FIXED.pack(
-            rows=problem.rows,
-            out_vector_stride=problem.out_strides[0],
-            out_row_stride=problem.out_strides[1],
+        ctas = cut.uncut + (row_tiles * n_tiles - cut.uncut) * cut.parts
+        main = self.step_of(
+            epilogue,
+            problem,
+            self.Variant(problem.dtype, tile),
+            arch,
+            (round_up(ctas, 2) if tile.pairs else ctas, 1),
             cut_rows=cut_rows,
             first_cut_row=first_cut_row,
-            columns=problem.columns,
             kchunks=kchunks,
             slabs=ceil_div(problem.rows, CHUNK_ROWS),
             depth_blocks=pack.blocks(problem),
             padded=padded,
             row_tiles=row_tiles,
             n_tiles=n_tiles,
-            whole_tiles=cut.whole,
+            whole_tiles=cut.uncut,
             parts=cut.parts,
             part_chunks=part_chunks,
             longer_parts=longer,
             slots=_slots(problem, tile, arch),
-            slot_bytes=_slot(problem),
-            unused=0,
-        )
-        ctas = cut.whole + (row_tiles * n_tiles - cut.whole) * cut.parts
-        main = Step(
-            self.spec(epilogue, self.Variant(problem.dtype, tile), arch),
-            (round_up(ctas, 2) if tile.pairs else ctas, 1),
-            fixed,
-            text.pointers(OPERANDS, epilogue),
-            text.scalar_count(epilogue),
-            overlaps=True,
+            slot_bytes=slot_of(problem),
         ).placed({"x": (WORKSPACE, 0), "sums": (WORKSPACE, x_bytes)})
         packed = Pack().step(problem, arch, padded, pack.FRAGMENTS)
         steps = [packed._replace(overlaps=problem.frozen), main]
@@ -177,15 +172,8 @@ class BitmapMany(Kernel):
 
     def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
         """In half types."""
-        return {
-            "dtype": scope.halves.dtypes if scope.arch in ARCHS else (),
-            "tile": self.tiles,
-        }
-
-    def specs(self, epilogue: tuple[Epilogue, ...], scope: Scope, arch: str) -> list[KernelSpec]:
-        """The specifications of all variants of a scope, and of what packs x before them."""
-        every = super().specs(epilogue, scope, arch)
-        return every + Pack().specs(epilogue, scope, arch) if every else []
+        is_legal = scope.arch in ARCHS and scope.format == FORMAT
+        return {"dtype": scope.halves.dtypes if is_legal else (), "tile": self.tiles}
 
     def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
         """The specification of a tile."""
@@ -196,14 +184,10 @@ class BitmapMany(Kernel):
             "COLUMNS": tile.columns,
             "X_STAGES": tile.stages,
             "PAIRS": tile.pairs,
-            "PARAMETER_BYTES": text.parameters(len(OPERANDS), FIXED.format, epilogue).size,
         }
-        product = multiply(dtype, tile.columns, True)
-        texts = FIXED.text(), text.typed_finish(epilogue), product
-        source = self.source(facts, *texts, includes=("common/math.cuh",))
         words = [f"rows={tile.rows}", f"vectors={tile.columns}"]
-        shared = targets.SHARED_BYTES[arch]
-        return self.named_spec(source, tile.threads, shared, dtype, words, epilogue)
+        shared, product = targets.SHARED_BYTES[arch], multiply(dtype, tile.columns, True)
+        return self.spec_of(epilogue, facts, tile.threads, shared, dtype, words, product)
 
 
 class BitmapPairs(BitmapMany):
@@ -226,21 +210,21 @@ def tile_of(problem: Problem, arch: str, multiprocessors: int = 132) -> Tile | N
         return None
     widest = max(tile.columns for tile in fitting)
     columns = min((t.columns for t in fitting if t.columns >= problem.columns), default=widest)
-    some = [tile for tile in fitting if tile.columns == columns]
 
     def cost(tile: Tile) -> float:
         few = FEW_WARPS if tile.warps < 16 and tile.columns <= 64 else 1.0
         return cut_of(tile, problem, multiprocessors).cost * tile.rows * few
 
-    return min(some, key=cost)
+    return min((tile for tile in fitting if tile.columns == columns), key=cost)
 
 
 def _slots(problem: Problem, tile: Tile, arch: str) -> int:
     ring = targets.SHARED_BYTES[arch] - tile.fixed_bytes
-    return min(MAX_SLOTS, ring // (tile.warps * _slot(problem)))
+    return min(MAX_SLOTS, ring // (tile.warps * slot_of(problem)))
 
 
-def _slot(problem: Problem) -> int:
+def slot_of(problem: Problem) -> int:
+    """Bytes of the ring's places: the largest chunk and SLOT_TAIL."""
     return round_up(problem.fact("largest") + SLOT_TAIL, 128)
 
 
@@ -273,7 +257,7 @@ def cut_of(tile: Tile, problem: Problem, multiprocessors: int) -> Cut:
     row_tiles, n_tiles, kchunks = _grid(tile, problem)
     tiles, step = row_tiles * n_tiles, 2 if tile.pairs else n_tiles
     rounds = tiles // multiprocessors
-    whole = rounds * multiprocessors // step * step
+    uncut = rounds * multiprocessors // step * step
 
     def cost(first: int, parts: int) -> float:
         times = ceil_div(first, multiprocessors) * (kchunks + 1)
@@ -282,5 +266,5 @@ def cut_of(tile: Tile, problem: Problem, multiprocessors: int) -> Cut:
 
     most = min(kchunks, 2 if tile.pairs else 16)
     cuts = [Cut(tiles, 1, cost(tiles, 1))]
-    cuts += [Cut(whole, parts, cost(whole, parts)) for parts in range(2, most + 1)]
+    cuts += [Cut(uncut, parts, cost(uncut, parts)) for parts in range(2, most + 1)]
     return min(cuts, key=lambda cut: (cut.cost, cut.parts))

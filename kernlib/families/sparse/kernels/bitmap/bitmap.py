@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kernlib.descriptors.epilogues import Epilogue
-from kernlib.families.sparse.kernels import bitmap_many
+from kernlib.families.sparse.kernels.base import SparseKernel
+from kernlib.families.sparse.kernels.bitmap import many
+from kernlib.families.sparse.kernels.bitmap.many import (
+    CHUNK_COLUMNS,
+    CHUNK_ROWS,
+    RING_OFFSET,
+    WORD_BYTES,
+    slot_of,
+)
 from kernlib.families.sparse.kernels.sum import Sum
 from kernlib.families.sparse.lowering.problem import OVERLAPPING, Problem, Scope
 from kernlib.families.sparse.lowering.quantised import QUANTISED
@@ -18,36 +26,22 @@ from kernlib.lowering import product_source as text
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.config import Constant
 from kernlib.lowering.dtypes import DTYPES
-from kernlib.lowering.kernel import Gpu, Kernel
-from kernlib.lowering.parameters import Fields, Parameters
-from kernlib.lowering.steps import WORKSPACE, Lowered, Step
+from kernlib.lowering.kernel import Gpu
+from kernlib.lowering.parameters import Fields
+from kernlib.lowering.steps import WORKSPACE, Lowered
 
 AT_ONCE = 16  # vectors of a launch
 # In two launches: 215 us for 32 of them with 8192 x 28672 at density .5, beside 304 of laying the
 # matrix out and cuBLAS on an H200, by the measured time of 16.
 MOST_COLUMNS = 2 * AT_ONCE
-CHUNK_ROWS, CHUNK_COLUMNS = 16, 256
-WORD_BYTES = 512  # of a chunk's bitmap
 MAX_STAGES = 8
 # Of codes, which memory brings faster than warps decode them: with 4, int4 at density .5 took 48.9
 # us where 2 take 46.1 on an H200 (8192 x 28672), as the second to fourth chunks delay the first.
 MAX_STAGES_OF_CODES = 2
-RING_OFFSET = 128
-SLOT_TAIL = 16  # bytes behind a chunk: up to 12 are read for nothing, 8 are a barrier
 WARPS = (16, 12, 8)  # of a CTA
 # Of one that multiplies codes, which are fewer bytes and take fewer registers: 28 were 3 to 13 %
 # faster than 16 on an H200 at 8192 x 28672, 20 and 24 slower.
 WARPS_OF_CODES = (28, 16, 8)
-OPERANDS = ("data", "offsets", "x", "out")  # or the workspace in the place of the last
-FIXED = Fields((
-    "i64 rows", "i64 x_stride", "i64 out_vector_stride", "i64 out_row_stride",
-    "int cols", "int columns", "int kchunks", "int slabs",
-    "int stages", "int slot_bytes",          # of a warp's ring
-    "int cta_units", "int longer_ctas",      # units of a CTA, or slabs: the first have one more
-    "int range_chunks", "int wider_ranges",  # and chunks of a range
-    "int ranges",
-    "int running",                           # where those sums are, in bytes of shared memory
-))  # fmt: skip
 MAX_UNITS = 2**31 - 1
 # CTAs take all ranges of their slabs up to this many vectors times ranges behind the first, as each
 # of those is read anew by all CTAs. On an H200 with a launch of something else between products
@@ -60,7 +54,7 @@ LEAST_STAGES = 3  # that are left beside the sums that CTAs hold, if there were 
 WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")  # targets without an instruction that makes halves of it
 
 
-class Bitmap(Kernel):
+class Bitmap(SparseKernel):
     """Multiplies by up to 16 vectors a launch, of matrices whose values have all of their bits, or
     fewer: codes such as "int8"."""
 
@@ -72,7 +66,18 @@ class Bitmap(Kernel):
         "the matrix's format decides: `bitmap`, of up to 8 vectors, or 32 where there is no "
         "wgmma of sm_90a"
     )
-    formats = ("bitmap", *QUANTISED)
+    operands = ("data", "offsets", "x", "out")  # or the workspace in the place of the last
+    fixed = Fields((
+        "i64 rows", "i64 x_stride", "i64 out_vector_stride", "i64 out_row_stride",
+        "int cols", "int columns", "int kchunks", "int slabs",
+        "int stages", "int slot_bytes",          # of a warp's ring
+        "int cta_units", "int longer_ctas",      # units of a CTA, or slabs: the first have one more
+        "int range_chunks", "int wider_ranges",  # and chunks of a range
+        "int ranges",
+        "int running",                           # where those sums are, in bytes of shared memory
+    ))  # fmt: skip
+    includes = ("common/math.cuh", "sparse/quantised/kinds.cuh")
+    steps = (Sum,)
 
     class Variant(NamedTuple):
         """Everything that code generation chooses besides the epilogue. ``tiles`` of 8 vectors, 0
@@ -88,7 +93,7 @@ class Bitmap(Kernel):
     def takes(self, problem: Problem, arch: str) -> bool:
         """Whether the kernel computes a problem: half types, and up to MOST_COLUMNS vectors, or
         fewer than :class:`BitmapMany` takes; of codes AT_ONCE."""
-        most = bitmap_many.LEAST_COLUMNS - 1 if arch in bitmap_many.ARCHS else MOST_COLUMNS
+        most = many.LEAST_COLUMNS - 1 if arch in many.ARCHS else MOST_COLUMNS
         most = AT_ONCE if codes_of(problem.format) else most
         if problem.dtype not in ("float16", "bfloat16") or not 0 < problem.columns <= most:
             return False
@@ -122,26 +127,40 @@ class Bitmap(Kernel):
         ranges, variant = _ranges(problem, warps), _variant(problem, warps, False)
         if not has_all_ranges(problem, variant, ranges, *gpu):
             variant = variant._replace(sums=True)
-        finish = () if variant.sums else epilogue
-        operands = (*OPERANDS[:-1], WORKSPACE) if variant.sums else OPERANDS
-        fixed, ctas = _fixed(problem, variant, ranges, *gpu)
-        main = Step(
-            self.spec(finish, variant, gpu.arch),
+        slabs, chunks = _slabs(problem), _chunks(problem)
+        units = slabs * ranges if variant.sums else slabs  # that are shared out
+        ctas = min(units, gpu.multiprocessors)
+        running = 0 if variant.sums else _running(variant, slabs, ranges, ctas)
+        cta_units, longer_ctas = divmod(units, ctas)
+        range_chunks, wider_ranges = divmod(chunks, ranges)
+        main = self.step_of(
+            () if variant.sums else epilogue,
+            problem,
+            variant,
+            gpu.arch,
             (ctas, 1),
-            fixed,
-            text.pointers(operands, finish),
-            text.scalar_count(finish),
-            overlaps=problem.frozen and gpu.arch in OVERLAPPING,
+            overlaps=problem.frozen,
+            kchunks=chunks,
+            slabs=slabs,
+            stages=_stages(problem, variant, gpu.arch, running),
+            slot_bytes=slot_of(problem),
+            cta_units=cta_units,
+            longer_ctas=longer_ctas,
+            range_chunks=range_chunks,
+            wider_ranges=wider_ranges,
+            ranges=ranges,
+            running=_dynamic(variant, gpu.arch) - running,
         )
         if not variant.sums:
             return Lowered((main,))
-        size = 4 * ranges * problem.columns * problem.rows
-        return Lowered((main, Sum().step(epilogue, problem, gpu.arch, ranges)), size)
+        size, last = 4 * ranges * problem.columns * problem.rows, Sum()
+        sums = main.placed({"out": (WORKSPACE, 0)})
+        return Lowered((sums, last.step(epilogue, problem, gpu.arch, ranges)), size)
 
     def axes(self, epilogue: tuple[Epilogue, ...], scope: Scope) -> Mapping[str, Iterable]:
         """Of a format, in half types."""
         codes = codes_of(scope.format)
-        most = 1 if scope.arch in bitmap_many.ARCHS and not codes else AT_ONCE // 8
+        most = 1 if scope.arch in many.ARCHS and not codes else AT_ONCE // 8
         return {
             "dtype": scope.halves.dtypes,
             "warps": WARPS_OF_CODES if codes else WARPS,
@@ -155,8 +174,8 @@ class Bitmap(Kernel):
         return _has_registers(variant, scope.arch)
 
     def specs(self, epilogue: tuple[Epilogue, ...], scope: Scope, arch: str) -> list[KernelSpec]:
-        """The specifications of all variants of a scope, and of sums behind them."""
-        return super().specs(epilogue, scope, arch) + Sum().specs(epilogue, scope.halves, arch)
+        """The specifications of all variants of a scope, and of sums in half types."""
+        return super().specs(epilogue, scope.halves, arch)
 
     def spec(self, epilogue: tuple[Epilogue, ...], variant: Variant, arch: str) -> KernelSpec:
         """The specification of a variant, without the epilogue where the result is sums."""
@@ -171,13 +190,11 @@ class Bitmap(Kernel):
             "CODES": Constant(codes.upper() or "PLAIN"),
             "IN_DIGITS": codes in ("int8", "int4") and not tiles,  # by tensor cores of integers
             "E4M3": arch not in WITHOUT_E4M3,
-            "PARAMETER_BYTES": _parameters(epilogue).size,
         }
-        includes = "common/math.cuh", "sparse/quantised/kinds.cuh"
-        source = self.source(facts, FIXED.text(), text.typed_finish(epilogue), includes=includes)
         words = [codes] * bool(codes)
         words += [f"warps={warps}", f"vectors={8 * tiles or 1}", *["sums"] * sums]
-        return self.named_spec(source, 32 * warps, _dynamic(variant, arch), dtype, words, epilogue)
+        shared = _dynamic(variant, arch)
+        return self.spec_of(epilogue, facts, 32 * warps, shared, dtype, words)
 
 
 def codes_of(format: str) -> str:
@@ -185,45 +202,10 @@ def codes_of(format: str) -> str:
     return QUANTISED[format].values if format in QUANTISED else ""
 
 
-def _parameters(epilogue: tuple[Epilogue, ...]) -> Parameters:
-    return text.parameters(len(OPERANDS), FIXED.format, epilogue)
-
-
-def _fixed(
-    problem: Problem, variant: Bitmap.Variant, ranges: int, arch: str, multiprocessors: int
-) -> tuple[bytes, int]:
-    """struct Fixed, and the CTAs."""
-    slabs, chunks = _slabs(problem), _chunks(problem)
-    units = slabs * ranges if variant.sums else slabs  # that are shared out
-    ctas = min(units, multiprocessors)
-    running = 0 if variant.sums else _running(variant, slabs, ranges, ctas)
-    cta_units, longer_ctas = divmod(units, ctas)
-    range_chunks, wider_ranges = divmod(chunks, ranges)
-    fixed = FIXED.pack(
-        rows=problem.rows,
-        x_stride=problem.x_stride,
-        out_vector_stride=problem.out_strides[0],
-        out_row_stride=problem.out_strides[1],
-        cols=problem.cols,
-        columns=problem.columns,
-        kchunks=chunks,
-        slabs=slabs,
-        stages=_stages(problem, variant, arch, running),
-        slot_bytes=_slot(problem),
-        cta_units=cta_units,
-        longer_ctas=longer_ctas,
-        range_chunks=range_chunks,
-        wider_ranges=wider_ranges,
-        ranges=ranges,
-        running=_dynamic(variant, arch) - running,
-    )
-    return fixed, ctas
-
-
 def _stages(problem: Problem, variant: Bitmap.Variant, arch: str, running: int = 0) -> int:
     """Chunks of a warp's ring that fit beside ``running`` bytes of sums, at most MAX_STAGES."""
     most = MAX_STAGES_OF_CODES if variant.codes else MAX_STAGES
-    return min(most, (_ring(variant, arch) - running) // (variant.warps * _slot(problem)))
+    return min(most, (_ring(variant, arch) - running) // (variant.warps * slot_of(problem)))
 
 
 def _running(variant: Bitmap.Variant, slabs: int, ranges: int, ctas: int) -> int:
@@ -273,11 +255,6 @@ def _has_registers(variant: Bitmap.Variant, arch: str) -> bool:
 def _variant(problem: Problem, warps: int, sums: bool = True) -> Bitmap.Variant:
     tiles = 0 if problem.columns == 1 else ceil_div(problem.columns, 8)
     return Bitmap.Variant(problem.dtype, warps, tiles, sums, codes_of(problem.format))
-
-
-def _slot(problem: Problem) -> int:
-    """Bytes of the ring's places: the largest chunk and SLOT_TAIL."""
-    return round_up(problem.fact("largest") + SLOT_TAIL, 128)
 
 
 def _slabs(problem: Problem) -> int:

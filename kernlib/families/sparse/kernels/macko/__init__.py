@@ -1,0 +1,1 @@
+"""The kernels of products with matrices in MACKO's format."""
