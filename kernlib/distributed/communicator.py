@@ -70,6 +70,19 @@ class Communicator:
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, timeout={self.timeout})"
 
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group over gloo of the same processes."""
+        groups = _control_groups.setdefault(self.group, {})
+        if self.timeout not in groups:
+            groups[self.timeout] = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                timeout=timedelta(seconds=self.timeout),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return groups[self.timeout]
+
     def check_device(self, name: str, t: torch.Tensor) -> None:
         """Raises TypeError for a tensor on a device that the group has no backend for."""
         backends = dict(part.split(":") for part in dist.get_backend_config(self.group).split(","))
@@ -97,7 +110,7 @@ class Communicator:
             if all(not each[0] and each[1:3] == every[0][1:3] for each in every):
                 return [tuple(each[3 : 3 + len(sizes)]) for each in every]
             says: list = [None] * self.size
-            dist.all_gather_object(says, (task, texts), group=self._control())
+            dist.all_gather_object(says, (task, texts), group=self.control)
         if error is not None:
             raise error
         raise ValueError(_difference(task, says))
@@ -177,20 +190,8 @@ class Communicator:
         row = torch.zeros(3 + _SIZES, dtype=torch.int64, device="cpu")
         row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        dist.all_gather(rows, row, group=self._control())
+        dist.all_gather(rows, row, group=self.control)
         return [each.tolist() for each in rows]
-
-    def _control(self) -> dist.ProcessGroup:
-        """The group over gloo of the same processes."""
-        groups = _control_groups.setdefault(self.group, {})
-        if self.timeout not in groups:
-            groups[self.timeout] = dist.new_group(
-                dist.get_process_group_ranks(self.group),
-                timeout=timedelta(seconds=self.timeout),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-        return groups[self.timeout]
 
 
 class _Answers:

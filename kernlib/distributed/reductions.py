@@ -13,7 +13,7 @@ from kernlib.descriptors.base import render, shown
 from kernlib.distributed import ring as ring_of
 from kernlib.distributed import sharded
 from kernlib.distributed.communicator import Communicator, Facts, as_communicator
-from kernlib.distributed.rows import Replica, gathered, replicated, rows_facts
+from kernlib.distributed.rows import Replica, gathered, replicated, rows_facts, said
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.tensors import check_dense
 
@@ -230,7 +230,7 @@ def _facts(call: Call, communicator: Communicator, ring: bool | None) -> Facts:
     if b is None:
         texts |= rows_facts("a", a)
     for name, value in sorted(names.items()):
-        texts[name] = _said(value)
+        texts[name] = said(value)
     texts["ring"] = str(ring)
     rows = (a if of_b is None else of_b).shape[0]
     count = b.sizes[communicator.rank] if isinstance(b, Replica) else rows
@@ -248,19 +248,6 @@ def _check_rows(communicator: Communicator, a, b, v) -> None:
     of_one = [each[communicator.rank] if isinstance(each, tuple) else each for each in rows]
     if of_one[0] != of_one[1]:
         raise ValueError(f"v must have the rows of b, {of_one[0]}, got {of_one[1]}")
-
-
-def _said(value: object) -> str:
-    """A hyperparameter as all processes must have it. Values on a GPU are not looked at, for which
-    the host would wait."""
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    wants = value.requires_grad and torch.is_grad_enabled()
-    text = f"{value.dtype} {tuple(value.shape)} requires_grad={wants}"
-    if value.device.type != "cpu":
-        return text
-    numbers = value.detach().flatten().tolist()
-    return f"{text} {numbers}" if len(numbers) < 9 else f"{text} {hash(tuple(numbers))}"
 
 
 def _wants_ring(ring: bool | None, communicator: Communicator, a, b, v) -> int:

@@ -54,14 +54,16 @@ class _Ring(torch.autograd.Function):
         a, b, v, logs, *values = ctx.saved_tensors
         needs = ctx.needs_input_grad[5:]
         communicator.agree("a backward ring", lambda: Facts({"gradients": str(needs)}, ()))
-        staying = [_Sum(t, need) for t, need in zip((a, *values), (needs[0], *needs[3:]))]
+        staying = [
+            _Sum(t, need) for t, need in zip((a, *values), (needs[0], *needs[3:]), strict=True)
+        ]
         names = names | dict(zip(keys, (sum.leaf for sum in staying[1:]), strict=True))
         moving = [
             None if t is None or not need else torch.zeros_like(t, dtype=accumulator(t.dtype))
-            for t, need in zip((b, v), needs[1:3])
+            for t, need in zip((b, v), needs[1:3], strict=True)
         ]
         for source, first, block in _blocks(communicator, rows, (b, v)):
-            leaves = [_Sum(t, need, total) for t, need, total in zip(block, needs[1:3], moving)]
+            leaves = [_Sum(*each) for each in zip(block, needs[1:3], moving, strict=True)]
             if rows[source] and a.shape[0]:
                 tensors = staying[0].leaf, *(sum.leaf for sum in leaves)
                 with torch.enable_grad():
@@ -73,7 +75,7 @@ class _Ring(torch.autograd.Function):
         totals = [staying[0], *moving, *staying[1:]]
         totals = [each.total if isinstance(each, _Sum) else each for each in totals]
         inputs = (a, b, v, *values)
-        grads = [None if t is None else t.to(x.dtype) for t, x in zip(totals, inputs)]
+        grads = [None if t is None else t.to(x.dtype) for t, x in zip(totals, inputs, strict=True)]
         return *(None,) * 5, *grads
 
 
@@ -172,7 +174,7 @@ def _best(call: Call, first: tuple, second: tuple) -> tuple:
     """The k best of two lists: of equal values those of the lower index first, which a stable sort
     of what is in the order of indices leaves in front."""
     k, largest = call.more
-    values, indices = (torch.cat(pair, -1) for pair in zip(first, second))
+    values, indices = (torch.cat(pair, -1) for pair in zip(first, second, strict=True))
     indices, order = indices.sort(-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=largest, stable=True)
     return values[..., :k], indices.gather(-1, order)[..., :k]

@@ -57,6 +57,19 @@ def rows_facts(name: str, t: torch.Tensor) -> dict[str, str]:
     }
 
 
+def said(value: object) -> str:
+    """A hyperparameter as all processes must have it. Values on a GPU are not looked at, for which
+    the host would wait."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    wants = value.requires_grad and torch.is_grad_enabled()
+    text = f"{value.dtype} {tuple(value.shape)} requires_grad={wants}"
+    if value.device.type != "cpu":
+        return text
+    numbers = value.detach().flatten().tolist()
+    return f"{text} {numbers}" if len(numbers) < 9 else f"{text} {hash(tuple(numbers))}"
+
+
 def gathered(t: torch.Tensor, communicator: Communicator, sizes: Sequence[int]) -> torch.Tensor:
     """The rows of all processes. The gradient sums up those that all of them have by this
     process's rows."""

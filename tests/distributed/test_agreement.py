@@ -56,7 +56,7 @@ SAID = {
     "descriptor": "descriptor differs",
     "bandwidth": "bandwidth differs: 1.0 on rank 0, 2.0 on rank 1",
     "name": "bandwith",
-    "shard": "b must be a tensor",
+    "shard": "b is missing",
     "rows of v": "v must have the rows of b, 3, got 1",
     "gradient": "requires_grad of b differs: False on rank 0, True on rank 1",
     "ring": "ring differs: None on rank 0, True on rank 1",

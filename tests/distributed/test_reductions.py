@@ -50,8 +50,9 @@ def reduced(task: str, rows: str, ring: bool, gradient: bool):
         (results[0] * mine(weights, counts[0])).sum().backward()
         (alone[0] * weights).sum().backward()
         sizes = counts[0], counts[1], counts[1]
-        for part, t, size in zip(parts[:of_v], (a, b, v), sizes):
-            pairs.append((part.grad, mine(t.grad, size)))
+        for part, t, size in zip(parts, (a, b, v), sizes, strict=True):
+            if t.grad is not None:
+                pairs.append((part.grad, mine(t.grad, size)))
         pairs.append((bandwidth.grad, other.grad))
     return [(x.detach(), y.detach()) for x, y in pairs]
 
