@@ -5,6 +5,7 @@ starts the processes, and NCCL moves what they need of each other; tensors of a 
 """
 
 from kernlib.distributed.communicator import Communicator
+from kernlib.distributed.kronecker import kron_columns, kron_matmul
 from kernlib.distributed.reductions import (
     kernel_logsumexp,
     kernel_matmul,
@@ -22,5 +23,7 @@ __all__ = [
     "kernel_min",
     "kernel_sum",
     "kernel_topk",
+    "kron_columns",
+    "kron_matmul",
     "replicate",
 ]

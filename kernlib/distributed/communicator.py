@@ -8,6 +8,7 @@ asks nothing of a GPU, and a process that is gone ends the call with an error.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
@@ -158,6 +159,23 @@ class Communicator:
             return t
         every = self.gather(t.reshape(1, -1), [1] * self.size)
         return _added(every).view(t.shape)
+
+    def exchange(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size | tuple[int, ...]]
+    ) -> list[torch.Tensor]:
+        """What every process has for this one, of ``shapes`` by rank, where this one has ``parts``
+        for them."""
+        like = parts[self.rank]
+        if self.size == 1:
+            return [like]
+        width = like.element_size()
+        counts = [width * math.prod(shape) for shape in shapes]
+        packed = torch.cat([part.reshape(-1) for part in parts])
+        taken = like.new_empty(sum(counts) // width)
+        sends = [width * part.numel() for part in parts]
+        dist.all_to_all_single(_bytes(taken), _bytes(packed), counts, sends, group=self.group)
+        pieces = taken.split([count // width for count in counts])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def pass_on(
         self, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]

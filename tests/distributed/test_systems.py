@@ -26,7 +26,7 @@ def solved(dtype, rank: int, each: bool, folder: str | None = None, max_iter: in
     at = dist.get_rank()
     mu = torch.full((sum(SIZES),), 0.05, dtype=dtype) if each else 0.05
     part = mu.split(SIZES)[at] if each else mu
-    names = {"bandwidth": 0.5, "tol": 1e-9 if dtype is torch.float64 else 1e-5}
+    names = {"bandwidth": 0.5, "tol": 1e-9 if dtype is torch.float64 else 5e-5}
     result = kl.linalg.solve_kernel(
         kl.gaussian(), x.split(SIZES)[at], y.split(SIZES)[at], regularization=part, rank=rank,
         group=kl.distributed.Communicator(), checkpoint=folder, max_iter=max_iter,
@@ -48,7 +48,7 @@ def solved(dtype, rank: int, each: bool, folder: str | None = None, max_iter: in
 @pytest.mark.parametrize("rank", [0, 30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_residual_is_below_tol(pool, dtype, rank, each):
-    tol = 1e-9 if dtype is torch.float64 else 1e-5
+    tol = 1e-9 if dtype is torch.float64 else 5e-5
     for answer in pool.run(solved, dtype, rank, each):
         if isinstance(answer, Exception):
             raise answer
@@ -63,10 +63,10 @@ def resumed(folder: str):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kl.ConvergenceWarning)
-        solved(torch.float64, 20, False, folder, max_iter=10)
+        solved(torch.float64, 5, False, folder, max_iter=10)
     torch.manual_seed(dist.get_rank())
-    *_, iterations, w = solved(torch.float64, 20, False, folder)
-    *_, others, whole = solved(torch.float64, 20, False)
+    *_, iterations, w = solved(torch.float64, 5, False, folder)
+    *_, others, whole = solved(torch.float64, 5, False)
     return iterations, others, float((w - whole).norm() / whole.norm())
 
 
