@@ -97,8 +97,8 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = (
-    "blocksparse", "checkpoints", "compat", "descriptors", "events", "linalg", "nn", "settings",
-    "sparse",
+    "blocksparse", "checkpoints", "compat", "descriptors", "distributed", "events", "linalg", "nn",
+    "settings", "sparse",
 )  # fmt: skip
 
 _PUBLIC = sorted((*_HOMES, *_MODULES, "__version__"))

@@ -4,6 +4,7 @@ from kernlib import blocksparse as blocksparse
 from kernlib import checkpoints as checkpoints
 from kernlib import compat as compat
 from kernlib import descriptors as descriptors
+from kernlib import distributed as distributed
 from kernlib import events as events
 from kernlib import linalg as linalg
 from kernlib import nn as nn

@@ -44,6 +44,10 @@ class CaptureError(KernlibError):
     """A kernel was missing while a CUDA graph was captured; `prepare()` it before the capture."""
 
 
+class DistributedError(KernlibError):
+    """A process of a group does not take part in a call of :mod:`kernlib.distributed`."""
+
+
 class NotCachedError(KernlibError):
     """KERNLIB_ASSERT_CACHED is set and a kernel was neither loaded nor in the store."""
 

@@ -21,7 +21,7 @@ FOLDERS = {
         "architecture",
     )),
     "Guides": ("guides", (
-        "install", "command_line", "coming_from", "checkpoints", "kernel_matmul", "linalg",
+        "install", "command_line", "coming_from", "checkpoints", "kernel_matmul", "linalg", "distributed",
         "kernel_machines",
     )),
     "Gallery": ("gallery", ("index",)),

@@ -20,6 +20,7 @@ ROOTS = (
     "kernlib.blocksparse",
     "kernlib.sparse",
     "kernlib.linalg",
+    "kernlib.distributed",
     "kernlib.nn",
     "kernlib.nn.compat",
     "kernlib.descriptors",

@@ -8,6 +8,7 @@ ones is the kermac project.
 
 from kernlib.linalg.cusolver import MissingExtraError
 from kernlib.linalg.dense import eigh, solve_cholesky, solve_lu
+from kernlib.linalg.falkon import FalkonResult, falkon
 from kernlib.linalg.iterative import CGResult, conjugate_gradient
 from kernlib.linalg.kernel_systems import solve_kernel
 from kernlib.linalg.kronecker import (
@@ -23,11 +24,13 @@ from kernlib.linalg.nystrom import NystromPreconditioner, nystrom
 
 __all__ = [
     "CGResult",
+    "FalkonResult",
     "KronEigh",
     "MissingExtraError",
     "NystromPreconditioner",
     "conjugate_gradient",
     "eigh",
+    "falkon",
     "kron_cholesky",
     "kron_eigh",
     "kron_inverse",

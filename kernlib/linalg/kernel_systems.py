@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +33,23 @@ MOST_STORED = 5000
 # Corrections of a solution, of two products with a triangle each, where rounding leaves more than
 # is asked for.
 _CORRECTIONS = 3
-_OWN = "y", "rank", "tol", "max_iter", "check_every", "generator"  # arguments besides a kernel's
+# Arguments besides a kernel's.
+_OWN = "y", "rank", "tol", "max_iter", "check_every", "generator", "group", "checkpoint"
+
+
+class Request(NamedTuple):
+    """A system in checked arguments: targets are (N, C), and ``mu`` is the regularization, a number
+    or one for each point, whose mean is ``mean``."""
+
+    descriptor: Pairwise
+    x: torch.Tensor
+    y: torch.Tensor
+    mu: float | torch.Tensor
+    mean: float
+    rank: int | None
+    limits: tuple[float, int, int]
+    generator: torch.Generator | None
+    hyperparameters: dict
 
 
 @eager_only
@@ -47,6 +64,8 @@ def solve_kernel(
     max_iter: int = 1000,
     check_every: int = 10,
     generator: torch.Generator | None = None,
+    group=None,
+    checkpoint: str | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> CGResult:
@@ -62,6 +81,12 @@ def solve_kernel(
     - ``rank``: of the :func:`nystrom` preconditioner, about ``2 sqrt(N)`` by default; 0 is none.
     - ``tol``, ``max_iter``, ``check_every``: as those of :func:`conjugate_gradient`.
     - ``generator``: draws the points of the preconditioner, as for :func:`nystrom`.
+    - ``group``: of processes that hold a part of the points each, any number of them: x, y and the
+      result's x are the rows of this one. As that of :func:`kernlib.distributed.kernel_matmul`, but
+      None for a call of this process alone. An iteration gathers a vector of N rows, and sums up
+      ``2 rank + 4`` numbers for each column, over the processes.
+    - ``checkpoint``: with a group, a folder that all processes see. The state is written there
+      every ``check_every`` iterations, and a call with the same arguments goes on from it.
     - ``debug``: True writes the call's events to stderr.
 
     K is never stored: products are :func:`kernlib.kernel_matmul`, and memory is that of the
@@ -84,43 +109,73 @@ def solve_kernel(
         >>> kl.kernel_matmul(kl.gaussian(), torch.tensor([[1.57]]), x, w[:, None], bandwidth=1.0)
         tensor([[0.99...]])
     """
-    import kernlib
 
+    def checked() -> Request:
+        limits = tol, max_iter, check_every
+        return _checked(descriptor, x, y, regularization, rank, limits, generator, hyperparameters)
+
+    if group is None:
+        if checkpoint is not None:
+            raise ValueError("checkpoint needs a group: pass kernlib.distributed.Communicator()")
+        request = checked()
+        result = _alone(request)
+    else:
+        from kernlib.distributed import systems  # which loads torch.distributed
+
+        request, result = systems.solve(group, checked, checkpoint)
+    return _answer(result, y, request.limits[0])
+
+
+def _checked(
+    descriptor, x, y, regularization, rank, limits: tuple, generator, hyperparameters: dict
+) -> Request:
+    """Raises ValueError, TypeError and RuntimeError that name the argument."""
     diagonal = _diagonal(regularization, x)
+    # Of no points it is of no account, as those of other processes have one.
     number = regularization if diagonal is None else float(diagonal.double().mean())
-    mean = check_points(descriptor, x, number)
+    mean = check_points(descriptor, x, 1.0 if math.isnan(number) and not len(x) else number)
     mu = mean if diagonal is None else diagonal
     refuse_own_names("solve_kernel", descriptor, _OWN)
     _check_targets(x, y)
     named = {"x": x, "y": y, "regularization": regularization}
     hyperparameters = checked_rest("solve_kernel", generator, named, hyperparameters)
-    tol, max_iter, check_every = check_limits(tol, max_iter, check_every)
+    limits = check_limits(*limits)
     refuse_not_finite("y", y)
     if x.is_cuda:
         hyperparameters = as_numbers(hyperparameters)
     plain = dataclasses.replace(descriptor, symmetric=False)
-    preconditioner, count = None, x.shape[0]
     columns = y[:, None] if y.dim() == 1 else y
+    return Request(plain, x, columns, mu, mean, rank, limits, generator, hyperparameters)
+
+
+def default_rank(count: int) -> int:
+    """Of the preconditioner of so many points."""
+    return min(count, math.ceil(2 * math.sqrt(count)))
+
+
+def _alone(request: Request) -> CGResult:
+    """The solution by this process, whose points are all there are."""
+    import kernlib
+
+    plain, x, y, mu, mean, rank, limits, generator, hyperparameters = request
+    preconditioner, count = None, x.shape[0]
     if rank is None and x.device.type == "cpu" and count <= MOST_STORED:
-        cg = _stored(plain, x, columns, mu, tol, hyperparameters)
-        if cg is not None:
-            return _answer(cg, y, tol)
-    if rank is None:
-        rank = min(count, math.ceil(2 * math.sqrt(count)))
-    rank = checked_rank(rank, count, least=0)
+        stored = _stored(plain, x, y, mu, limits[0], hyperparameters)
+        if stored is not None:
+            return stored
+    rank = checked_rank(default_rank(count) if rank is None else rank, count, least=0)
     if rank:
         preconditioner = nystrom(
             plain, x, rank, regularization=mean, generator=generator, **hyperparameters
         )
 
     def product(v: torch.Tensor) -> torch.Tensor:
-        return _shifted(kernlib.kernel_matmul(plain, x, x, v, **hyperparameters), v, mu)
+        return shifted(kernlib.kernel_matmul(plain, x, x, v, **hyperparameters), v, mu)
 
-    limits = tol, max_iter, check_every
-    cg = solve(product, columns, preconditioner, None, *limits, capture=True)
+    cg = solve(product, y, preconditioner, None, *limits, capture=True)
     if x.dtype is not torch.float64:
-        cg = cg._replace(residual=_residual(plain, x, columns, cg.x, mu, hyperparameters))
-    return _answer(cg, y, tol)
+        cg = cg._replace(residual=_residual(plain, x, y, cg.x, mu, hyperparameters))
+    return cg
 
 
 def as_numbers(hyperparameters: dict) -> dict:
@@ -151,7 +206,7 @@ def _stored(descriptor: Pairwise, x, y, mu, tol: float, values: dict) -> CGResul
     with torch.no_grad(), without_autocast(x.device):
         run_kernel(descriptor, x[:0], x[:0], **values)  # which refuses what no other call takes
         wide = x.double()
-        k = run_kernel(descriptor, wide, wide, **_widened(values))
+        k = run_kernel(descriptor, wide, wide, **widened(values))
         check_one_matrix(k)
         k.diagonal().add_(mu)
         native.load(k.device)
@@ -173,7 +228,7 @@ def _stored(descriptor: Pairwise, x, y, mu, tol: float, values: dict) -> CGResul
         return CGResult(rounded, residual, 0) if residual.isfinite().all() else None
 
 
-def _widened(values: dict) -> dict:
+def widened(values: dict) -> dict:
     """Hyperparameters for points in float64."""
     mapped = {name: values[name] for name in OF_FEATURES if values.get(name) is not None}
     return values | {name: value.double() for name, value in mapped.items()}
@@ -183,10 +238,10 @@ def _residual(descriptor: Pairwise, x, y, w, mu, values: dict) -> torch.Tensor:
     """``||y - (K + mu I) w|| / ||y||`` of each column, in float64."""
     import kernlib
 
-    values = _widened(values)
+    values = widened(values)
     with torch.no_grad():
         x, y, w = x.double(), y.double(), w.double()
-        remainder = y - _shifted(kernlib.kernel_matmul(descriptor, x, x, w, **values), w, mu)
+        remainder = y - shifted(kernlib.kernel_matmul(descriptor, x, x, w, **values), w, mu)
         norm = torch.linalg.vector_norm(y, dim=0)
         return torch.linalg.vector_norm(remainder, dim=0) / torch.where(norm > 0, norm, 1)
 
@@ -214,7 +269,7 @@ def _diagonal(regularization, x) -> torch.Tensor | None:
     return regularization.detach()
 
 
-def _shifted(product: torch.Tensor, v: torch.Tensor, mu: float | torch.Tensor) -> torch.Tensor:
+def shifted(product: torch.Tensor, v: torch.Tensor, mu: float | torch.Tensor) -> torch.Tensor:
     """A product with K, plus the regularization's part."""
     if isinstance(mu, torch.Tensor):
         return product.addcmul_(mu.to(v.dtype)[:, None], v)

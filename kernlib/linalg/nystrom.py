@@ -125,9 +125,10 @@ def nystrom(
         plain = dataclasses.replace(descriptor, symmetric=False)
         columns = run_kernel(plain, x, x[chosen], **hyperparameters)
         check_one_matrix(columns)
-        shift, root = _shifted_root(columns[chosen].double(), columns)
-        squares, turn, _ = eigh(_gram(columns, chosen, shift, root), overwrite_a=True)
-        return _preconditioner(columns, chosen, shift, root, squares, turn, mu)
+        norm = float(torch.linalg.matrix_norm(columns))
+        shift, root = shifted_root(columns[chosen].double(), columns, norm)
+        squares, turn, _ = eigh(gram(columns, chosen, shift, root), overwrite_a=True)
+        return preconditioner(columns, chosen, shift, root, squares, turn, mu)
 
 
 def check_points(descriptor, x: torch.Tensor, regularization) -> float:
@@ -206,13 +207,16 @@ def _landmarks(x: torch.Tensor, rank: int, generator: torch.Generator | None) ->
     return order[:rank].to(x.device)
 
 
-def _shifted_root(block: torch.Tensor, columns: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """A shift of the size of K's rounding errors, and the Cholesky factor of ``block`` with it."""
+def shifted_root(
+    block: torch.Tensor, columns: torch.Tensor, norm: float
+) -> tuple[float, torch.Tensor]:
+    """A shift of the size of K's rounding errors, and the Cholesky factor of ``block`` with it.
+    ``norm`` is that of all columns, of which these are some rows."""
     native.load(block.device)
     eye = torch.eye(block.shape[0], dtype=block.dtype, device=block.device)
     block = (block + block.mT) / 2
     least = max(torch.finfo(columns.dtype).eps, _LEAST_SHIFT)
-    shift = least * float(torch.linalg.matrix_norm(columns))
+    shift = least * norm
     for _ in range(_SHIFTS):
         root, info = torch.linalg.cholesky_ex(block + shift * eye)
         if not cholesky_info(info, root):
@@ -247,7 +251,7 @@ def _factor_rows(columns: torch.Tensor, chosen: torch.Tensor, shift: float, root
         yield slice(first, first + step), rows
 
 
-def _gram(columns, chosen, shift: float, root: torch.Tensor) -> torch.Tensor:
+def gram(columns, chosen, shift: float, root: torch.Tensor) -> torch.Tensor:
     """``B^T B``."""
     rank = columns.shape[1]
     gram = torch.zeros((rank, rank), dtype=torch.float64, device=columns.device)
@@ -256,7 +260,7 @@ def _gram(columns, chosen, shift: float, root: torch.Tensor) -> torch.Tensor:
     return gram
 
 
-def _preconditioner(
+def preconditioner(
     columns, chosen, shift: float, root, squares, turn, mu: float
 ) -> NystromPreconditioner:
     """Of the eigenvalues ``squares`` of ``B^T B`` and their eigenvectors ``turn``: U is

@@ -55,6 +55,7 @@ MODULES = (
     "kernlib.sparse",
     "kernlib.sparse.prune",
     "kernlib.linalg",
+    "kernlib.distributed",
     "kernlib.nn",
     "kernlib.nn.compat",
     "kernlib.descriptors",

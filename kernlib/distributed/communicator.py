@@ -1,0 +1,296 @@
+"""The processes of a job: what they agree on before a call, and how rows move between them.
+
+Data moves as bytes by the group of the user, over NCCL for CUDA tensors and gloo for those of a
+CPU. What a call is about is compared over gloo, in a group of the same processes beside it: that
+asks nothing of a GPU, and a process that is gone ends the call with an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from kernlib.descriptors.base import shown
+from kernlib.errors import DistributedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT = 60.0  # seconds
+_SIZES = 4  # numbers that processes tell each other in every call
+# torch 2.13 warns of the former name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ERRORS = TypeError, ValueError, RuntimeError, dist.DistError
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
+class Facts(NamedTuple):
+    """What a process says of a call: ``texts``, by name, that must be equal in all processes, and
+    ``sizes``, which may differ, four numbers at most."""
+
+    texts: dict[str, str]
+    sizes: tuple[int, ...]
+
+
+class Communicator:
+    """The processes of a group, each of which holds a part of the rows.
+
+    - ``group``: a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None for all processes.
+    - ``timeout``: seconds after which a process that does not take part in a call is given up.
+    - ``rank``, ``size``: the place of this process in the group, and how many there are.
+
+    All processes of the group make it, and call its methods, in the same order.
+
+    Raises TypeError for other groups, ValueError for a mesh of several dimensions, a group that
+    this process is no member of and a timeout that is not greater than 0, RuntimeError before
+    ``torch.distributed.init_process_group``.
+
+    Example:
+        >>> kl.distributed.Communicator(timeout=10.0)  # doctest: +SKIP
+        Communicator(rank=0, size=2, timeout=10.0)
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float = TIMEOUT
+    ):
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ValueError(f"timeout must be seconds, greater than 0, got {shown(timeout)}")
+        self.group = _group_of(group)
+        self.timeout = float(timeout)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size}, timeout={self.timeout})"
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group over gloo of the same processes."""
+        groups = _control_groups.setdefault(self.group, {})
+        if self.timeout not in groups:
+            groups[self.timeout] = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                timeout=timedelta(seconds=self.timeout),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return groups[self.timeout]
+
+    def check_device(self, name: str, t: torch.Tensor) -> None:
+        """Raises TypeError for a tensor on a device that the group has no backend for."""
+        backends = dict(part.split(":") for part in dist.get_backend_config(self.group).split(","))
+        if t.device.type not in backends:
+            raise TypeError(
+                f"{name} is on {t.device}, and the group has backends for {', '.join(backends)}: "
+                f'start it by init_process_group("cpu:gloo,cuda:nccl"), or move {name}'
+            )
+
+    def agree(self, task: str, facts: Callable[[], Facts]) -> list[tuple[int, ...]]:
+        """The sizes of all processes, by rank, once their facts are equal.
+
+        Raises what ``facts`` raises here; ValueError that names the rank and what differs, or what
+        another process refuses, in all processes; DistributedError for one that does not answer.
+        """
+        if self.size == 1:
+            return [facts().sizes]
+        error, texts, sizes = None, {}, ()
+        try:
+            texts, sizes = facts()
+        except _ERRORS as raised:
+            error, texts = raised, {"error": f"{type(raised).__name__}: {raised}"}
+        with _Answers(self, task):
+            every = self._tell([error is not None, *_digest(task, texts), *sizes])
+            if all(not each[0] and each[1:3] == every[0][1:3] for each in every):
+                return [tuple(each[3 : 3 + len(sizes)]) for each in every]
+            says: list = [None] * self.size
+            dist.all_gather_object(says, (task, texts), group=self.control)
+        if error is not None:
+            raise error
+        raise ValueError(_difference(task, says))
+
+    def gather(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The rows of all processes, by rank, of which each holds so many of ``sizes``."""
+        if self.size == 1:
+            return t
+        most, like = max(sizes), t.shape[1:]
+        if not most or not t.shape[1:].numel():
+            return t.new_empty((sum(sizes), *like))
+        rows = t.contiguous()
+        if t.shape[0] < most:  # what is gathered has one size
+            rows = t.new_zeros((most, *like))
+            rows[: t.shape[0]] = t
+        every = t.new_empty((self.size * most, *like))
+        _all_gather(_bytes(every), _bytes(rows), group=self.group)
+        if min(sizes) == most:
+            return every
+        parts = every.view(self.size, most, *like)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_sum(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The rows of this process of the sum of all processes' tensors, which hold the rows of
+        every one. Summands are added by rank, so that bits repeat."""
+        if self.size == 1:
+            return t
+        mine, like = sizes[self.rank], t.shape[1:]
+        width = like.numel() * t.element_size()
+        if not sum(sizes) or not width:
+            return t.new_zeros((mine, *like))
+        parts = t.new_empty((self.size * mine, *like))
+        dist.all_to_all_single(
+            _bytes(parts).view(-1),
+            _bytes(t.contiguous()).view(-1),
+            [mine * width] * self.size,
+            [size * width for size in sizes],
+            group=self.group,
+        )
+        return _added(parts.view(self.size, mine, *like))
+
+    def total(self, t: torch.Tensor) -> torch.Tensor:
+        """The sum of all processes' tensors, of one shape, added by rank."""
+        if self.size == 1:
+            return t
+        every = self.gather(t.reshape(1, -1), [1] * self.size)
+        return _added(every).view(t.shape)
+
+    def exchange(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size | tuple[int, ...]]
+    ) -> list[torch.Tensor]:
+        """What every process has for this one, of ``shapes`` by rank, where this one has ``parts``
+        for them."""
+        like = parts[self.rank]
+        if self.size == 1:
+            return [like]
+        width = like.element_size()
+        counts = [width * math.prod(shape) for shape in shapes]
+        packed = torch.cat([part.reshape(-1) for part in parts])
+        taken = like.new_empty(sum(counts) // width)
+        sends = [width * part.numel() for part in parts]
+        dist.all_to_all_single(_bytes(taken), _bytes(packed), counts, sends, group=self.group)
+        pieces = taken.split([count // width for count in counts])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def pass_on(
+        self, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Begin to send tensors to the next process of the ring, and to take those of ``shapes``
+        from the one before. The result waits for the latter."""
+        after, before = (
+            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
+        )
+        taken = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
+        sends = [
+            dist.P2POp(dist.isend, _bytes(t.contiguous()), after, self.group)
+            for t in tensors
+            if t.numel()
+        ]
+        receives = [
+            dist.P2POp(dist.irecv, _bytes(t), before, self.group) for t in taken if t.numel()
+        ]
+        works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
+
+        def wait() -> list[torch.Tensor]:
+            for work in works:
+                work.wait()
+            return taken
+
+        return wait
+
+    def _tell(self, numbers: list[int]) -> list[list[int]]:
+        """Numbers of all processes, by rank."""
+        row = torch.zeros(3 + _SIZES, dtype=torch.int64, device="cpu")
+        row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row, group=self.control)
+        return [each.tolist() for each in rows]
+
+
+class _Answers:
+    """Turns what gloo raises for a process that is gone, or late, into an error that says so."""
+
+    def __init__(self, communicator: Communicator, task: str):
+        self.communicator, self.task = communicator, task
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, RuntimeError):
+            ranks = self.communicator
+            raise DistributedError(
+                f"{self.task}: a process of the group does not take part, seen from rank "
+                f"{ranks.rank} of {ranks.size}: it has ended, waits elsewhere, or is more than "
+                f"{ranks.timeout:g} s late (timeout)"
+            ) from error
+
+
+def as_communicator(group) -> Communicator:
+    """Of what a call's ``group`` may be: a communicator, or what makes one."""
+    return group if isinstance(group, Communicator) else Communicator(group)
+
+
+def _group_of(group) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group: start the program by torchrun, and call "
+            "torch.distributed.init_process_group first"
+        )
+    if group is None:
+        return dist.group.WORLD
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a mesh of one dimension, got {group.ndim}: take one by its name, "
+                f"as mesh[{(group.mesh_dim_names or ('rows',))[0]!r}]"
+            )
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group has this process not among its members")
+        raise TypeError(
+            f"group must be a ProcessGroup, a DeviceMesh of one dimension, a Communicator or None, "
+            f"got {shown(group)}"
+        )
+    return group
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: not every backend takes every dtype."""
+    return t.view(-1).view(torch.uint8)
+
+
+def _added(parts: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, from the first summand on."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _digest(task: str, texts: dict[str, str]) -> list[int]:
+    lines = "\0".join([task, *(f"{name}={text}" for name, text in texts.items())])
+    digest = hashlib.sha256(lines.encode()).digest()
+    return [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
+
+
+def _difference(task: str, says: list[tuple[str, dict[str, str]]]) -> str:
+    """A sentence of the first difference between processes, which is the same in all of them."""
+    for rank, (_, texts) in enumerate(says):
+        if "error" in texts:
+            return f"{task}: rank {rank} cannot take part: {texts['error']}"
+    first_task, first = says[0]
+    for rank, (other, texts) in enumerate(says[1:], 1):
+        if other != first_task:
+            return f"rank {rank} calls {other} while rank 0 calls {first_task}"
+        for name in {**first, **texts}:
+            mine, others = (each.get(name, "missing") for each in (first, texts))
+            if mine != others:
+                return f"{task}: {name} differs: {mine} on rank 0, {others} on rank {rank}"
+    return f"{task}: processes differ"  # a collision of digests alone

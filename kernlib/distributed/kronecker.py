@@ -1,0 +1,161 @@
+"""Kronecker products of a matrix whose columns, or rows, are spread over processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+import kernlib
+from kernlib.descriptors.base import shown
+from kernlib.distributed.communicator import Communicator, Facts, as_communicator
+from kernlib.distributed.rows import replicated, rows_facts, said
+from kernlib.families.kronecker_product.matmul import as_factors
+from kernlib.runtime.tensors import check_dense
+
+
+def kron_matmul(
+    x: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    *,
+    sharded: str = "columns",
+    group=None,
+    precision: str | None = None,
+) -> torch.Tensor:
+    """This process's part of ``x (F1 ⊗ ... ⊗ FN)``.
+
+    - ``x`` (M, in_r): this process's columns of all rows, or, with ``sharded="rows"``, some rows of
+      all columns, (M_r, in). Columns follow each other by rank. Their numbers are those of
+      :func:`kron_columns`: the rows of F1, or of as many leading factors as have a row for each
+      process, are dealt out as ``torch.chunk`` deals them, with all columns of each.
+    - ``factors``: matrices, two-dimensional, the same in all processes.
+    - ``group``: as that of :func:`kernlib.distributed.kernel_matmul`; ``precision`` as that of
+      :func:`kernlib.kron_matmul`.
+
+    The result's columns are dealt out alike, by the columns of the factors. With columns, all
+    factors but the leading ones are applied to what a process has. Then rows take the place of
+    columns by one exchange, the leading factors follow, and another exchange gives each process its
+    columns: each process sends ``(size - 1) / size`` of what it has, twice. With rows nothing is
+    exchanged but gradients of factors. float32, float16, bfloat16 and float64; differentiable by x
+    and the factors, whose gradients are the sums of all processes'.
+
+    Raises ValueError and TypeError, in all processes, that name the rank and what differs, and what
+    :func:`kernlib.kron_matmul` raises. The distributed product of the FastKron project is its
+    model, which exchanges once for each group of factors, too.
+
+    Example:
+        >>> y = kl.distributed.kron_matmul(x, [f1, f2, f3])  # doctest: +SKIP
+    """
+    communicator = as_communicator(group)
+    factors = as_factors(factors)
+
+    def facts() -> Facts:
+        return _facts(communicator, x, factors, sharded, precision)
+
+    every = communicator.agree("kron_matmul", facts)
+    if communicator.size == 1:
+        return kernlib.kron_matmul(x, factors, precision=precision)
+    factors = [replicated(factor, communicator) for factor in factors]
+    if sharded == "rows":
+        return kernlib.kron_matmul(x, factors, precision=precision)
+    rows = [rows for rows, _ in every]
+    if len(set(rows)) > 1:
+        raise ValueError(f"x must have the same rows in all processes, got {rows} by rank")
+    count = leading(factors, communicator.size)
+    outer, inner = factors[:count], factors[count:]
+    here, size = communicator.rank, communicator.size
+    steps = shares(math.prod(f.shape[0] for f in outer), size)
+    if inner:
+        within = math.prod(f.shape[0] for f in inner)
+        x = kernlib.kron_matmul(x.reshape(-1, within), inner, precision=precision)
+    width = math.prod(f.shape[1] for f in inner)
+    x = x.reshape(rows[0], steps[here], width)
+    lines = shares(rows[0], size)
+    x = torch.cat(
+        _exchanged(communicator, x.split(lines), [(lines[here], n, width) for n in steps]), 1
+    )
+    turned = [factor.mT for factor in outer]
+    x = kernlib.kron_matmul(x, turned, side="left", precision=precision)
+    columns = shares(math.prod(f.shape[1] for f in outer), size)
+    shapes = [(n, columns[here], width) for n in lines]
+    return torch.cat(_exchanged(communicator, x.split(columns, 1), shapes)).flatten(1)
+
+
+def kron_columns(factors: Sequence[torch.Tensor], size: int) -> tuple[list[int], list[int]]:
+    """How many columns of x, and of the result, each of so many processes has for
+    :func:`kron_matmul`, by rank."""
+    count = leading(factors, size)
+    columns = []
+    for side in (0, 1):
+        outer, inner = (
+            math.prod(factor.shape[side] for factor in part)
+            for part in (factors[:count], factors[count:])
+        )
+        columns.append([step * inner for step in shares(outer, size)])
+    return columns[0], columns[1]
+
+
+def leading(factors: Sequence[torch.Tensor], size: int) -> int:
+    """How many factors have a row for each of so many processes together, at least one."""
+    count = 1
+    while count < len(factors) and math.prod(f.shape[0] for f in factors[:count]) < size:
+        count += 1
+    return count
+
+
+def shares(count: int, size: int) -> list[int]:
+    """How many of ``count`` each of ``size`` processes has, as of ``torch.chunk``."""
+    step = -(-count // size)
+    return [max(0, min(step, count - step * rank)) for rank in range(size)]
+
+
+def _exchanged(communicator: Communicator, parts, shapes) -> tuple[torch.Tensor, ...]:
+    return _Exchange.apply(communicator, shapes, *parts)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, communicator, shapes, *parts):
+        ctx.communicator, ctx.shapes = communicator, [part.shape for part in parts]
+        return tuple(communicator.exchange(parts, shapes))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, *_exchanged(ctx.communicator, grads, ctx.shapes)
+
+
+def _facts(communicator: Communicator, x, factors, sharded: str, precision) -> Facts:
+    """Raises what :func:`kernlib.kron_matmul` of no rows raises, and for other columns than this
+    process has."""
+    if sharded not in ("columns", "rows"):
+        raise ValueError(f'sharded must be "columns" or "rows", got {shown(sharded)}')
+    named = {f"factors[{place}]": factor for place, factor in enumerate(factors)}
+    check_dense(("x", *named), x=x, **named)
+    communicator.check_device("x", x)
+    if not factors:
+        raise ValueError("factors has none")
+    for name, factor in named.items():
+        if factor.dim() != 2:
+            raise ValueError(f"{name} must be a matrix here, got shape {tuple(factor.shape)}")
+    if x.dim() != 2:
+        raise ValueError(f"x must be (rows, columns) here, got shape {tuple(x.shape)}")
+    each = [math.prod(factor.shape[0] for factor in factors)] * communicator.size
+    if sharded == "columns":
+        each, _ = kron_columns(factors, communicator.size)
+    if x.shape[1] != each[communicator.rank]:
+        raise ValueError(
+            f"x must have {each[communicator.rank]} columns in this process, of {each} by rank, "
+            f"got {x.shape[1]}"
+        )
+    with torch.no_grad():
+        kernlib.kron_matmul(
+            x.new_empty((0, sum(each) if sharded == "columns" else each[0])),
+            factors,
+            precision=precision,
+        )
+    texts = {"sharded": sharded, "precision": str(precision), "factors": str(len(factors))}
+    for name, factor in named.items():
+        texts[name] = f"{tuple(factor.shape)} {said(factor)}"
+    texts |= {name: text for name, text in rows_facts("x", x).items() if "dimensions" not in name}
+    return Facts(texts, (x.shape[0], x.shape[1]))

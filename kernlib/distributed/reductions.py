@@ -1,0 +1,261 @@
+"""Reductions of a kernel matrix whose rows, points and summands are spread over processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import kernlib
+from kernlib.descriptors.base import render, shown
+from kernlib.distributed import ring as ring_of
+from kernlib.distributed import sharded
+from kernlib.distributed.communicator import Communicator, Facts, as_communicator
+from kernlib.distributed.rows import Replica, gathered, replicated, rows_facts, said
+from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.runtime.tensors import check_dense
+
+OF_FEATURES = ("feature_map", "lengthscale")  # hyperparameters that hold a value for each
+_OF_DEVICE = 0.25  # of a device's memory: more points and summands go round in a ring
+
+
+def kernel_matmul(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | Replica | None,
+    v: torch.Tensor | Replica,
+    *,
+    group=None,
+    ring: bool | None = None,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """This process's rows of ``K(a, b) v``: ``out[m,c] = sum_n K[m,n] v[n,c]`` of its own rows m
+    of ``a`` and of the rows n of ``b`` and ``v`` in all processes.
+
+    - ``a`` (M_r, K), ``b`` (N_r, K), ``v`` (N_r,) or (N_r, C): the rows of this process, of any
+      number, also none. ``b`` and ``v`` may be what :func:`replicate` returned, which saves to
+      gather them, and ``b`` None with a ``symmetric`` descriptor, which stands for ``a``. DTensors
+      that are sharded along rows, or replicated, are taken as well; then the result is one.
+    - ``group``: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, a :class:`Communicator`, or
+      None for all processes, or for the mesh of DTensors.
+    - ``ring``: True passes blocks of b and v from process to process in place of gathering them:
+      memory is then that of two blocks. None does so where all rows would take more than a quarter
+      of a GPU's memory.
+    - ``row_offset``, ``col_offset``, ``hyperparameters``, ``feature_map`` among these: as those of
+      :func:`kernlib.kernel_matmul`; offsets are those of the first row of the first process.
+      Tensors of hyperparameters hold one number, or those of features, equal in all processes.
+
+    Differentiable as :func:`kernlib.kernel_matmul` is; gradients by b and v are summed up over
+    processes, by rank, so that bits repeat, and each process has those of its own rows. Gradients
+    by hyperparameters are the sums of all processes', the same in each; a ring has no gradients of
+    gradients. A group of one process computes the very bits of :func:`kernlib.kernel_matmul`.
+
+    Raises what that raises; ValueError, in all processes and before a kernel runs, that names the
+    rank and what differs; DistributedError where a process does not take part within the timeout.
+
+    Example:
+        >>> out = kl.distributed.kernel_matmul(  # doctest: +SKIP
+        ...     kl.gaussian(), x, x, y, bandwidth=0.5)
+    """
+    names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
+    return _reduce("kernel_matmul", descriptor, a, b, v, group, ring, names)
+
+
+def kernel_sum(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | Replica | None = None,
+    *,
+    group=None,
+    ring: bool | None = None,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """This process's rows of ``out[m] = sum_n K[m,n]``, (M_r,). Arguments, gradients and errors are
+    those of :func:`kernel_matmul`."""
+    names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
+    return _reduce("kernel_sum", descriptor, a, b, None, group, ring, names)
+
+
+def kernel_logsumexp(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | Replica | None = None,
+    *,
+    group=None,
+    ring: bool | None = None,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """This process's rows of ``out[m] = log sum_n exp(K[m,n])``, (M_r,). Arguments, gradients and
+    errors are those of :func:`kernel_matmul`."""
+    names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
+    return _reduce("kernel_logsumexp", descriptor, a, b, None, group, ring, names)
+
+
+def kernel_min(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | Replica | None = None,
+    *,
+    group=None,
+    ring: bool | None = None,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    **hyperparameters: float | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest entry of each row of K of this process, and its column, counted from the first
+    row of b of the first process: both (M_r,). Arguments, gradients and errors are those of
+    :func:`kernel_matmul`; a ring gives no gradients here."""
+    names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
+    return _reduce("kernel_min", descriptor, a, b, None, group, ring, names)
+
+
+def kernel_topk(
+    descriptor: Pairwise,
+    a: torch.Tensor,
+    b: torch.Tensor | Replica | None = None,
+    k: int = 1,
+    largest: bool = False,
+    *,
+    group=None,
+    ring: bool | None = None,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    **hyperparameters: float | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k`` smallest, or ``largest``, entries of each row of K of this process in order, and
+    their columns, counted from the first row of b of the first process: both (M_r, k). Arguments,
+    gradients and errors are those of :func:`kernel_matmul`; a ring gives no gradients here."""
+    names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
+    return _reduce("kernel_topk", descriptor, a, b, None, group, ring, names, (k, largest))
+
+
+class Call(NamedTuple):
+    """A call of this process: its rows, and who has others."""
+
+    task: str
+    descriptor: Pairwise
+    a: torch.Tensor
+    b: torch.Tensor | Replica | None
+    v: torch.Tensor | Replica | None
+    names: dict[str, Any]  # offsets and hyperparameters
+    more: tuple  # k and largest
+
+    @property
+    def function(self) -> Callable:
+        return getattr(kernlib, self.task)
+
+    def local(self, descriptor, a, b, v, names: dict):
+        """The call of kernlib of these tensors, in this process."""
+        tensors = (a, b) if v is None else (a, b, v)
+        return self.function(descriptor, *tensors, *self.more, **names)
+
+
+def _reduce(
+    task: str, descriptor, a, b, v, group, ring, names: dict, more: tuple = ()
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    if sharded.is_distributed(a):
+        rows, mesh = a.shape[0], a.device_mesh
+        tensors = sharded.locals_of(a, b, v)
+        result = _reduce(task, descriptor, *tensors, group or mesh, ring, names, more)
+        return sharded.distributed(result, mesh, rows)
+    communicator = as_communicator(group)
+    call = Call(task, descriptor, a, b, v, names, more)
+    sizes = communicator.agree(task, lambda: _facts(call, communicator, ring))
+    if communicator.size == 1:
+        b, v = (t.tensor if isinstance(t, Replica) else t for t in (b, v))
+        return call.local(descriptor, a, b, v, names)
+    first = sum(rows for rows, _, _ in sizes[: communicator.rank])
+    names = {
+        name: replicated(value, communicator) if isinstance(value, torch.Tensor) else value
+        for name, value in names.items()
+    } | {"row_offset": names["row_offset"] + first}
+    if b is None:
+        b, descriptor = a, dataclasses.replace(descriptor, symmetric=False)
+    rows = tuple(n for _, n, _ in sizes)
+    if any(in_ring for _, _, in_ring in sizes):
+        return ring_of.reduce(call._replace(descriptor=descriptor, b=b), communicator, rows, names)
+    b, v = (_all_rows(t, communicator, rows) for t in (b, v))
+    return call.local(descriptor, a, b, v, names)
+
+
+def _all_rows(t, communicator: Communicator, rows: tuple[int, ...]) -> torch.Tensor | None:
+    if isinstance(t, Replica):
+        return t.tensor
+    return None if t is None else gathered(t, communicator, rows)
+
+
+def _facts(call: Call, communicator: Communicator, ring: bool | None) -> Facts:
+    """What all processes must agree on, and the rows of this one: of a, of b, and whether it asks
+    for a ring. Raises what a call of no rows raises."""
+    task, descriptor, a, b, v, names, more = call
+    if ring not in (None, True, False):
+        raise TypeError(f"ring must be True, False or None, got {shown(ring)}")
+    of_b, of_v = (t.tensor if isinstance(t, Replica) else t for t in (b, v))
+    check_dense(("a",), a=a, b=of_b, v=of_v)
+    for name, t in (("a", a), ("b", of_b), ("v", of_v)):
+        if t is not None:
+            communicator.check_device(name, t)
+    if a.dim() != 2 or (of_b is not None and of_b.dim() != 2):
+        shapes = [tuple(t.shape) for t in (a, of_b) if t is not None]
+        raise ValueError(f"a and b must be (rows, features), got shapes {shapes}")
+    for name, value in names.items():
+        if isinstance(value, torch.Tensor) and value.numel() != 1 and name not in OF_FEATURES:
+            raise ValueError(
+                f"{name} must be one number for all rows here, got shape {tuple(value.shape)}"
+            )
+    # Of no rows: it raises for all else that no process could compute. A process may have fewer
+    # points than k.
+    checked = call._replace(task="kernel_sum", more=()) if more or task == "kernel_min" else call
+    with torch.no_grad():
+        none = (None if t is None else t[:0] for t in (of_b, of_v))
+        checked.local(descriptor, a[:0], *none, names)
+    _check_rows(communicator, a, b, v)
+    texts = {"descriptor": render(descriptor), "k, largest": str(more)}
+    texts |= {"features": str(a.shape[1]), "dtype": str(a.dtype), "device type": a.device.type}
+    for name, t in (("b", b), ("v", v)):
+        texts[name] = type(t).__name__ if not isinstance(t, torch.Tensor) else "rows"
+        if t is not None:
+            of_t = t.tensor if isinstance(t, Replica) else t
+            texts |= rows_facts(name, of_t)
+            if isinstance(t, Replica):
+                texts[f"rows of {name}"] = str(t.sizes)
+    if b is None:
+        texts |= rows_facts("a", a)
+    for name, value in sorted(names.items()):
+        texts[name] = said(value)
+    texts["ring"] = str(ring)
+    rows = (a if of_b is None else of_b).shape[0]
+    count = b.sizes[communicator.rank] if isinstance(b, Replica) else rows
+    return Facts(texts, (a.shape[0], count, _wants_ring(ring, communicator, a, b, v)))
+
+
+def _check_rows(communicator: Communicator, a, b, v) -> None:
+    """Raises ValueError for a b and a v of different rows in this process."""
+    if v is None:
+        return
+    rows = [
+        t.sizes if isinstance(t, Replica) else t.shape[0] if t.dim() else None
+        for t in (a if b is None else b, v)
+    ]
+    of_one = [each[communicator.rank] if isinstance(each, tuple) else each for each in rows]
+    if of_one[0] != of_one[1]:
+        raise ValueError(f"v must have the rows of b, {of_one[0]}, got {of_one[1]}")
+
+
+def _wants_ring(ring: bool | None, communicator: Communicator, a, b, v) -> int:
+    if ring is not None or communicator.size == 1 or isinstance(b, Replica):
+        return int(bool(ring) and communicator.size > 1)
+    if not a.is_cuda:
+        return 0
+    tensors = [t for t in (a if b is None else b, v) if isinstance(t, torch.Tensor)]
+    bytes_here = sum(t.numel() * t.element_size() for t in tensors)
+    _, memory = torch.cuda.mem_get_info(a.device)
+    return int(bytes_here * communicator.size > _OF_DEVICE * memory)

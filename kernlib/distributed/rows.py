@@ -1,0 +1,130 @@
+"""Rows that are spread over processes, with gradients: gathered, and summed back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernlib.distributed.communicator import Communicator, Facts, as_communicator
+from kernlib.runtime.tensors import check_dense
+
+
+class Replica(NamedTuple):
+    """Rows of all processes, by rank, in every process: what :func:`replicate` returns, and calls
+    take in place of the rows of each, which they then need not gather.
+
+    - ``tensor``: all rows; ``sizes``: how many each process had.
+    """
+
+    tensor: torch.Tensor
+    sizes: tuple[int, ...]
+
+
+def replicate(t: torch.Tensor, *, group=None) -> Replica:
+    """Gather the rows of all processes once, for several calls.
+
+    - ``t`` (N_r, ...): the rows of this process, any number of them, of one dtype and of equal
+      further dimensions in all processes.
+    - ``group``: as that of :func:`kernlib.distributed.kernel_matmul`.
+
+    Differentiable, if t requires a gradient in all processes: each gets the sum over processes of
+    its own rows' gradients.
+
+    Raises TypeError and ValueError, in all processes, for tensors that do not fit.
+    """
+    communicator = as_communicator(group)
+
+    def facts() -> Facts:
+        check_dense(("t",), t=t)
+        communicator.check_device("t", t)
+        if not t.dim():
+            raise ValueError("t must have rows, got a tensor without dimensions")
+        return Facts(rows_facts("t", t), (t.shape[0],))
+
+    sizes = tuple(rows for (rows,) in communicator.agree("replicate", facts))
+    return Replica(gathered(t, communicator, sizes), sizes)
+
+
+def rows_facts(name: str, t: torch.Tensor) -> dict[str, str]:
+    """What must be equal in all processes of tensors of rows."""
+    return {
+        f"dtype of {name}": str(t.dtype),
+        f"dimensions of {name} but the rows'": str(tuple(t.shape[1:])),
+        f"device type of {name}": t.device.type,
+        f"requires_grad of {name}": str(t.requires_grad and torch.is_grad_enabled()),
+    }
+
+
+def said(value: object) -> str:
+    """A hyperparameter as all processes must have it. Values on a GPU are not looked at, for which
+    the host would wait."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    wants = value.requires_grad and torch.is_grad_enabled()
+    text = f"{value.dtype} {tuple(value.shape)} requires_grad={wants}"
+    if value.device.type != "cpu":
+        return text
+    numbers = value.detach().flatten().tolist()
+    return f"{text} {numbers}" if len(numbers) < 9 else f"{text} {hash(tuple(numbers))}"
+
+
+def gathered(t: torch.Tensor, communicator: Communicator, sizes: Sequence[int]) -> torch.Tensor:
+    """The rows of all processes. The gradient sums up those that all of them have by this
+    process's rows."""
+    if communicator.size == 1:
+        return t
+    return _Gathered.apply(t, communicator, tuple(sizes))
+
+
+def replicated(t: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+    """A tensor that is the same in all processes, whose gradient is the sum of all of theirs."""
+    if communicator.size == 1 or not t.requires_grad:
+        return t
+    return _Replicated.apply(t, communicator)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, communicator, sizes):
+        ctx.request = communicator, sizes
+        return communicator.gather(t, sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ScatterSum.apply(grad, *ctx.request), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, communicator, sizes):
+        ctx.request = communicator, sizes
+        communicator.agree("gradients", lambda: Facts(rows_facts("a gradient", t), ()))
+        return communicator.scatter_sum(t, sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gathered.apply(grad, *ctx.request), None, None
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, communicator):
+        ctx.communicator = communicator
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Total.apply(grad, ctx.communicator), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t, communicator):
+        ctx.communicator = communicator
+        return communicator.total(t)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Total.apply(grad, ctx.communicator), None

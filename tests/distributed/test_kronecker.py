@@ -1,0 +1,53 @@
+"""Kronecker products whose columns, or rows, are spread over processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import kernlib as kl
+
+FACTORS = {
+    "three": ((4, 3), (2, 5), (3, 2)),
+    "small first": ((2, 3), (2, 2), (5, 4)),
+    "one": ((7, 4),),
+    "fewer than processes": ((2, 2),),
+}
+
+
+def product(name: str, sharded: str, rows: int, gradient: bool = True):
+    """Result and gradients, by all processes and by this one alone."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = FACTORS[name]
+    factors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes]
+    count = torch.Size([f.shape[0] for f in factors]).numel()
+    x = torch.randn((rows, count), generator=generator, dtype=torch.float64)
+    at, size = dist.get_rank(), dist.get_world_size()
+    along = sharded == "columns"
+    uneven = [rows - 2, 2, 0]
+    parts, ends = kl.distributed.kron_columns(factors, size) if along else (uneven, uneven)
+    part = x.split(parts, int(along))[at].clone()
+    others = [f.clone() for f in factors]
+    for t in (x, part, *factors, *others):
+        t.requires_grad_()
+    out = kl.distributed.kron_matmul(part, factors, sharded=sharded)
+    wanted = kl.kron_matmul(x, others)
+    weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view(wanted.shape)
+    (out * weights.split(ends, int(along))[at]).sum().backward()
+    (wanted * weights).sum().backward()
+    pairs = [
+        (out, wanted.split(ends, int(along))[at]),
+        (part.grad, x.grad.split(parts, int(along))[at]),
+    ]
+    pairs += [(f.grad, g.grad) for f, g in zip(factors, others, strict=True)]
+    return max(float((p - q).abs().max()) if p.numel() else 0.0 for p, q in pairs)
+
+
+@pytest.mark.parametrize("sharded", ["columns", "rows"])
+@pytest.mark.parametrize("name", FACTORS)
+def test_parts_are_those_of_one_process(pool, name, sharded):
+    for answer in pool.run(product, name, sharded, 5):
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer < 1e-10
