@@ -89,6 +89,7 @@ _NAMES = {
         "CaptureError",
         "CompileError",
         "ConvergenceWarning",
+        "DistributedError",
         "KernlibError",
         "KernlibWarning",
         "NotCachedError",

@@ -34,6 +34,7 @@ from kernlib.descriptors.gates import Gate as Gate
 from kernlib.errors import CaptureError as CaptureError
 from kernlib.errors import CompileError as CompileError
 from kernlib.errors import ConvergenceWarning as ConvergenceWarning
+from kernlib.errors import DistributedError as DistributedError
 from kernlib.errors import KernlibError as KernlibError
 from kernlib.errors import KernlibWarning as KernlibWarning
 from kernlib.errors import NotCachedError as NotCachedError
@@ -100,17 +101,17 @@ __version__: str
 # What a star import brings: all but compile, whose name is a builtin's.
 __all__ = [
     "Abs", "Add", "Bias", "BlockSparseAttention", "BlockSparseMatmul", "BlockSparseScaledMatmul",
-    "BlockSparseSoftmax", "CaptureError", "Cauchy", "CompileError",
-    "ConvergenceWarning", "Custom", "ExpPower", "Gate", "Gaussian", "Gelu",
-    "Identity", "KernlibError", "KernlibWarning", "KroneckerProduct", "KroneckerSparse",
-    "KroneckerSparseChain", "Laplace", "LeakyRelu", "Matern", "NotCachedError", "Pairwise",
-    "Polynomial", "Power", "PowerExponential", "PowerLog", "RationalQuadratic", "Relu", "Root",
-    "Scale", "Sigmoid", "Silu", "SparseMatmul", "Sqrt", "Square", "Tanh", "UnsupportedError",
-    "__version__", "agop", "blocksparse", "cauchy", "cdist", "cdist_expadd", "cdist_grad",
-    "cdist_grad_expadd", "checkpoints", "compat", "descriptors", "dot_product", "events",
-    "exp_power_sum", "gaussian", "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min",
-    "kernel_sum", "kernel_topk", "kron_matmul", "l1_distance", "l2_distance", "laplace_l1",
-    "laplace_l2", "laplace_pq", "linalg", "matern32", "matern52", "nn", "p_distance",
-    "polynomial", "power_sum", "prepare", "rational_quadratic", "recording", "register_operators",
-    "run_kernel", "settings", "sparse", "squared_distance", "tune",
+    "BlockSparseSoftmax", "CaptureError", "Cauchy", "CompileError", "ConvergenceWarning", "Custom",
+    "DistributedError", "ExpPower", "Gate", "Gaussian", "Gelu", "Identity", "KernlibError",
+    "KernlibWarning", "KroneckerProduct", "KroneckerSparse", "KroneckerSparseChain", "Laplace",
+    "LeakyRelu", "Matern", "NotCachedError", "Pairwise", "Polynomial", "Power", "PowerExponential",
+    "PowerLog", "RationalQuadratic", "Relu", "Root", "Scale", "Sigmoid", "Silu", "SparseMatmul",
+    "Sqrt", "Square", "Tanh", "UnsupportedError", "__version__", "agop", "blocksparse", "cauchy",
+    "cdist", "cdist_expadd", "cdist_grad", "cdist_grad_expadd", "checkpoints", "compat",
+    "descriptors", "distributed", "dot_product", "events", "exp_power_sum", "gaussian",
+    "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min", "kernel_sum", "kernel_topk",
+    "kron_matmul", "l1_distance", "l2_distance", "laplace_l1", "laplace_l2", "laplace_pq", "linalg",
+    "matern32", "matern52", "nn", "p_distance", "polynomial", "power_sum", "prepare",
+    "rational_quadratic", "recording", "register_operators", "run_kernel", "settings", "sparse",
+    "squared_distance", "tune",
 ]  # fmt: skip

@@ -21,8 +21,8 @@ FOLDERS = {
         "architecture",
     )),
     "Guides": ("guides", (
-        "install", "command_line", "coming_from", "checkpoints", "kernel_matmul", "linalg", "distributed",
-        "kernel_machines",
+        "install", "command_line", "coming_from", "checkpoints", "kernel_matmul", "linalg",
+        "distributed", "kernel_machines",
     )),
     "Gallery": ("gallery", ("index",)),
     "Results": ("results", (

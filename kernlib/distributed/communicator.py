@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,8 @@ from kernlib.errors import DistributedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | Communicator | None"
 
 TIMEOUT = 60.0  # seconds
 _SIZES = 4  # numbers that processes tell each other in every call
@@ -231,7 +233,7 @@ class _Answers:
             ) from error
 
 
-def as_communicator(group) -> Communicator:
+def as_communicator(group: Group) -> Communicator:
     """Of what a call's ``group`` may be: a communicator, or what makes one."""
     return group if isinstance(group, Communicator) else Communicator(group)
 

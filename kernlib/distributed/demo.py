@@ -24,18 +24,20 @@ def main() -> None:
     device = _device()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     communicator = kl.distributed.Communicator()
-    rank, size = communicator.rank, communicator.size
-    generator = torch.Generator().manual_seed(0)
+    rank, ranks = communicator.rank, communicator.size
+    generator = torch.Generator("cpu").manual_seed(0)
     count = POINTS[device.type]
-    x = torch.randn((count, FEATURES), generator=generator).to(device)
-    v = torch.randn((count, 1), generator=generator).to(device)
-    mine = slice(rank * count // size, (rank + 1) * count // size)
+    size = count, FEATURES + 1
+    drawn = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(device)
+    x, v = drawn[:, :FEATURES].contiguous(), drawn[:, FEATURES:].contiguous()
+    mine = slice(rank * count // ranks, (rank + 1) * count // ranks)
     names = {"bandwidth": BANDWIDTH}
 
     def spread(ring: bool) -> torch.Tensor:
         parts = x[mine], x[mine], v[mine]
-        options = {"group": communicator, "ring": ring, **names}
-        return kl.distributed.kernel_matmul(kl.gaussian(), *parts, **options)
+        return kl.distributed.kernel_matmul(
+            kl.gaussian(), *parts, group=communicator, ring=ring, **names
+        )
 
     ways = {
         "one process": lambda: kl.kernel_matmul(kl.gaussian(), x, x, v, **names),
@@ -45,7 +47,7 @@ def main() -> None:
     wanted = ways["one process"]()[mine].double()
     worst = 0.0
     if rank == 0:
-        print(f"kernel_matmul of {count} x {count} points, {size} processes on {device.type}")
+        print(f"kernel_matmul of {count} x {count} points, {ranks} processes on {device.type}")
     for name, way in ways.items():
         out = way()
         milliseconds = _milliseconds(way, device)
@@ -80,7 +82,7 @@ def _milliseconds(way, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, 1e3 * (time.perf_counter() - begin))
-    slowest = torch.tensor(best, device=device)
+    slowest = torch.tensor(best, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 

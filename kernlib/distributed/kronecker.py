@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,13 +15,16 @@ from kernlib.distributed.rows import replicated, rows_facts, said
 from kernlib.families.kronecker_product.matmul import as_factors
 from kernlib.runtime.tensors import check_dense
 
+if TYPE_CHECKING:
+    from kernlib.distributed.communicator import Group
+
 
 def kron_matmul(
     x: torch.Tensor,
     factors: Sequence[torch.Tensor],
     *,
     sharded: str = "columns",
-    group=None,
+    group: Group = None,
     precision: str | None = None,
 ) -> torch.Tensor:
     """This process's part of ``x (F1 ⊗ ... ⊗ FN)``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ from kernlib.distributed.rows import Replica, gathered, replicated, rows_facts, 
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.tensors import check_dense
 
+if TYPE_CHECKING:
+    from kernlib.distributed.communicator import Group
+
 OF_FEATURES = ("feature_map", "lengthscale")  # hyperparameters that hold a value for each
 _OF_DEVICE = 0.25  # of a device's memory: more points and summands go round in a ring
 
@@ -27,7 +30,7 @@ def kernel_matmul(
     b: torch.Tensor | Replica | None,
     v: torch.Tensor | Replica,
     *,
-    group=None,
+    group: Group = None,
     ring: bool | None = None,
     row_offset: int = 0,
     col_offset: int = 0,
@@ -70,7 +73,7 @@ def kernel_sum(
     a: torch.Tensor,
     b: torch.Tensor | Replica | None = None,
     *,
-    group=None,
+    group: Group = None,
     ring: bool | None = None,
     row_offset: int = 0,
     col_offset: int = 0,
@@ -87,7 +90,7 @@ def kernel_logsumexp(
     a: torch.Tensor,
     b: torch.Tensor | Replica | None = None,
     *,
-    group=None,
+    group: Group = None,
     ring: bool | None = None,
     row_offset: int = 0,
     col_offset: int = 0,
@@ -104,7 +107,7 @@ def kernel_min(
     a: torch.Tensor,
     b: torch.Tensor | Replica | None = None,
     *,
-    group=None,
+    group: Group = None,
     ring: bool | None = None,
     row_offset: int = 0,
     col_offset: int = 0,
@@ -124,7 +127,7 @@ def kernel_topk(
     k: int = 1,
     largest: bool = False,
     *,
-    group=None,
+    group: Group = None,
     ring: bool | None = None,
     row_offset: int = 0,
     col_offset: int = 0,

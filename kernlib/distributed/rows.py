@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kernlib.distributed.communicator import Communicator, Facts, as_communicator
 from kernlib.runtime.tensors import check_dense
+
+if TYPE_CHECKING:
+    from kernlib.distributed.communicator import Group
 
 
 class Replica(NamedTuple):
@@ -22,7 +25,7 @@ class Replica(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def replicate(t: torch.Tensor, *, group=None) -> Replica:
+def replicate(t: torch.Tensor, *, group: Group = None) -> Replica:
     """Gather the rows of all processes once, for several calls.
 
     - ``t`` (N_r, ...): the rows of this process, any number of them, of one dtype and of equal

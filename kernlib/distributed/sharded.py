@@ -49,6 +49,6 @@ def distributed(result, mesh, rows: int):
     if isinstance(result, tuple):
         return tuple(distributed(t, mesh, rows) for t in result)
     shape = (rows, *result.shape[1:])
-    like = torch.empty(shape, device="meta")
+    like = torch.empty(shape, dtype=result.dtype, device="meta")
     options = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(result.contiguous(), mesh, [Shard(0)], **options)

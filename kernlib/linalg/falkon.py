@@ -25,6 +25,8 @@ from kernlib.runtime.precision import without_autocast
 if TYPE_CHECKING:
     import numpy
 
+    from kernlib.distributed.communicator import Group
+
 # Added to K(c, c)'s diagonal, relative to it; ten times that, and so on, where it has no factor. By
 # less, products in float32 would be of coefficients that cancel each other.
 _JITTER = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -54,7 +56,7 @@ def falkon(
     regularization: float,
     tol: float = 1e-6,
     max_iter: int = 20,
-    group=None,
+    group: Group = None,
     checkpoint: str | None = None,
     progress: bool | None = False,
     debug: bool = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +23,14 @@ from kernlib.linalg.nystrom import (
     checked_rest,
     nystrom,
 )
+from kernlib.linalg.systems import Request, default_rank, shifted, widened
 from kernlib.run import run_kernel
 from kernlib.runtime.numbers import check_kind
 from kernlib.runtime.precision import without_autocast
 from kernlib.runtime.tensors import check_dense, is_wrapped
+
+if TYPE_CHECKING:
+    from kernlib.distributed.communicator import Group
 
 # Up to so many points a CPU stores the matrix and its factor: 200 MB each in float64.
 MOST_STORED = 5000
@@ -35,21 +39,6 @@ MOST_STORED = 5000
 _CORRECTIONS = 3
 # Arguments besides a kernel's.
 _OWN = "y", "rank", "tol", "max_iter", "check_every", "generator", "group", "checkpoint"
-
-
-class Request(NamedTuple):
-    """A system in checked arguments: targets are (N, C), and ``mu`` is the regularization, a number
-    or one for each point, whose mean is ``mean``."""
-
-    descriptor: Pairwise
-    x: torch.Tensor
-    y: torch.Tensor
-    mu: float | torch.Tensor
-    mean: float
-    rank: int | None
-    limits: tuple[float, int, int]
-    generator: torch.Generator | None
-    hyperparameters: dict
 
 
 @eager_only
@@ -64,7 +53,7 @@ def solve_kernel(
     max_iter: int = 1000,
     check_every: int = 10,
     generator: torch.Generator | None = None,
-    group=None,
+    group: Group = None,
     checkpoint: str | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
@@ -120,9 +109,9 @@ def solve_kernel(
         request = checked()
         result = _alone(request)
     else:
-        from kernlib.distributed import systems  # which loads torch.distributed
+        from kernlib.linalg import spread  # which loads torch.distributed
 
-        request, result = systems.solve(group, checked, checkpoint)
+        request, result = spread.solve(group, checked, checkpoint)
     return _answer(result, y, request.limits[0])
 
 
@@ -146,11 +135,6 @@ def _checked(
     plain = dataclasses.replace(descriptor, symmetric=False)
     columns = y[:, None] if y.dim() == 1 else y
     return Request(plain, x, columns, mu, mean, rank, limits, generator, hyperparameters)
-
-
-def default_rank(count: int) -> int:
-    """Of the preconditioner of so many points."""
-    return min(count, math.ceil(2 * math.sqrt(count)))
 
 
 def _alone(request: Request) -> CGResult:
@@ -228,12 +212,6 @@ def _stored(descriptor: Pairwise, x, y, mu, tol: float, values: dict) -> CGResul
         return CGResult(rounded, residual, 0) if residual.isfinite().all() else None
 
 
-def widened(values: dict) -> dict:
-    """Hyperparameters for points in float64."""
-    mapped = {name: values[name] for name in OF_FEATURES if values.get(name) is not None}
-    return values | {name: value.double() for name, value in mapped.items()}
-
-
 def _residual(descriptor: Pairwise, x, y, w, mu, values: dict) -> torch.Tensor:
     """``||y - (K + mu I) w|| / ||y||`` of each column, in float64."""
     import kernlib
@@ -267,13 +245,6 @@ def _diagonal(regularization, x) -> torch.Tensor | None:
     if not bool((regularization > 0).all()):
         raise ValueError("regularization must be greater than 0 for every point")
     return regularization.detach()
-
-
-def shifted(product: torch.Tensor, v: torch.Tensor, mu: float | torch.Tensor) -> torch.Tensor:
-    """A product with K, plus the regularization's part."""
-    if isinstance(mu, torch.Tensor):
-        return product.addcmul_(mu.to(v.dtype)[:, None], v)
-    return product.add_(v, alpha=mu)
 
 
 def _check_targets(x: torch.Tensor, y: torch.Tensor) -> None:

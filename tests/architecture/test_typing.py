@@ -18,7 +18,7 @@ LAZY = (  # they have stubs
     "kernlib.compat.fastkron",
 )
 PUBLIC = (
-    *("kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.linalg"),
+    *("kernlib", "kernlib.nn", "kernlib.nn.compat", "kernlib.linalg", "kernlib.distributed"),
     *("kernlib.sparse", "kernlib.sparse.prune", "kernlib.blocksparse"),
     *("kernlib.compat.kermac", "kernlib.compat.kermac.linalg", "kernlib.compat.macko"),
     *("kernlib.compat.fastkron.fastkrontorch", "kernlib.compat.fastkron.fastkronnumpy"),

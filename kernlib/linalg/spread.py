@@ -16,9 +16,9 @@ from kernlib.distributed.rows import rows_facts, said
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.dense import eigh
 from kernlib.linalg.iterative import CGResult
-from kernlib.linalg.kernel_systems import Request, default_rank, shifted, widened
 from kernlib.linalg.nystrom import NystromPreconditioner, checked_rank, gram, shifted_root
 from kernlib.linalg.nystrom import preconditioner as of_columns
+from kernlib.linalg.systems import Request, default_rank, shifted, widened
 from kernlib.run import run_kernel
 from kernlib.runtime.precision import without_autocast
 
@@ -56,9 +56,8 @@ class System(NamedTuple):
 def preconditioner(system: System, rank: int, mean: float, seed: int):
     """This process's rows of what :func:`kernlib.linalg.nystrom` returns for all points, of as many
     of them as ``rank``, which ``seed`` draws."""
-    generator = torch.Generator("cpu").manual_seed(seed)
     count = sum(system.sizes)
-    chosen = torch.randperm(count, generator=generator, device="cpu")[:rank].to(system.x.device)
+    chosen = _order(count, seed)[:rank].to(system.x.device)
     marks, values = system.points[chosen], system.hyperparameters
     columns = run_kernel(system.descriptor, system.x, marks, **values)
     block = run_kernel(system.descriptor, marks, marks, **values).double()
@@ -68,6 +67,11 @@ def preconditioner(system: System, rank: int, mean: float, seed: int):
     here = chosen - system.first
     squares, turn, _ = eigh(total(gram(columns, here, shift, root)), overwrite_a=True)
     return of_columns(columns, here, shift, root, squares, turn, mean)
+
+
+def _order(count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
 
 
 class _State(NamedTuple):
@@ -221,7 +225,7 @@ def _facts(communicator: Communicator, request: Request, checkpoint) -> Facts:
     x, y, mu, generator = request.x, request.y, request.mu, request.generator
     communicator.check_device("x", x)
     device = "cpu" if generator is None else generator.device
-    seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    seed = int(torch.randint(2**62, (), generator=generator, dtype=torch.int64, device=device))
     texts = {
         "descriptor": render(request.descriptor),
         "checkpoint": str(checkpoint),
