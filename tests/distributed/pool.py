@@ -66,7 +66,7 @@ class Pool:
 
 def _serve(rank: int, size: int, backend: str, store: str, pipe) -> None:
     torch.set_num_threads(1)
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend,

@@ -25,7 +25,11 @@ RENEW = "run `pytest tests/gpu` on a machine with an NVIDIA GPU and commit tests
 
 # What belongs to an entry that is no family's: patterns below ROOT. To a family belong its package
 # and its folder of kernel_sources; to "shared" all of the package that is no other's.
-OWN = {"linalg": ("kernlib/linalg/**/*.py",), "service": ("kernlib/jit/**/*.py",)}
+OWN = {
+    "distributed": ("kernlib/distributed/**/*.py",),
+    "linalg": ("kernlib/linalg/**/*.py",),
+    "service": ("kernlib/jit/**/*.py",),
+}
 SHARED = "shared"
 
 

