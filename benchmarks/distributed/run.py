@@ -21,7 +21,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import relative_error
 from kernlib.distributed import fits
-from kernlib.linalg import falkon
+from kernlib.linalg.falkon import _Alone, _Fit, _pass
 
 SECONDS, MOST = 2.0, 20  # of repetitions of a case, and how many at most
 FALKON_ROWS, FALKON_FEATURES, CENTRES = 10_000_000, 20, 20_000
@@ -176,14 +176,14 @@ def falkon_case(must: float) -> Case:
 
         def fit(x, y):
             names = {"bandwidth": 5.0}
-            return falkon._Fit(kl.gaussian(), x, y, centres, 1e-6, 1e-6, 20, names)
+            return _Fit(kl.gaussian(), x, y, centres, 1e-6, 1e-6, 20, names)
 
         ranks = fits.Ranks(kl.distributed.Communicator(), FALKON_ROWS, None)
         alone, spread = fit(x, y), fit(x[part], y[part])
         return compared(
             name.format(size()),
-            lambda: falkon._pass(alone, falkon._Alone(FALKON_ROWS), u),
-            lambda: falkon._pass(spread, ranks, u),
+            lambda: _pass(alone, _Alone(FALKON_ROWS), u),
+            lambda: _pass(spread, ranks, u),
             None,
             must,
         )

@@ -11,7 +11,7 @@ import torch
 import kernlib
 from kernlib.descriptors.base import render, shown
 from kernlib.distributed import ring as ring_of
-from kernlib.distributed import sharded
+from kernlib.distributed import sharded, symmetric
 from kernlib.distributed.communicator import Communicator, Facts, as_communicator
 from kernlib.distributed.rows import Replica, gathered, replicated, rows_facts, said
 from kernlib.families.pairwise.descriptor import Pairwise
@@ -54,8 +54,10 @@ def kernel_matmul(
 
     Differentiable as :func:`kernlib.kernel_matmul` is; gradients by b and v are summed up over
     processes, by rank, so that bits repeat, and each process has those of its own rows. Gradients
-    by hyperparameters are the sums of all processes', the same in each; a ring has no gradients of
-    gradients. A group of one process computes the very bits of :func:`kernlib.kernel_matmul`.
+    by hyperparameters are the sums of all processes', the same in each. Gradients of gradients
+    need rows in every process, and there are none of a ring. Of points with themselves, where ``b``
+    is the very tensor ``a``, or None, a backward pass does half the work. A group of one process
+    computes the very bits of :func:`kernlib.kernel_matmul`.
 
     Raises what that raises; ValueError, in all processes and before a kernel runs, that names the
     rank and what differs; DistributedError where a process does not take part within the timeout.
@@ -185,8 +187,27 @@ def _reduce(
     rows = tuple(n for _, n, _ in sizes)
     if any(in_ring for _, _, in_ring in sizes):
         return ring_of.reduce(call._replace(descriptor=descriptor, b=b), communicator, rows, names)
+    if b is a and _is_symmetric(call):
+        return _self_product(call, descriptor, communicator, rows, names)
     b, v = (_all_rows(t, communicator, rows) for t in (b, v))
     return call.local(descriptor, a, b, v, names)
+
+
+def _is_symmetric(call: Call) -> bool:
+    """Whether a product of points with themselves is of a symmetric matrix."""
+    names = call.names
+    if call.task not in ("kernel_matmul", "kernel_sum") or isinstance(call.v, Replica):
+        return False
+    return "regularization" not in names or names["row_offset"] == names["col_offset"]
+
+
+def _self_product(
+    call: Call, descriptor, communicator: Communicator, rows: tuple[int, ...], names: dict
+) -> torch.Tensor:
+    v = call.a.new_ones((len(call.a), 1)) if call.v is None else call.v
+    columns = v[:, None] if v.dim() == 1 else v
+    result = symmetric.product(descriptor, call.a, columns, communicator, rows, names)
+    return result[:, 0] if call.v is None or v.dim() == 1 else result
 
 
 def _all_rows(t, communicator: Communicator, rows: tuple[int, ...]) -> torch.Tensor | None:

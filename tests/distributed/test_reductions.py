@@ -75,3 +75,45 @@ TASKS = ("kernel_matmul", "kernel_sum", "kernel_logsumexp", "kernel_min", "kerne
 def test_rows_are_those_of_one_process(pool, task, ring, rows):
     gradient = not (ring and task in ("kernel_min", "kernel_topk"))
     compare(pool.run(reduced, task, rows, ring, gradient))
+
+
+def with_itself(task: str, of_v: bool, regularized: bool, dims: int):
+    """Value, gradients and gradients of gradients of a matrix of points with themselves."""
+    sizes = 5, 1, 3
+    x, _, v = tensors((sizes, sizes))
+    v = v[:, 0] if dims == 1 else v
+    names = {"regularization": torch.tensor(0.3, dtype=torch.float64)} if regularized else {}
+    pairs, grads = [], []
+    for module, one in ((kl.distributed, True), (kl, False)):
+        points, summands = (mine(t, sizes) if one else t.clone() for t in (x, v))
+        width = torch.tensor(0.9, dtype=torch.float64)
+        hyper = [width, *(value.clone() for value in names.values())]
+        leaves = [points, *hyper, *([summands] if of_v else [])]
+        for t in leaves:
+            t.requires_grad_()
+        others = {"bandwidth": hyper[0], **dict(zip(names, hyper[1:], strict=True))}
+        parts = (points, points, summands)[: 3 if task == "kernel_matmul" else 2]
+        out = getattr(module, task)(kl.gaussian(), *parts, **others)
+        weights = torch.linspace(-1, 1, out.shape[1:].numel() * len(x), dtype=torch.float64)
+        weights = weights.view(len(x), *out.shape[1:])
+        weights = mine(weights, sizes) if one else weights
+        used = leaves if task == "kernel_matmul" else [t for t in leaves if t is not summands]
+        first = torch.autograd.grad((out * weights).sum(), used, create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), used, allow_unused=True)
+        grads.append([out, *first, *second])
+    for place, (mine_of, all_of) in enumerate(zip(*grads, strict=True)):
+        if mine_of is None or all_of is None:
+            continue
+        is_rows = all_of.dim() > 0
+        pairs.append((mine_of.detach(), (mine(all_of, sizes) if is_rows else all_of).detach()))
+        assert place >= 0
+    return pairs
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("regularized", [False, True])
+@pytest.mark.parametrize(
+    "task, of_v", [("kernel_matmul", True), ("kernel_matmul", False), ("kernel_sum", False)]
+)
+def test_points_with_themselves(pool, task, of_v, regularized, dims):
+    compare(pool.run(with_itself, task, of_v, regularized, dims))
