@@ -8,7 +8,6 @@ asks nothing of a GPU, and a process that is gone ends the call with an error.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -163,21 +162,16 @@ class Communicator:
         return _added(every).view(t.shape)
 
     def exchange(
-        self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size | tuple[int, ...]]
-    ) -> list[torch.Tensor]:
-        """What every process has for this one, of ``shapes`` by rank, where this one has ``parts``
-        for them."""
-        like = parts[self.rank]
+        self, packed: torch.Tensor, counts: Sequence[int], taken: Sequence[int]
+    ) -> torch.Tensor:
+        """Numbers that follow each other by rank: ``counts`` of ``packed`` for each process, in
+        whose place come ``taken`` of each."""
         if self.size == 1:
-            return [like]
-        width = like.element_size()
-        counts = [width * math.prod(shape) for shape in shapes]
-        packed = torch.cat([part.reshape(-1) for part in parts])
-        taken = like.new_empty(sum(counts) // width)
-        sends = [width * part.numel() for part in parts]
-        dist.all_to_all_single(_bytes(taken), _bytes(packed), counts, sends, group=self.group)
-        pieces = taken.split([count // width for count in counts])
-        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+            return packed
+        width, out = packed.element_size(), packed.new_empty(sum(taken))
+        sizes = ([width * count for count in each] for each in (taken, counts))
+        dist.all_to_all_single(_bytes(out), _bytes(packed), *sizes, group=self.group)
+        return out
 
     def pass_on(
         self, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
@@ -209,9 +203,9 @@ class Communicator:
         """Numbers of all processes, by rank."""
         row = torch.zeros(3 + _SIZES, dtype=torch.int64, device="cpu")
         row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        rows = [torch.empty_like(row) for _ in range(self.size)]
-        dist.all_gather(rows, row, group=self.control)
-        return [each.tolist() for each in rows]
+        rows = row.new_empty(self.size * len(row))
+        _all_gather(rows, row, group=self.control)
+        return rows.view(self.size, -1).tolist()
 
 
 class _Answers:

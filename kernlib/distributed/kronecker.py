@@ -44,8 +44,8 @@ def kron_matmul(
     exchanged but gradients of factors. float32, float16, bfloat16 and float64; differentiable by x
     and the factors, whose gradients are the sums of all processes'.
 
-    Raises ValueError and TypeError, in all processes, that name the rank and what differs, and what
-    :func:`kernlib.kron_matmul` raises. The distributed product of the FastKron project is its
+    Raises ValueError and TypeError, with columns in all processes, that name the rank and what
+    differs, and what :func:`kernlib.kron_matmul` raises. The distributed product of the FastKron project is its
     model, which exchanges once for each group of factors, too.
 
     Example:
@@ -57,33 +57,37 @@ def kron_matmul(
     def facts() -> Facts:
         return _facts(communicator, x, factors, sharded, precision)
 
+    if sharded == "rows":  # which needs nothing of the others
+        facts()
+        factors = [replicated(factor, communicator) for factor in factors]
+        return kernlib.kron_matmul(x, factors, precision=precision)
     every = communicator.agree("kron_matmul", facts)
     if communicator.size == 1:
         return kernlib.kron_matmul(x, factors, precision=precision)
     factors = [replicated(factor, communicator) for factor in factors]
-    if sharded == "rows":
-        return kernlib.kron_matmul(x, factors, precision=precision)
     rows = [rows for rows, _ in every]
     if len(set(rows)) > 1:
         raise ValueError(f"x must have the same rows in all processes, got {rows} by rank")
     count = leading(factors, communicator.size)
     outer, inner = factors[:count], factors[count:]
     here, size = communicator.rank, communicator.size
-    steps = shares(math.prod(f.shape[0] for f in outer), size)
+    steps, lines = shares(math.prod(f.shape[0] for f in outer), size), shares(rows[0], size)
+    columns = shares(math.prod(f.shape[1] for f in outer), size)
     if inner:
         within = math.prod(f.shape[0] for f in inner)
         x = kernlib.kron_matmul(x.reshape(-1, within), inner, precision=precision)
     width = math.prod(f.shape[1] for f in inner)
-    x = x.reshape(rows[0], steps[here], width)
-    lines = shares(rows[0], size)
-    x = torch.cat(
-        _exchanged(communicator, x.split(lines), [(lines[here], n, width) for n in steps]), 1
-    )
-    turned = [factor.mT for factor in outer]
-    x = kernlib.kron_matmul(x, turned, side="left", precision=precision)
-    columns = shares(math.prod(f.shape[1] for f in outer), size)
-    shapes = [(n, columns[here], width) for n in lines]
-    return torch.cat(_exchanged(communicator, x.split(columns, 1), shapes)).flatten(1)
+    # Rows take the place of columns, and columns that of rows again.
+    x = _exchanged(communicator, x, [n * steps[here] * width for n in lines],
+                   [lines[here] * n * width for n in steps])  # fmt: skip
+    parts = x.split([lines[here] * n * width for n in steps])
+    shapes = [(lines[here], n, width) for n in steps]
+    x = torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], 1)
+    x = kernlib.kron_matmul(x, [f.mT for f in outer], side="left", precision=precision)
+    packed = torch.cat([part.reshape(-1) for part in x.split(columns, 1)])
+    x = _exchanged(communicator, packed, [lines[here] * n * width for n in columns],
+                   [n * columns[here] * width for n in lines])  # fmt: skip
+    return x.view(rows[0], columns[here] * width)
 
 
 def kron_columns(factors: Sequence[torch.Tensor], size: int) -> tuple[list[int], list[int]]:
@@ -114,19 +118,20 @@ def shares(count: int, size: int) -> list[int]:
     return [max(0, min(step, count - step * rank)) for rank in range(size)]
 
 
-def _exchanged(communicator: Communicator, parts, shapes) -> tuple[torch.Tensor, ...]:
-    return _Exchange.apply(communicator, shapes, *parts)
+def _exchanged(communicator: Communicator, t: torch.Tensor, counts, taken) -> torch.Tensor:
+    return _Exchange.apply(communicator, t.reshape(-1), tuple(counts), tuple(taken))
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, communicator, shapes, *parts):
-        ctx.communicator, ctx.shapes = communicator, [part.shape for part in parts]
-        return tuple(communicator.exchange(parts, shapes))
+    def forward(ctx, communicator, packed, counts, taken):
+        ctx.request = communicator, counts, taken
+        return communicator.exchange(packed.contiguous(), counts, taken)
 
     @staticmethod
-    def backward(ctx, *grads):
-        return None, None, *_exchanged(ctx.communicator, grads, ctx.shapes)
+    def backward(ctx, grad):
+        communicator, counts, taken = ctx.request
+        return None, _exchanged(communicator, grad, taken, counts), None, None
 
 
 def _facts(communicator: Communicator, x, factors, sharded: str, precision) -> Facts:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kernlib.distributed.communicator import Group
 
 OF_FEATURES = ("feature_map", "lengthscale")  # hyperparameters that hold a value for each
+_MOST_AGREED = 256
+_agreed: dict[tuple, dict[str, str]] = {}  # texts of calls that passed their checks, by their keys
 _OF_DEVICE = 0.25  # of a device's memory: more points and summands go round in a ring
 
 
@@ -196,7 +198,8 @@ def _reduce(
 def _is_symmetric(call: Call) -> bool:
     """Whether a product of points with themselves is of a symmetric matrix."""
     names = call.names
-    if call.task not in ("kernel_matmul", "kernel_sum") or isinstance(call.v, Replica):
+    is_product = call.task in ("kernel_matmul", "kernel_sum")
+    if not is_product or call.descriptor.signed or isinstance(call.v, Replica):
         return False
     return "regularization" not in names or names["row_offset"] == names["col_offset"]
 
@@ -219,6 +222,43 @@ def _all_rows(t, communicator: Communicator, rows: tuple[int, ...]) -> torch.Ten
 def _facts(call: Call, communicator: Communicator, ring: bool | None) -> Facts:
     """What all processes must agree on, and the rows of this one: of a, of b, and whether it asks
     for a ring. Raises what a call of no rows raises."""
+    key = _key(call, ring)
+    texts = None if key is None else _agreed.get(key)
+    if texts is None:
+        texts = _checked_texts(call, communicator, ring)
+        if key is not None:
+            if len(_agreed) >= _MOST_AGREED:
+                _agreed.clear()
+            _agreed[key] = texts
+    _check_rows(communicator, call.a, call.b, call.v)
+    of_b = call.a if call.b is None else call.b
+    rows = of_b.sizes[communicator.rank] if isinstance(of_b, Replica) else of_b.shape[0]
+    in_ring = _wants_ring(ring, communicator, call.a, call.b, call.v)
+    return Facts(texts, (call.a.shape[0], rows, in_ring))
+
+
+def _key(call: Call, ring) -> tuple | None:
+    """What the checks and the texts of a call depend on, rows apart; None if that is not plain."""
+    parts: list = [call.task, call.descriptor, call.more, ring, torch.is_grad_enabled()]
+    for t in (call.a, call.b, call.v):
+        if isinstance(t, Replica):
+            parts.append(t.sizes)
+            t = t.tensor
+        if t is not None and type(t) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        parts.append(t if t is None else (t.shape[1:], t.dtype, t.device, t.requires_grad))
+    for name, value in call.names.items():
+        if not isinstance(value, (int, float)):
+            return None
+        parts.append((name, type(value), value))
+    try:
+        hash(key := tuple(parts))
+    except TypeError:
+        return None
+    return key
+
+
+def _checked_texts(call: Call, communicator: Communicator, ring: bool | None) -> dict[str, str]:
     task, descriptor, a, b, v, names, more = call
     if ring not in (None, True, False):
         raise TypeError(f"ring must be True, False or None, got {shown(ring)}")
@@ -241,7 +281,6 @@ def _facts(call: Call, communicator: Communicator, ring: bool | None) -> Facts:
     with torch.no_grad():
         none = (None if t is None else t[:0] for t in (of_b, of_v))
         checked.local(descriptor, a[:0], *none, names)
-    _check_rows(communicator, a, b, v)
     texts = {"descriptor": render(descriptor), "k, largest": str(more)}
     texts |= {"features": str(a.shape[1]), "dtype": str(a.dtype), "device type": a.device.type}
     for name, t in (("b", b), ("v", v)):
@@ -256,9 +295,7 @@ def _facts(call: Call, communicator: Communicator, ring: bool | None) -> Facts:
     for name, value in sorted(names.items()):
         texts[name] = said(value)
     texts["ring"] = str(ring)
-    rows = (a if of_b is None else of_b).shape[0]
-    count = b.sizes[communicator.rank] if isinstance(b, Replica) else rows
-    return Facts(texts, (a.shape[0], count, _wants_ring(ring, communicator, a, b, v)))
+    return texts
 
 
 def _check_rows(communicator: Communicator, a, b, v) -> None:

@@ -126,6 +126,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, communicator):
         ctx.communicator = communicator
+        communicator.agree("gradients", lambda: Facts(rows_facts("a gradient", t), ()))
         return communicator.total(t)
 
     @staticmethod

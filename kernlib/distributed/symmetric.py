@@ -39,14 +39,12 @@ class _Product(torch.autograd.Function):
         """
         descriptor, communicator, sizes, names, keys = ctx.request
         x, v, *values = ctx.saved_tensors
-        needs_x, needs_v, *needs = ctx.needs_input_grad[5:]
+        needs_x, _, *needs = ctx.needs_input_grad[5:]
         communicator.agree("gradients", lambda: Facts({"needs": str((needs_x, *needs))}, ()))
         again = torch.is_grad_enabled()  # whether gradients of gradients are asked for
         points, summands, grads = (gathered(t, communicator, sizes) for t in (x, v, grad))
-        by_v = None
-        if needs_v:
-            by_v = kernlib.kernel_matmul(descriptor, x, points, grads, **names)
         if not needs_x and not any(needs):
+            by_v = kernlib.kernel_matmul(descriptor, x, points, grads, **names)
             return *(None,) * 6, by_v, *(None for _ in values)
         with torch.enable_grad():
             leaves = [t if again else t.detach().requires_grad_(t.requires_grad) for t in values]
@@ -56,6 +54,7 @@ class _Product(torch.autograd.Function):
             part = kernlib.kernel_matmul(descriptor, place, points, both[0], **names)
             inputs = [place, *(t for t, need in zip(leaves, needs, strict=True) if need)]
             by_x, *others = torch.autograd.grad(part, inputs, both[1], create_graph=again)
+        by_v = part[:, summands.shape[1] :] if again else part.detach()[:, summands.shape[1] :]
         halves = iter([grad / 2 for grad in others])  # each pair counts from both of its points
         by_values = [next(halves) if need else None for need in needs]
         return *(None,) * 5, by_x, by_v, *by_values
