@@ -45,8 +45,8 @@ def kron_matmul(
     and the factors, whose gradients are the sums of all processes'.
 
     Raises ValueError and TypeError, with columns in all processes, that name the rank and what
-    differs, and what :func:`kernlib.kron_matmul` raises. The distributed product of the FastKron project is its
-    model, which exchanges once for each group of factors, too.
+    differs, and what :func:`kernlib.kron_matmul` raises. The distributed product of the FastKron
+    project is its model, which exchanges once for each group of factors, too.
 
     Example:
         >>> y = kl.distributed.kron_matmul(x, [f1, f2, f3])  # doctest: +SKIP
