@@ -12,8 +12,6 @@ import torch
 import kernlib
 from kernlib.distributed.communicator import Communicator, Facts
 from kernlib.distributed.rows import gathered
-from kernlib.families.pairwise.reductions import arguments, gradients
-from kernlib.runtime.dtypes import accumulator
 
 
 def product(
@@ -43,59 +41,20 @@ class _Product(torch.autograd.Function):
         x, v, *values = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad[5:]
         communicator.agree("gradients", lambda: Facts({"needs": str((needs_x, *needs))}, ()))
-        again = torch.is_grad_enabled()  # whether gradients of gradients are every for
+        again = torch.is_grad_enabled()  # whether gradients of gradients are asked for
         points, summands, grads = (gathered(t, communicator, sizes) for t in (x, v, grad))
         if not needs_x and not any(needs):
             by_v = kernlib.kernel_matmul(descriptor, x, points, grads, **names)
             return *(None,) * 6, by_v, *(None for _ in values)
-        both = torch.cat([summands, grads], 1), torch.cat([grad, v], 1)
-        by_names = [key for key, need in zip(keys, needs, strict=True) if need]
-        call = descriptor, x, points, both[0], names | dict(zip(keys, values, strict=True))
-        if not again and _is_plain(names):
-            by_x, partial, *others = _at_once(*call, by_names, both[1])
-            by_v = communicator.scatter_sum(partial[:, : v.shape[1]].contiguous(), sizes)
-        else:
-            by_x, by_v, *others = _recorded(*call, by_names, both[1], again)
+        with torch.enable_grad():
+            leaves = [t if again else t.detach().requires_grad_(t.requires_grad) for t in values]
+            place = x.view_as(x) if again and needs_x else x.detach().requires_grad_()
+            both = torch.cat([summands, grads], 1), torch.cat([grad, v], 1)
+            names = names | dict(zip(keys, leaves, strict=True))
+            part = kernlib.kernel_matmul(descriptor, place, points, both[0], **names)
+            inputs = [place, *(t for t, need in zip(leaves, needs, strict=True) if need)]
+            by_x, *others = torch.autograd.grad(part, inputs, both[1], create_graph=again)
+        by_v = part[:, summands.shape[1] :] if again else part.detach()[:, summands.shape[1] :]
         halves = iter([grad / 2 for grad in others])  # each pair counts from both of its points
         by_values = [next(halves) if need else None for need in needs]
         return *(None,) * 5, by_x, by_v, *by_values
-
-
-def _is_plain(names: dict) -> bool:
-    """Whether hyperparameters reach kernels as they are, without a map of the points or a unit."""
-    width = names.get("bandwidth", 1.0)
-    is_usual = isinstance(width, torch.Tensor) or 1e-18 <= width <= 1e18
-    return is_usual and not any(name in names for name in ("feature_map", "lengthscale"))
-
-
-def _at_once(descriptor, x, points, columns, names: dict, by_names: list[str], weights) -> tuple:
-    """The gradients by x, by the columns as sums over this process's rows, and by hyperparameters,
-    in one pass."""
-    names = dict(names)
-    offsets = names.pop("row_offset"), names.pop("col_offset")
-    request = arguments.request_of(descriptor, x, points, columns, *offsets, names)
-    shape = arguments.shape_of(request)
-    weights = weights.to(accumulator(x.dtype))[None]
-    with torch.no_grad():
-        every = ["a", "v", *by_names]
-        grads = gradients.gradients("matmul", request, shape, every, weights, None)
-    return tuple(grads[name] for name in every)
-
-
-def _recorded(
-    descriptor, x, points, columns, names: dict, by_names: list[str], weights, again: bool
-) -> tuple:
-    """The gradients by x, by v, and by hyperparameters, which can be differentiated themselves if
-    ``again``."""
-    with torch.enable_grad():
-        leaves = {
-            name: value if again else value.detach().requires_grad_(value.requires_grad)
-            for name, value in names.items()
-            if isinstance(value, torch.Tensor)
-        }
-        place = x.view_as(x) if again else x.detach().requires_grad_()
-        part = kernlib.kernel_matmul(descriptor, place, points, columns, **names | leaves)
-        inputs = [place, *(leaves[name] for name in by_names)]
-        by_x, *others = torch.autograd.grad(part, inputs, weights, create_graph=again)
-    by_v = part[:, columns.shape[1] // 2 :]
-    return by_x, by_v if again else by_v.detach(), *others
