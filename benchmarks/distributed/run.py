@@ -21,6 +21,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import relative_error
 from kernlib.distributed import fits
+from kernlib.distributed.communicator import as_communicator
 from kernlib.linalg.falkon import _Alone, _Fit, _pass
 
 SECONDS, MOST = 2.0, 20  # of repetitions of a case, and how many at most
@@ -178,7 +179,7 @@ def falkon_case(must: float) -> Case:
             names = {"bandwidth": 5.0}
             return _Fit(kl.gaussian(), x, y, centres, 1e-6, 1e-6, 20, names)
 
-        ranks = fits.Ranks(kl.distributed.Communicator(), FALKON_ROWS, None)
+        ranks = fits.Ranks(as_communicator(None), FALKON_ROWS, None)
         alone, spread = fit(x, y), fit(x[part], y[part])
         return compared(
             name.format(size()),

@@ -7,9 +7,9 @@ from benchmarks.common.summary import TIE, best_rival, others, speed_up, summari
 from benchmarks.report.tables import line, quantity, short, table, title
 
 TIMES = ("ms", "us")
-# No families: choices of all of them; calls without a GPU; steps of programs, some of whose rivals
-# compute another function; first calls and the cache.
-ASIDE = ("auto", "cpu", "programs", "service")
+# No families: choices of all of them; calls without a GPU; several GPUs beside one; steps of
+# programs, some of whose rivals compute another function; first calls and the cache.
+ASIDE = ("auto", "cpu", "distributed", "programs", "service")
 HEADER = (
     "family", "on", "cases with a rival", "fastest in", "a rival is faster by more than 5 % in",
     "best rival takes, geometric mean", "least", "most", "everything measured",

@@ -27,7 +27,7 @@ FOLDERS = {
     "Gallery": ("gallery", ("index",)),
     "Results": ("results", (
         "programs", "pairwise", "kronecker_sparse", "kronecker_product", "sparse", "blocksparse",
-        "service", "cpu", "auto",
+        "distributed", "service", "cpu", "auto",
     )),
 }  # fmt: skip
 DEVELOPMENT = ("adding_a_family.md", "versions.md")

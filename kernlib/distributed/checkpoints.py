@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from kernlib.distributed.communicator import Communicator, Facts
+from kernlib.distributed.communicator import Facts, Processes
 
 _SLOTS = "even", "odd"  # in turns: one is whole while the other is written
 _LATEST = "latest"  # the file that says which
@@ -21,7 +21,7 @@ class Checkpoint:
     A folder is of one task, whose shapes and number of processes are those of the run that goes on.
     """
 
-    def __init__(self, folder: str | os.PathLike | None, communicator: Communicator):
+    def __init__(self, folder: str | os.PathLike | None, communicator: Processes):
         self.folder = None if folder is None else Path(folder)
         self.communicator = communicator
         self._count = 0

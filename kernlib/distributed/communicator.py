@@ -49,7 +49,7 @@ class Communicator:
     - ``timeout``: seconds after which a process that does not take part in a call is given up.
     - ``rank``, ``size``: the place of this process in the group, and how many there are.
 
-    All processes of the group make it, and call its methods, in the same order.
+    Calls take it in place of a group. All processes of the group make it.
 
     Raises TypeError for other groups, ValueError for a mesh of several dimensions, a group that
     this process is no member of and a timeout that is not greater than 0, RuntimeError before
@@ -68,9 +68,15 @@ class Communicator:
         self.group = _group_of(group)
         self.timeout = float(timeout)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._processes: Processes | None = None  # which calls make
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, timeout={self.timeout})"
+
+
+class Processes(Communicator):
+    """A communicator as calls of this package use it. All processes call its methods in the same
+    order."""
 
     @property
     def control(self) -> dist.ProcessGroup:
@@ -211,7 +217,7 @@ class Communicator:
 class _Answers:
     """Turns what gloo raises for a process that is gone, or late, into an error that says so."""
 
-    def __init__(self, communicator: Communicator, task: str):
+    def __init__(self, communicator: Processes, task: str):
         self.communicator, self.task = communicator, task
 
     def __enter__(self) -> None:
@@ -227,9 +233,15 @@ class _Answers:
             ) from error
 
 
-def as_communicator(group: Group) -> Communicator:
+def as_communicator(group: Group) -> Processes:
     """Of what a call's ``group`` may be: a communicator, or what makes one."""
-    return group if isinstance(group, Communicator) else Communicator(group)
+    if isinstance(group, Processes):
+        return group
+    if not isinstance(group, Communicator):
+        return Processes(group)
+    if group._processes is None:
+        group._processes = Processes(group.group, timeout=group.timeout)
+    return group._processes
 
 
 def _group_of(group) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import kernlib as kl
+from kernlib.distributed.communicator import as_communicator
 
 POINTS = {"cpu": 4000, "cuda": 200_000}
 FEATURES, BANDWIDTH = 3, 1.0
@@ -23,7 +24,7 @@ def main() -> None:
     where one is wrong."""
     device = _device()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    communicator = kl.distributed.Communicator()
+    communicator = as_communicator(None)
     rank, ranks = communicator.rank, communicator.size
     generator = torch.Generator("cpu").manual_seed(0)
     count = POINTS[device.type]

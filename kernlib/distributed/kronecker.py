@@ -10,7 +10,7 @@ import torch
 
 import kernlib
 from kernlib.descriptors.base import shown
-from kernlib.distributed.communicator import Communicator, Facts, as_communicator
+from kernlib.distributed.communicator import Facts, Processes, as_communicator
 from kernlib.distributed.rows import replicated, rows_facts, said
 from kernlib.families.kronecker_product.matmul import as_factors
 from kernlib.runtime.tensors import check_dense
@@ -91,8 +91,16 @@ def kron_matmul(
 
 
 def kron_columns(factors: Sequence[torch.Tensor], size: int) -> tuple[list[int], list[int]]:
-    """How many columns of x, and of the result, each of so many processes has for
-    :func:`kron_matmul`, by rank."""
+    """How many columns of x, and of the result, each process has for :func:`kron_matmul`, by rank.
+
+    - ``factors``: matrices, of which the sizes count; ``size``: how many processes there are.
+
+    Raises AttributeError for factors that are no tensors.
+
+    Example:
+        >>> kl.distributed.kron_columns([torch.zeros(3, 2), torch.zeros(5, 5)], 2)
+        ([10, 5], [5, 5])
+    """
     count = leading(factors, size)
     columns = []
     for side in (0, 1):
@@ -118,7 +126,7 @@ def shares(count: int, size: int) -> list[int]:
     return [max(0, min(step, count - step * rank)) for rank in range(size)]
 
 
-def _exchanged(communicator: Communicator, t: torch.Tensor, counts, taken) -> torch.Tensor:
+def _exchanged(communicator: Processes, t: torch.Tensor, counts, taken) -> torch.Tensor:
     return _Exchange.apply(communicator, t.reshape(-1), tuple(counts), tuple(taken))
 
 
@@ -134,7 +142,7 @@ class _Exchange(torch.autograd.Function):
         return None, _exchanged(communicator, grad, taken, counts), None, None
 
 
-def _facts(communicator: Communicator, x, factors, sharded: str, precision) -> Facts:
+def _facts(communicator: Processes, x, factors, sharded: str, precision) -> Facts:
     """Raises what :func:`kernlib.kron_matmul` of no rows raises, and for other columns than this
     process has."""
     if sharded not in ("columns", "rows"):

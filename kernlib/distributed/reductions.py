@@ -12,7 +12,7 @@ import kernlib
 from kernlib.descriptors.base import render, shown
 from kernlib.distributed import ring as ring_of
 from kernlib.distributed import sharded, symmetric
-from kernlib.distributed.communicator import Communicator, Facts, as_communicator
+from kernlib.distributed.communicator import Facts, Processes, as_communicator
 from kernlib.distributed.rows import Replica, gathered, replicated, rows_facts, said
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.tensors import check_dense
@@ -83,8 +83,15 @@ def kernel_sum(
     col_offset: int = 0,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
-    """This process's rows of ``out[m] = sum_n K[m,n]``, (M_r,). Arguments, gradients and errors are
-    those of :func:`kernel_matmul`."""
+    """This process's rows of ``out[m] = sum_n K[m,n]``, (M_r,).
+
+    ``descriptor``, ``a``, ``b``, ``group``, ``ring``, ``row_offset``, ``col_offset`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`, as are gradients. Raises what that
+    raises.
+
+    Example:
+        >>> out = kl.distributed.kernel_sum(kl.gaussian(), x, x, bandwidth=0.5)  # doctest: +SKIP
+    """
     names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
     return _reduce("kernel_sum", descriptor, a, b, None, group, ring, names)
 
@@ -100,8 +107,15 @@ def kernel_logsumexp(
     col_offset: int = 0,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
-    """This process's rows of ``out[m] = log sum_n exp(K[m,n])``, (M_r,). Arguments, gradients and
-    errors are those of :func:`kernel_matmul`."""
+    """This process's rows of ``out[m] = log sum_n exp(K[m,n])``, (M_r,).
+
+    ``descriptor``, ``a``, ``b``, ``group``, ``ring``, ``row_offset``, ``col_offset`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`, as are gradients. Raises what that
+    raises.
+
+    Example:
+        >>> out = kl.distributed.kernel_logsumexp(kl.l2_distance(), x, y)  # doctest: +SKIP
+    """
     names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
     return _reduce("kernel_logsumexp", descriptor, a, b, None, group, ring, names)
 
@@ -118,8 +132,15 @@ def kernel_min(
     **hyperparameters: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest entry of each row of K of this process, and its column, counted from the first
-    row of b of the first process: both (M_r,). Arguments, gradients and errors are those of
-    :func:`kernel_matmul`; a ring gives no gradients here."""
+    row of b of the first process: both (M_r,).
+
+    ``descriptor``, ``a``, ``b``, ``group``, ``ring``, ``row_offset``, ``col_offset`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`, as are gradients. Raises what that
+    raises, and RuntimeError where gradients of a ring are asked for.
+
+    Example:
+        >>> near, where = kl.distributed.kernel_min(kl.l2_distance(), x, y)  # doctest: +SKIP
+    """
     names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
     return _reduce("kernel_min", descriptor, a, b, None, group, ring, names)
 
@@ -138,8 +159,15 @@ def kernel_topk(
     **hyperparameters: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` smallest, or ``largest``, entries of each row of K of this process in order, and
-    their columns, counted from the first row of b of the first process: both (M_r, k). Arguments,
-    gradients and errors are those of :func:`kernel_matmul`; a ring gives no gradients here."""
+    their columns, counted from the first row of b of the first process: both (M_r, k).
+
+    ``descriptor``, ``a``, ``b``, ``group``, ``ring``, ``row_offset``, ``col_offset`` and
+    ``hyperparameters`` are those of :func:`kernel_matmul`, as are gradients. Raises what that
+    raises, and RuntimeError where gradients of a ring are asked for.
+
+    Example:
+        >>> near, where = kl.distributed.kernel_topk(kl.l2_distance(), x, y, 5)  # doctest: +SKIP
+    """
     names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
     return _reduce("kernel_topk", descriptor, a, b, None, group, ring, names, (k, largest))
 
@@ -205,7 +233,7 @@ def _is_symmetric(call: Call) -> bool:
 
 
 def _self_product(
-    call: Call, descriptor, communicator: Communicator, rows: tuple[int, ...], names: dict
+    call: Call, descriptor, communicator: Processes, rows: tuple[int, ...], names: dict
 ) -> torch.Tensor:
     v = call.a.new_ones((len(call.a), 1)) if call.v is None else call.v
     columns = v[:, None] if v.dim() == 1 else v
@@ -213,13 +241,13 @@ def _self_product(
     return result[:, 0] if call.v is None or v.dim() == 1 else result
 
 
-def _all_rows(t, communicator: Communicator, rows: tuple[int, ...]) -> torch.Tensor | None:
+def _all_rows(t, communicator: Processes, rows: tuple[int, ...]) -> torch.Tensor | None:
     if isinstance(t, Replica):
         return t.tensor
     return None if t is None else gathered(t, communicator, rows)
 
 
-def _facts(call: Call, communicator: Communicator, ring: bool | None) -> Facts:
+def _facts(call: Call, communicator: Processes, ring: bool | None) -> Facts:
     """What all processes must agree on, and the rows of this one: of a, of b, and whether it asks
     for a ring. Raises what a call of no rows raises."""
     key = _key(call, ring)
@@ -258,7 +286,7 @@ def _key(call: Call, ring) -> tuple | None:
     return key
 
 
-def _checked_texts(call: Call, communicator: Communicator, ring: bool | None) -> dict[str, str]:
+def _checked_texts(call: Call, communicator: Processes, ring: bool | None) -> dict[str, str]:
     task, descriptor, a, b, v, names, more = call
     if ring not in (None, True, False):
         raise TypeError(f"ring must be True, False or None, got {shown(ring)}")
@@ -298,7 +326,7 @@ def _checked_texts(call: Call, communicator: Communicator, ring: bool | None) ->
     return texts
 
 
-def _check_rows(communicator: Communicator, a, b, v) -> None:
+def _check_rows(communicator: Processes, a, b, v) -> None:
     """Raises ValueError for a b and a v of different rows in this process."""
     if v is None:
         return
@@ -311,7 +339,7 @@ def _check_rows(communicator: Communicator, a, b, v) -> None:
         raise ValueError(f"v must have the rows of b, {of_one[0]}, got {of_one[1]}")
 
 
-def _wants_ring(ring: bool | None, communicator: Communicator, a, b, v) -> int:
+def _wants_ring(ring: bool | None, communicator: Processes, a, b, v) -> int:
     if ring is not None or communicator.size == 1 or isinstance(b, Replica):
         return int(bool(ring) and communicator.size > 1)
     if not a.is_cuda:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernlib.distributed.communicator import Communicator, Facts
+from kernlib.distributed.communicator import Facts, Processes
 from kernlib.runtime.dtypes import accumulator
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WITHOUT_GRADIENT = ("kernel_min", "kernel_topk")
 
 
-def reduce(call: Call, communicator: Communicator, rows: tuple[int, ...], names: dict):
+def reduce(call: Call, communicator: Processes, rows: tuple[int, ...], names: dict):
     """The reduction of a call whose b and v are this process's rows, of which every process has so
     many of ``rows``."""
     keys = [name for name, value in names.items() if isinstance(value, torch.Tensor)]
@@ -98,7 +98,7 @@ def _add_gradients(part: torch.Tensor, weight: torch.Tensor, sums: list[_Sum]) -
 
 
 def _blocks(
-    communicator: Communicator, rows: tuple[int, ...], tensors: tuple
+    communicator: Processes, rows: tuple[int, ...], tensors: tuple
 ) -> Iterator[tuple[int, int, tuple]]:
     """Rank, first row and tensors of each block that comes by; the next is on its way meanwhile."""
     block = tensors
@@ -111,7 +111,7 @@ def _blocks(
         block = wait() if wait is not None else block
 
 
-def _begin(communicator: Communicator, tensors, rows: int):
+def _begin(communicator: Processes, tensors, rows: int):
     """Begin to pass tensors on, in whose place come others of so many rows."""
     there = [t for t in tensors if t is not None]
     wait = communicator.pass_on(there, [torch.Size((rows, *t.shape[1:])) for t in there])
@@ -123,7 +123,7 @@ def _begin(communicator: Communicator, tensors, rows: int):
     return arrived
 
 
-def _passed(communicator: Communicator, tensors: list, rows: int) -> list:
+def _passed(communicator: Processes, tensors: list, rows: int) -> list:
     if all(t is None for t in tensors):
         return tensors
     return list(_begin(communicator, tensors, rows)())
@@ -138,7 +138,7 @@ def _local(call: Call, tensors: tuple, names: dict, first: int, rows: int):
     return call.local(call.descriptor, *tensors, names)
 
 
-def _forward(call: Call, communicator: Communicator, rows: tuple[int, ...], names: dict):
+def _forward(call: Call, communicator: Processes, rows: tuple[int, ...], names: dict):
     if call.task == "kernel_topk" and not 1 <= call.more[0] <= sum(rows):
         raise ValueError(f"k must be 1 to {sum(rows)}, the rows of b, got {call.more[0]}")
     joined = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernlib.distributed.communicator import Communicator, Facts, as_communicator
+from kernlib.distributed.communicator import Facts, Processes, as_communicator
 from kernlib.runtime.tensors import check_dense
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ def replicate(t: torch.Tensor, *, group: Group = None) -> Replica:
     its own rows' gradients.
 
     Raises TypeError and ValueError, in all processes, for tensors that do not fit.
+
+    Example:
+        >>> points = kl.distributed.replicate(x)  # doctest: +SKIP
     """
     communicator = as_communicator(group)
 
@@ -73,7 +76,7 @@ def said(value: object) -> str:
     return f"{text} {numbers}" if len(numbers) < 9 else f"{text} {hash(tuple(numbers))}"
 
 
-def gathered(t: torch.Tensor, communicator: Communicator, sizes: Sequence[int]) -> torch.Tensor:
+def gathered(t: torch.Tensor, communicator: Processes, sizes: Sequence[int]) -> torch.Tensor:
     """The rows of all processes. The gradient sums up those that all of them have by this
     process's rows."""
     if communicator.size == 1:
@@ -81,7 +84,7 @@ def gathered(t: torch.Tensor, communicator: Communicator, sizes: Sequence[int]) 
     return _Gathered.apply(t, communicator, tuple(sizes))
 
 
-def replicated(t: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+def replicated(t: torch.Tensor, communicator: Processes) -> torch.Tensor:
     """A tensor that is the same in all processes, whose gradient is the sum of all of theirs."""
     if communicator.size == 1 or not t.requires_grad:
         return t

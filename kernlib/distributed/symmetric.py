@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 
 import kernlib
-from kernlib.distributed.communicator import Communicator, Facts
+from kernlib.distributed.communicator import Facts, Processes
 from kernlib.distributed.rows import gathered
 
 
 def product(
-    descriptor, x: torch.Tensor, v: torch.Tensor, communicator: Communicator, sizes, names: dict
+    descriptor, x: torch.Tensor, v: torch.Tensor, communicator: Processes, sizes, names: dict
 ) -> torch.Tensor:
     """This process's rows of ``K(x, x) v``, where each process has so many of ``sizes`` rows of x
     and of v (N_r, C)."""

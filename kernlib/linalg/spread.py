@@ -11,7 +11,7 @@ import torch
 import kernlib
 from kernlib.descriptors.base import render
 from kernlib.distributed.checkpoints import Checkpoint
-from kernlib.distributed.communicator import Communicator, Facts, as_communicator
+from kernlib.distributed.communicator import Facts, Processes, as_communicator
 from kernlib.distributed.rows import rows_facts, said
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.dense import eigh
@@ -28,7 +28,7 @@ _PROGRESS = 0.5  # of a residual, which another start must reach
 class System(NamedTuple):
     """What a process holds of ``(K + mu I) w = y``: all points, and its rows of the rest."""
 
-    communicator: Communicator
+    communicator: Processes
     descriptor: Pairwise
     x: torch.Tensor  # this process's points
     points: torch.Tensor  # those of all processes
@@ -219,7 +219,7 @@ def solve(group, checked: Callable[[], Request], checkpoint: str | None):
         return request, result._replace(residual=remainder / torch.where(norm > 0, norm, 1))
 
 
-def _facts(communicator: Communicator, request: Request, checkpoint) -> Facts:
+def _facts(communicator: Processes, request: Request, checkpoint) -> Facts:
     """What all processes must agree on; the points of this one, and a seed, of which that of the
     first process counts."""
     x, y, mu, generator = request.x, request.y, request.mu, request.generator

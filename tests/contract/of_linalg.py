@@ -116,6 +116,21 @@ def wanted_weights(descriptor, x, y, regularization, bandwidth, rank=None, gener
     return None
 
 
+def fit(c: Context) -> dict:
+    x = c.randn(20, 3, dtype=_dtype(c))
+    y, centres = c.randn(20, dtype=x.dtype), c.randn(4, 3, dtype=x.dtype)
+    rows = {"descriptor": kl.gaussian(), "x": x, "y": y, "centres": centres}
+    return rows | {"regularization": 0.5, "tol": 1e-3, "max_iter": 30, "bandwidth": 2.0}
+
+
+def wanted_coefficients(
+    descriptor, x, y, centres, regularization, bandwidth, tol=1e-6, max_iter=20
+):
+    if x.dim() != 2 or y.shape[:1] != x.shape[:1] or centres.shape[1:] != x.shape[1:]:
+        raise ValueError("x, y or centres")
+    return None
+
+
 def vectors(c: Context) -> dict:
     return {"v": c.randn(20, 2, dtype=torch.float32)}
 
@@ -250,6 +265,7 @@ ENTRIES = dict(
         entry("conjugate_gradient", linalg.conjugate_gradient, gradients, 2, None, 3),
         entry("nystrom", linalg.nystrom, points, 3, None, 2),
         entry("solve_kernel", linalg.solve_kernel, kernel_system, 3, wanted_weights, 2),
+        entry("falkon", linalg.falkon, fit, 4, wanted_coefficients, 2),
         entry("kron_cholesky", of_factors(linalg.kron_cholesky), kronecker, 2, None, 1),
         entry("kron_inverse", of_factors(linalg.kron_inverse), kronecker, 2, None, 1),
         entry("kron_eigh", of_factors(linalg.kron_eigh), kronecker, 2, None, 1),

@@ -28,6 +28,7 @@ MODULES = {
     "checkpoints",
     "compat",
     "descriptors",
+    "distributed",
     "events",
     "settings",
     "linalg",

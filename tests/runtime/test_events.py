@@ -51,6 +51,7 @@ CALLS = {
     linalg.kron_solve: ([SPD], B),
     linalg.masked_kron_matmul: (COLUMN, [SPD], torch.arange(4)),
     linalg.masked_kron_solve: ([SPD], COLUMN, torch.arange(4), {"noise": 1.0}),
+    linalg.falkon: (kl.gaussian(), X, COLUMN, X, {"regularization": 1.0, **BANDWIDTH}),
     linalg.nystrom: (kl.gaussian(), X, 2, {"regularization": 1.0, **BANDWIDTH}),
     linalg.solve_cholesky: (SPD, B),
     linalg.solve_kernel: (kl.gaussian(), X, COLUMN, {"regularization": 1.0, **BANDWIDTH}),

@@ -25,6 +25,7 @@ CALLS = {
     "eigh": lambda b: linalg.eigh(A)[0],
     "conjugate_gradient": lambda b: linalg.conjugate_gradient(lambda v: A @ v, b).x,
     "solve_kernel": lambda b: linalg.solve_kernel(kl.gaussian(), POINTS, b, **SHIFT).x,
+    "falkon": lambda b: linalg.falkon(kl.gaussian(), POINTS, b, POINTS[:4], **SHIFT).coefficients,
     "nystrom": lambda b: linalg.nystrom(kl.gaussian(), POINTS, 6, **SHIFT)(b),
     "kron_cholesky": lambda b: linalg.kron_cholesky(FACTORS)[0],
     "kron_inverse": lambda b: linalg.kron_inverse(FACTORS)[1],
