@@ -27,6 +27,8 @@ FEATURES, CHUNK = 4, 1 << 20
 BANDWIDTH, NOISE = 1.5, 0.1
 SIZES = {"cpu": (4_000, 200), "cuda": (10_000_000, 20_000)}  # rows and centres
 ACCURACY = 0.9  # R^2 of points without noise
+TOLERANCE = 5e-3  # of the residual of the preconditioned system, far below the noise
+ON_CPU = "On a CPU torch computes everything: these times say nothing of the kernels."
 
 
 def waves(x: torch.Tensor) -> torch.Tensor:
@@ -79,9 +81,9 @@ def main() -> None:
         begin = time.perf_counter()
         fit = kl.linalg.falkon(
             kl.gaussian(), x, y, centres,
-            regularization=options.regularization, tol=1e-3, max_iter=options.passes,
+            regularization=options.regularization, tol=TOLERANCE, max_iter=options.passes,
             group=kl.distributed.Communicator() if size > 1 else None,
-            progress=True, bandwidth=BANDWIDTH,
+            progress=None, bandwidth=BANDWIDTH,
         )  # fmt: skip
         seconds = time.perf_counter() - begin
     points = centres_of(options.centres + 1000, device)[-1000:]
@@ -91,10 +93,12 @@ def main() -> None:
     r2 = 1 - float((values - wanted).square().mean() / wanted.var(correction=0))
     if rank == 0:
         print(
-            f"{options.rows} rows, {options.centres} centres, {size} processes on {device.type}: "
-            f"{seconds:.1f} s, {fit.iterations} iterations, residual {float(fit.residual):.1e}, "
-            f"R^2 {r2:.4f}"
+            f"falkon {options.rows} rows, {options.centres} centres, {size} processes  "
+            f"{device.type:5s} relative error {float(fit.residual):.1e}"
         )
+        print(f"{fit.iterations} iterations in {seconds:.1f} s, R^2 {r2:.4f}")
+        if device.type == "cpu":
+            print(ON_CPU)
     if size > 1:
         dist.destroy_process_group()
     if not r2 >= ACCURACY:

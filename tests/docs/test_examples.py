@@ -25,6 +25,7 @@ ON_THE_GPU = {
     "block_sparse_mlp": ("--steps", "60"),
     "kernel_ridge": ("--train", "20000"),
     "sparse_decoder": ("--tokens", "16"),
+    "falkon": ("--rows", "1000000", "--centres", "3000"),
     "gaussian_process": ("--train", "10000", "--steps", "5"),
     "sparse_attention": ("--steps", "30"),
 }
