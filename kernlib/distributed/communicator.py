@@ -28,7 +28,6 @@ TIMEOUT = 60.0  # seconds
 _SIZES = 4  # numbers that processes tell each other in every call
 # torch 2.13 warns of the former name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_ERRORS = TypeError, ValueError, RuntimeError, dist.DistError
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
@@ -111,7 +110,7 @@ class Processes(Communicator):
         error, texts, sizes = None, {}, ()
         try:
             texts, sizes = facts()
-        except _ERRORS as raised:
+        except Exception as raised:  # the others must know, whatever it is
             error, texts = raised, {"error": f"{type(raised).__name__}: {raised}"}
         with _Answers(self, task):
             every = self._tell([error is not None, *_digest(task, texts), *sizes])

@@ -258,7 +258,7 @@ def _facts(call: Call, communicator: Processes, ring: bool | None) -> Facts:
             if len(_agreed) >= _MOST_AGREED:
                 _agreed.clear()
             _agreed[key] = texts
-    _check_rows(communicator, call.a, call.b, call.v)
+    _check_rows(communicator, ring, call.a, call.b, call.v)
     of_b = call.a if call.b is None else call.b
     rows = of_b.sizes[communicator.rank] if isinstance(of_b, Replica) else of_b.shape[0]
     in_ring = _wants_ring(ring, communicator, call.a, call.b, call.v)
@@ -326,23 +326,31 @@ def _checked_texts(call: Call, communicator: Processes, ring: bool | None) -> di
     return texts
 
 
-def _check_rows(communicator: Processes, a, b, v) -> None:
-    """Raises ValueError for a b and a v of different rows in this process."""
+def _check_rows(communicator: Processes, ring: bool | None, a, b, v) -> None:
+    """Raises ValueError for a b and a v of different rows in this process, and for replicas of
+    another group or in a ring."""
+    b = a if b is None else b
+    for name, t in (("b", b), ("v", v)):
+        if not isinstance(t, Replica):
+            continue
+        if len(t.sizes) != communicator.size:
+            raise ValueError(
+                f"{name} is a replica of {len(t.sizes)} processes in a group of {communicator.size}"
+            )
+        if ring:
+            raise ValueError(f"ring=True passes rows on, and {name} is a replica, which has all")
     if v is None:
         return
-    rows = [
-        t.sizes if isinstance(t, Replica) else t.shape[0] if t.dim() else None
-        for t in (a if b is None else b, v)
-    ]
-    of_one = [each[communicator.rank] if isinstance(each, tuple) else each for each in rows]
-    if of_one[0] != of_one[1]:
-        raise ValueError(f"v must have the rows of b, {of_one[0]}, got {of_one[1]}")
+    rows = (t.sizes[communicator.rank] if isinstance(t, Replica) else len(t) for t in (b, v))
+    of_b, of_v = rows
+    if of_b != of_v:
+        raise ValueError(f"v must have the rows of b, {of_b}, got {of_v}")
 
 
 def _wants_ring(ring: bool | None, communicator: Processes, a, b, v) -> int:
-    if ring is not None or communicator.size == 1 or isinstance(b, Replica):
+    if ring is not None or communicator.size == 1:
         return int(bool(ring) and communicator.size > 1)
-    if not a.is_cuda:
+    if not a.is_cuda or any(isinstance(t, Replica) for t in (b, v)):
         return 0
     tensors = [t for t in (a if b is None else b, v) if isinstance(t, torch.Tensor)]
     bytes_here = sum(t.numel() * t.element_size() for t in tensors)

@@ -15,7 +15,6 @@ from kernlib.errors import ConvergenceWarning, warn
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions.arguments import refuse_own_names
 from kernlib.linalg import streamed
-from kernlib.linalg.checks import refuse_not_finite
 from kernlib.linalg.iterative import check_limits
 from kernlib.linalg.kernel_systems import as_numbers
 from kernlib.linalg.nystrom import check_points, checked_rest
@@ -258,17 +257,22 @@ def _step(product: Callable, state: _State) -> _State:
 
 
 def _pass(fit: _Fit, ranks, u: torch.Tensor | None) -> torch.Tensor:
-    """``K(x, c)^T K(x, c) u``, or with None ``K(x, c)^T y``, of all rows, in float64."""
+    """``K(x, c)^T K(x, c) u``, or with None ``K(x, c)^T y``, of all rows, in float64. Raises
+    ValueError, in all processes, for rows that are not finite."""
     import kernlib
 
     descriptor, c, values = fit.descriptor, fit.centres, fit.hyperparameters
-    total = c.new_zeros((c.shape[0], fit.y.shape[1]), dtype=torch.float64)
+    total = c.new_zeros((c.shape[0] + 1, fit.y.shape[1]), dtype=torch.float64)
     arrays = (fit.x, fit.y) if u is None else (fit.x,)
     for x, *y in streamed.chunks(arrays, c.device, c.dtype):
-        refuse_not_finite("x", x) if u is None else None
         v = y[0] if u is None else kernlib.kernel_matmul(descriptor, x, c, u.to(c.dtype), **values)
-        total += kernlib.kernel_matmul(descriptor, c, x, v, **values)
-    return ranks.total(total)
+        total[:-1] += kernlib.kernel_matmul(descriptor, c, x, v, **values)
+        if u is None:  # the last row counts chunks that are not finite, of all processes
+            total[-1] += ~(x.isfinite().all() & y[0].isfinite().all())
+    total = ranks.total(total)
+    if u is None and bool((total[-1] > 0).any()):
+        raise ValueError("x or y holds NaN or infinities")
+    return total[:-1]
 
 
 def _factors(fit: _Fit) -> tuple[torch.Tensor, torch.Tensor]:

@@ -180,6 +180,26 @@ def test_replicas_stand_for_rows(pool):
     assert max(pool.run(with_replicas, None)) < 1e-5
 
 
+def by_a_ring_of_replicas():
+    points = kl.distributed.replicate(rows(2))
+    a, v = rows(2), rows(2, columns=1)
+    return kl.distributed.kernel_matmul(kl.gaussian(), a, points, v, bandwidth=1.0, ring=True)
+
+
+def by_a_replica_of_others():
+    points = kl.distributed.Replica(rows(4), (2, 2))
+    return kl.distributed.kernel_sum(kl.gaussian(), rows(2), points, bandwidth=1.0)
+
+
+@pytest.mark.parametrize(
+    "function, text",
+    [(by_a_ring_of_replicas, "is a replica"), (by_a_replica_of_others, "of 2 processes")],
+)
+def test_replicas_that_do_not_fit_are_refused(pool, function, text):
+    for answer in pool.run(function):
+        assert isinstance(answer, ValueError) and text in str(answer), answer
+
+
 def of_itself(ring: bool):
     rank = dist.get_rank()
     x = torch.linspace(0, 1, 24).view(8, 3)

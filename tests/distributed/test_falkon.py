@@ -81,6 +81,28 @@ def test_bad_arguments_are_named(change, text):
         fit(values.pop("x"), values.pop("y"), values.pop("c"), **values)
 
 
+@pytest.mark.parametrize("where", ["x", "y"])
+def test_rows_that_are_not_finite_are_refused(where):
+    x, y, c = rows()
+    (x if where == "x" else y)[7, 1] = float("inf")
+    with pytest.raises(ValueError, match="holds NaN or infinities"):
+        fit(x, y, c)
+
+
+def not_finite_in_one():
+    x, y, c = rows()
+    at = dist.get_rank()
+    x = x.split(SIZES)[at].clone()
+    if at == 2:
+        x[3, 0] = float("nan")
+    return fit(x, y.split(SIZES)[at], c, group=kl.distributed.Communicator())
+
+
+def test_rows_of_one_process_that_are_not_finite_are_an_error_in_all(pool):
+    answers = pool.run(not_finite_in_one)
+    assert all(isinstance(answer, ValueError) for answer in answers), answers
+
+
 def spread(folder: str | None, max_iter: int = 40):
     x, y, c = rows()
     at = dist.get_rank()
