@@ -267,7 +267,8 @@ def _facts(call: Call, communicator: Processes, ring: bool | None) -> Facts:
 
 def _key(call: Call, ring) -> tuple | None:
     """What the checks and the texts of a call depend on, rows apart; None if that is not plain."""
-    parts: list = [call.task, call.descriptor, call.more, ring, torch.is_grad_enabled()]
+    is_shared = call.b is call.a
+    parts: list = [call.task, call.descriptor, call.more, ring, torch.is_grad_enabled(), is_shared]
     for t in (call.a, call.b, call.v):
         if isinstance(t, Replica):
             parts.append(t.sizes)
@@ -287,6 +288,7 @@ def _key(call: Call, ring) -> tuple | None:
 
 
 def _checked_texts(call: Call, communicator: Processes, ring: bool | None) -> dict[str, str]:
+    """What all processes must agree on. Raises for what no process could compute."""
     task, descriptor, a, b, v, names, more = call
     if ring not in (None, True, False):
         raise TypeError(f"ring must be True, False or None, got {shown(ring)}")
@@ -312,7 +314,9 @@ def _checked_texts(call: Call, communicator: Processes, ring: bool | None) -> di
     texts = {"descriptor": render(descriptor), "k, largest": str(more)}
     texts |= {"features": str(a.shape[1]), "dtype": str(a.dtype), "device type": a.device.type}
     for name, t in (("b", b), ("v", v)):
-        texts[name] = type(t).__name__ if not isinstance(t, torch.Tensor) else "rows"
+        texts[name] = "rows" if isinstance(t, torch.Tensor) else type(t).__name__
+        if t is a:
+            texts[name] = "a itself"  # whose gradients go another way
         if t is not None:
             of_t = t.tensor if isinstance(t, Replica) else t
             texts |= rows_facts(name, of_t)

@@ -39,6 +39,8 @@ def call(change: str):
             v = v[:1]
         if change == "gradient":
             b.requires_grad_()
+        if change == "a itself":
+            b, v = a, v[:2]
         if change == "ring":
             names["ring"] = True
         if change == "columns":
@@ -59,6 +61,7 @@ SAID = {
     "shard": "b is missing",
     "rows of v": "v must have the rows of b, 3, got 1",
     "gradient": "requires_grad of b differs: False on rank 0, True on rank 1",
+    "a itself": "b differs: rows on rank 0, a itself on rank 1",
     "ring": "ring differs: None on rank 0, True on rank 1",
     "columns": "dimensions of v but the rows' differs: (2,) on rank 0, (1,) on rank 1",
     "tensor": "a must be a tensor",
