@@ -89,8 +89,8 @@ def main() -> None:
     points = centres_of(options.centres + 1000, device)[-1000:]
     names = {"bandwidth": BANDWIDTH}
     values = kl.kernel_matmul(kl.gaussian(), points, centres, fit.coefficients, **names)
-    wanted = waves(points)
-    r2 = 1 - float((values - wanted).square().mean() / wanted.var(correction=0))
+    targets = waves(points)
+    r2 = 1 - float((values - targets).square().mean() / targets.var(correction=0))
     if rank == 0:
         print(
             f"falkon {options.rows} rows, {options.centres} centres, {size} processes  "

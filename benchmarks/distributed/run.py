@@ -61,14 +61,13 @@ def timed(call: Callable[[], object], together: bool, calls: int | None = None) 
         torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - begin)
 
-    first = once() if calls is None else 0.0  # loads kernels
-    again = once() if calls is None else 0.0
-    calls = calls or max(1, min(MOST, int(1e3 * SECONDS / max(again, 1e-3))))
+    if calls is None:
+        once()  # loads kernels
+        calls = max(1, min(MOST, int(1e3 * SECONDS / once())))
     if together:
         count = torch.tensor(calls, device="cuda")
         dist.all_reduce(count, dist.ReduceOp.MIN)
         calls = int(count)
-    del first
     times = torch.tensor([once() for _ in range(calls)], device="cuda")
     if together:
         dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -118,7 +117,7 @@ def gradient_case(points: int, features: int, must: float) -> Case:
     name = f"kernel_matmul_grad gaussian {points}x{points} D={features} x+v {{}} GPUs"
 
     def measure(session: Session) -> Row:
-        whole = [shared(points, features), shared(points, 1)]
+        alone = [shared(points, features), shared(points, 1)]
         grads, names = (torch.ones(points, 1, device="cuda"),), {"bandwidth": 3.0}
 
         def step(module, x, v, grad):
@@ -126,10 +125,10 @@ def gradient_case(points: int, features: int, must: float) -> Case:
             module.kernel_matmul(kl.gaussian(), x, x, v, **names).backward(grad)
             return x.grad
 
-        parts = [mine(t) for t in (*whole, *grads)]
+        parts = [mine(t) for t in (*alone, *grads)]
         return compared(
             name.format(size()),
-            lambda: step(kl, *whole, *grads),
+            lambda: step(kl, *alone, *grads),
             lambda: step(kl.distributed, *parts),
             None,
             must,

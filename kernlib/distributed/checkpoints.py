@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from kernlib.distributed.communicator import Facts, Processes
 
-_SLOTS = "even", "odd"  # in turns: one is whole while the other is written
+_SLOTS = "even", "odd"  # in turns: one can be read while the other is written
 _LATEST = "latest"  # the file that says which
 
 

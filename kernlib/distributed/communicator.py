@@ -167,14 +167,14 @@ class Processes(Communicator):
         return _added(every).view(t.shape)
 
     def exchange(
-        self, packed: torch.Tensor, counts: Sequence[int], taken: Sequence[int]
+        self, packed: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
     ) -> torch.Tensor:
-        """Numbers that follow each other by rank: ``counts`` of ``packed`` for each process, in
-        whose place come ``taken`` of each."""
+        """Numbers that follow each other by rank: of ``packed`` each process is sent as many as
+        ``sends`` says, and as many as ``receives`` come from each."""
         if self.size == 1:
             return packed
-        width, out = packed.element_size(), packed.new_empty(sum(taken))
-        sizes = ([width * count for count in each] for each in (taken, counts))
+        width, out = packed.element_size(), packed.new_empty(sum(receives))
+        sizes = ([width * count for count in each] for each in (receives, sends))
         dist.all_to_all_single(_bytes(out), _bytes(packed), *sizes, group=self.group)
         return out
 
@@ -186,21 +186,21 @@ class Processes(Communicator):
         after, before = (
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
         )
-        taken = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
+        received = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
         sends = [
             dist.P2POp(dist.isend, _bytes(t.contiguous()), after, self.group)
             for t in tensors
             if t.numel()
         ]
         receives = [
-            dist.P2POp(dist.irecv, _bytes(t), before, self.group) for t in taken if t.numel()
+            dist.P2POp(dist.irecv, _bytes(t), before, self.group) for t in received if t.numel()
         ]
         works = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
 
         def wait() -> list[torch.Tensor]:
             for work in works:
                 work.wait()
-            return taken
+            return received
 
         return wait
 

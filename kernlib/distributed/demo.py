@@ -45,7 +45,7 @@ def main() -> None:
         "all processes": lambda: spread(False),
         "all processes, in a ring": lambda: spread(True),
     }
-    wanted = ways["one process"]()[mine].double()
+    reference = ways["one process"]()[mine].double()
     worst = 0.0
     if rank == 0:
         print(f"kernel_matmul of {count} x {count} points, {ranks} processes on {device.type}")
@@ -53,7 +53,7 @@ def main() -> None:
         out = way()
         milliseconds = _milliseconds(way, device)
         if name != "one process":
-            squares = torch.stack([(out - wanted).square().sum(), wanted.square().sum()])
+            squares = torch.stack([(out - reference).square().sum(), reference.square().sum()])
             above, below = communicator.total(squares).tolist()
             worst = max(worst, (above / below) ** 0.5)
         if rank == 0:

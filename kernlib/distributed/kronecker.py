@@ -126,20 +126,20 @@ def shares(count: int, size: int) -> list[int]:
     return [max(0, min(step, count - step * rank)) for rank in range(size)]
 
 
-def _exchanged(communicator: Processes, t: torch.Tensor, counts, taken) -> torch.Tensor:
-    return _Exchange.apply(communicator, t.reshape(-1), tuple(counts), tuple(taken))
+def _exchanged(communicator: Processes, t: torch.Tensor, sends, receives) -> torch.Tensor:
+    return _Exchange.apply(communicator, t.reshape(-1), tuple(sends), tuple(receives))
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, communicator, packed, counts, taken):
-        ctx.request = communicator, counts, taken
-        return communicator.exchange(packed.contiguous(), counts, taken)
+    def forward(ctx, communicator, packed, sends, receives):
+        ctx.request = communicator, sends, receives
+        return communicator.exchange(packed.contiguous(), sends, receives)
 
     @staticmethod
     def backward(ctx, grad):
-        communicator, counts, taken = ctx.request
-        return None, _exchanged(communicator, grad, taken, counts), None, None
+        communicator, sends, receives = ctx.request
+        return None, _exchanged(communicator, grad, receives, sends), None, None
 
 
 def _facts(communicator: Processes, x, factors, sharded: str, precision) -> Facts:

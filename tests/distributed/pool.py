@@ -31,14 +31,14 @@ class Pool:
             self._start()
         for pipe in self.pipes:
             pipe.send((function, arguments))
-        results, is_whole = [], True
+        results, has_all = [], True
         for pipe in self.pipes:
             try:
                 results.append(pipe.recv() if pipe.poll(ANSWER_S) else None)
             except EOFError:
                 results.append(None)
-            is_whole = is_whole and results[-1] is not None
-        if not is_whole:
+            has_all = has_all and results[-1] is not None
+        if not has_all:
             self.close()
         return [None if result is None else result[0] for result in results]
 

@@ -151,11 +151,11 @@ def by_dtensors(b_is_replicated: bool):
     spread[1] = distribute_tensor(b, mesh, placements).requires_grad_()
     out = kl.distributed.kernel_matmul(kl.gaussian(), *spread, bandwidth=1.0)
     out.sum().backward()
-    whole = [t.requires_grad_() for t in (a, b, v)]
-    wanted = kl.kernel_matmul(kl.gaussian(), *whole, bandwidth=1.0)
+    leaves = [t.requires_grad_() for t in (a, b, v)]
+    wanted = kl.kernel_matmul(kl.gaussian(), *leaves, bandwidth=1.0)
     wanted.sum().backward()
     pairs = [(out.full_tensor(), wanted)]
-    pairs += [(x.grad.full_tensor(), y.grad) for x, y in zip(spread, whole, strict=True)]
+    pairs += [(x.grad.full_tensor(), y.grad) for x, y in zip(spread, leaves, strict=True)]
     return [float((x - y).abs().max()) for x, y in pairs], tuple(out.shape)
 
 

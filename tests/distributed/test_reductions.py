@@ -101,12 +101,12 @@ def with_itself(task: str, of_v: bool, regularized: bool, dims: int):
         first = torch.autograd.grad((out * weights).sum(), used, create_graph=True)
         second = torch.autograd.grad(first[0].square().sum(), used, allow_unused=True)
         grads.append([out, *first, *second])
-    for place, (mine_of, all_of) in enumerate(zip(*grads, strict=True)):
-        if mine_of is None or all_of is None:
+    for mine_of, all_of in zip(*grads, strict=True):
+        assert (mine_of is None) == (all_of is None)
+        if all_of is None:
             continue
         is_rows = all_of.dim() > 0
         pairs.append((mine_of.detach(), (mine(all_of, sizes) if is_rows else all_of).detach()))
-        assert place >= 0
     return pairs
 
 

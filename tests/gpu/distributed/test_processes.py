@@ -47,16 +47,16 @@ def reduced(task: str, rows: str, ring: bool, features: int):
     of_a, of_b = SIZES[rows]
     a, b, v = drawn((sum(of_a), features), (sum(of_b), features), (sum(of_b), 2))
     takes_gradient = not (ring and task in ("kernel_min", "kernel_topk"))
-    parts, whole = [mine(a, of_a), mine(b, of_b), mine(v, of_b)], [a, b, v]
+    parts, alone = [mine(a, of_a), mine(b, of_b), mine(v, of_b)], [a, b, v]
     count = 3 if task == "kernel_matmul" else 2
     if takes_gradient:
-        for t in (*parts, *whole):
+        for t in (*parts, *alone):
             t.requires_grad_()
     more = {"k": 5} if task == "kernel_topk" else {}
     results = []
     for module, tensors, names in (
         (kl.distributed, parts, {"ring": ring}),
-        (kl, whole, {}),
+        (kl, alone, {}),
     ):
         out = getattr(module, task)(
             kl.gaussian(), *tensors[:count], bandwidth=features**0.5, **more, **names
@@ -67,7 +67,7 @@ def reduced(task: str, rows: str, ring: bool, features: int):
         weights = drawn(results[1][0].shape)[0]
         (results[0][0] * mine(weights, of_a)).sum().backward()
         (results[1][0] * weights).sum().backward()
-        for part, t, sizes in zip(parts, whole, (of_a, of_b, of_b), strict=True):
+        for part, t, sizes in zip(parts, alone, (of_a, of_b, of_b), strict=True):
             if t.grad is not None:
                 errors.append(error_of(part.grad, mine(t.grad, sizes)))
     return errors

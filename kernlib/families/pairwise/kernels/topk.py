@@ -292,8 +292,8 @@ class Products(Lists):
         if few or problem.columns > PRODUCT_ENTRIES or not fits(problem, arch):
             return False
         plain = _without_lists(problem)
-        taken = products.KERNEL.takes(call._replace(problem=plain), arch)
-        return taken and reduce.split_pays(plain)
+        is_product = products.KERNEL.takes(call._replace(problem=plain), arch)
+        return is_product and reduce.split_pays(plain)
 
     def launch(
         self, descriptor: Pairwise, call: Call, gpu: Gpu, choice: Mapping[str, int]
