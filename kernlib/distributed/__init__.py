@@ -4,6 +4,7 @@ Each process holds a part of the rows of every tensor and gets its rows of the r
 starts the processes, and NCCL moves what they need of each other; tensors of a CPU go by gloo.
 """
 
+from kernlib.distributed.attention import attention
 from kernlib.distributed.communicator import Communicator
 from kernlib.distributed.kronecker import kron_columns, kron_matmul
 from kernlib.distributed.reductions import (
@@ -14,10 +15,12 @@ from kernlib.distributed.reductions import (
     kernel_topk,
 )
 from kernlib.distributed.rows import Replica, replicate
+from kernlib.distributed.sequence import sequence_shards
 
 __all__ = [
     "Communicator",
     "Replica",
+    "attention",
     "kernel_logsumexp",
     "kernel_matmul",
     "kernel_min",
@@ -26,4 +29,5 @@ __all__ = [
     "kron_columns",
     "kron_matmul",
     "replicate",
+    "sequence_shards",
 ]
