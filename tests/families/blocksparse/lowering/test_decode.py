@@ -8,9 +8,9 @@ import torch
 
 import kernlib as kl
 from kernlib.descriptors.epilogues import Add
-from kernlib.families.blocksparse.kernels.spmm import decode, portable
+from kernlib.families.blocksparse.kernels.spmm import decode
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose
+from kernlib.families.blocksparse.lowering import choose, mma
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Spmm, Values
 from kernlib.jit import targets
 from kernlib.lowering.kernel import Gpu
@@ -106,7 +106,7 @@ def test_what_no_block_meets_does_not_count(emulator, seed):
 @pytest.mark.emulated
 @pytest.mark.slow
 def test_batches_beyond_a_grid_are_looped_over(emulator, monkeypatch, seed):
-    monkeypatch.setattr(portable, "MOST_Y", 2)
+    monkeypatch.setattr(mma, "MOST_Y", 2)
     made = Product(Case("float16", (16, 16), (3, 5), 0.5, 2, 5, 16))
     assert error(made.run(emulator), made.wanted()) <= GATES["float16"]
 

@@ -125,12 +125,13 @@ def test_epilogues(name, width, epilogue, emulator, seed):
 def test_lines_that_take_turns(block, width, emulator, seed):
     """Whose steps are the other warpgroup's for longer than the ring is: a stage is given back."""
     case = Case("float16", (block, block), (2, 40), 1.0, columns=8)
-    choice = {"columns": width} if width else None
+    choice = {"columns": width} if width else {}
     for period in (1, 3, 9, 20):
         turn = torch.arange(40) // period % 2 == 0
         made = Operands(case, layout=Layout(torch.stack((turn, ~turn))[None], block))
         found = made.launched(
-            emulator, lambda problem: kernel_of(case).lower((), problem, ARCH, COUNT, *choice)
+            emulator,
+            lambda problem: by_kernel.lower(kernel_of(case), (), problem, ARCH, COUNT, choice),
         )
         assert error(found, made.wanted()) <= 1e-3
 

@@ -11,7 +11,7 @@ from kernlib.descriptors.epilogues import Add
 from kernlib.errors import UnsupportedError
 from kernlib.families.blocksparse.kernels.sdd import sampled
 from kernlib.families.blocksparse.layout import Layout
-from kernlib.families.blocksparse.lowering import choose
+from kernlib.families.blocksparse.lowering import choose, mma
 from kernlib.families.blocksparse.lowering.problem import Blocks, Dense, Sdd, Values
 from kernlib.jit import targets
 from kernlib.lowering.kernel import Gpu
@@ -137,7 +137,7 @@ def test_long_sums_of_float32_are_as_accurate_as_float32(emulator, seed):
 @pytest.mark.emulated
 @pytest.mark.slow
 def test_batches_beyond_a_grid_are_looped_over(emulator, monkeypatch, seed):
-    monkeypatch.setattr(sampled, "MOST_Y", 2)
+    monkeypatch.setattr(mma, "MOST_Y", 2)
     made = Product(Case("float16", (16, 16), (3, 5), 0.5, 2, 5, 16))
     assert error(made.run(emulator), made.wanted()) <= GATES["float16"]
 
