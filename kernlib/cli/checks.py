@@ -1,5 +1,5 @@
 """What `kernlib doctor` checks: Python packages, GPUs, the compiler, settings; and of the cache the
-store, its disk, and the bundles behind it."""
+store, its disk, and the bundles behind it. Its table of all checks is at the end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -357,3 +358,40 @@ def _bundle_advice(contents: places.Contents, here: list[str]) -> str:
         options = " ".join(f"--arch {arch}" for arch in here)
         return f"nothing in it is for this machine's GPU: compile it with {options}, export again"
     return ""
+
+
+# All of them.
+
+CHECKS: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
+    ("kernlib", kernlib),
+    ("torch", torch),
+    ("driver", driver),
+    ("GPU", gpus),
+    ("wheels", wheels),
+    ("headers", headers),
+    ("compile", compiles),
+    ("settings", settings),
+    ("cache", store),
+    ("bundle", bundles),
+)
+
+
+def checked(label: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """What one of CHECKS finds."""
+    try:
+        return check()
+    except Exception as error:  # a check that breaks is a finding, and the others still run
+        advice = "fix what this message names, then run kernlib doctor again"
+        return [Finding(label, f"{type(error).__name__}: {error}", advice, needed=True)]
+
+
+def advised(findings: list[Finding]) -> list[str]:
+    """What findings advise, each once; what keeps kernels from being compiled or kept is first."""
+    steps = []
+    for mark in ("FAIL", "note"):
+        labels: dict[str, list[str]] = {}  # of findings that one advice serves
+        for finding in findings:
+            if finding.mark == mark:
+                labels.setdefault(finding.advice, []).append(finding.label)
+        steps += [f"{', '.join(dict.fromkeys(of))}: {advice}" for advice, of in labels.items()]
+    return steps

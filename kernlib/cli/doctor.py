@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import click
 
 from kernlib import progress
 from kernlib.cli import checks
-from kernlib.cli.checks import Finding
+from kernlib.cli.checks import Finding, advised
 from kernlib.cli.options import json_option
-from kernlib.cli.output import print_json, say
+from kernlib.cli.output import print_finding, print_json, print_steps
 from kernlib.errors import INSTALL
 
-CHECKS = (
-    ("kernlib", checks.kernlib),
-    ("torch", checks.torch),
-    ("driver", checks.driver),
-    ("GPU", checks.gpus),
-    ("wheels", checks.wheels),
-    ("headers", checks.headers),
-    ("compile", checks.compiles),
-    ("settings", checks.settings),
-    ("cache", checks.store),
-    ("bundle", checks.bundles),
-)
 OF_GPUS = ("torch", "driver", "GPU")  # what decides whether torch sees a GPU
 GET_A_GPU = (
     "kernels run on an NVIDIA GPU since sm_80 with a driver since 525, and there is none here. On "
@@ -38,39 +26,46 @@ WITHOUT_A_GPU = (
 
 
 @click.command()
+@click.option(
+    "--distributed",
+    is_flag=True,
+    help="Check all processes that torchrun has started: what differs, and whether they exchange.",
+)
 @json_option
-def doctor(as_json: bool) -> None:
+def doctor(distributed: bool, as_json: bool) -> None:
     """Check this machine, and say what to do about what is missing.
 
     Looks at torch, GPUs, the compiler, settings and the cache. A line that begins with note is
     worth a look, one with FAIL keeps kernels from being compiled or kept. The last lines say what
-    to do next. Exits with 1 if there is one of those.
+    to do next. Exits with 1 if there is a line with FAIL.
+
+    With --distributed it prints one table of all processes that torchrun has started with it, on
+    this host or several: torchrun --nproc-per-node gpu -m kernlib doctor --distributed
     """
+    if distributed:
+        from kernlib.cli.job import doctor as of_job
+
+        of_job.examine(as_json)
+        return
     findings = []
     for finding in _all():
         findings.append(finding)
         if not as_json:
-            _print(finding)
+            print_finding(finding.mark, finding.label, finding.text)
     steps = next_steps(findings)
     failed = any(finding.mark == "FAIL" for finding in findings)
     if as_json:
         facts = [finding.facts() for finding in findings]
         print_json({"ok": not failed, "findings": facts, "next": steps})
     else:
-        _print_steps(steps)
+        print_steps(steps)
     if failed:
         raise click.exceptions.Exit(1)
 
 
 def next_steps(findings: list[Finding]) -> list[str]:
     """What to do, what keeps kernels from being compiled or kept before the rest."""
-    steps = []
-    for mark in ("FAIL", "note"):
-        labels: dict[str, list[str]] = {}  # of findings that one advice serves
-        for finding in findings:
-            if finding.mark == mark:
-                labels.setdefault(finding.advice, []).append(finding.label)
-        steps += [f"{', '.join(dict.fromkeys(of))}: {advice}" for advice, of in labels.items()]
+    steps = advised(findings)
     if any(finding.mark == "FAIL" for finding in findings):
         return [*steps, "then run `kernlib doctor` again"]
     if any(finding.details.get("arch") for finding in findings if finding.label.startswith("GPU")):
@@ -81,26 +76,7 @@ def next_steps(findings: list[Finding]) -> list[str]:
 
 
 def _all() -> Iterator[Finding]:
-    for label, check in CHECKS:
-        yield from _findings(label, check)
-
-
-def _findings(label: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    try:
+    for label, check in checks.CHECKS:
         with progress.busy(f"checking {label}"):
-            return check()
-    except Exception as error:  # a check that breaks is a finding, and the others still run
-        advice = "fix what this message names, then run kernlib doctor again"
-        return [Finding(label, f"{type(error).__name__}: {error}", advice, needed=True)]
-
-
-def _print(finding: Finding) -> None:
-    start = f"{finding.mark:4s}  {finding.label:10s}  "
-    say(finding.text, start=start, hang=" " * len(start))
-
-
-def _print_steps(steps: list[str]) -> None:
-    click.echo("\nWhat to do next:")
-    for number, step in enumerate(steps, 1):
-        start = f"  {number}. "
-        say(step, start=start, hang=" " * len(start))
+            findings = checks.checked(label, check)
+        yield from findings

@@ -109,6 +109,20 @@ def say(text: str, err: bool = False, start: str = "", hang: str = "") -> None:
         start = hang
 
 
+def print_finding(mark: str, label: str, text: str) -> None:
+    """A line of `kernlib doctor`."""
+    start = f"{mark:4s}  {label:10s}  "
+    say(text, start=start, hang=" " * len(start))
+
+
+def print_steps(steps: list[str]) -> None:
+    """The last lines of `kernlib doctor`, with numbers."""
+    click.echo("\nWhat to do next:")
+    for number, step in enumerate(steps, 1):
+        start = f"  {number}. "
+        say(step, start=start, hang=" " * len(start))
+
+
 def plain(value: object) -> str:
     """The text of a value on one line, with escapes for control characters: entries of a bundle may
     hold any text."""

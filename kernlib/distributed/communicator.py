@@ -122,6 +122,16 @@ class Processes(Communicator):
             raise error
         raise ValueError(_difference(task, says))
 
+    def collect(self, task: str, value: object) -> list:
+        """The values of all processes, by rank, each of which can be pickled. Raises
+        DistributedError for a process that does not answer."""
+        if self.size == 1:
+            return [value]
+        values: list = [None] * self.size
+        with _Answers(self, task):
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def gather(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The rows of all processes, by rank, of which each holds so many of ``sizes``."""
         if self.size == 1:

@@ -77,6 +77,7 @@ OTHERS = {
     "monarchlinear": ("kernlib.nn.KSLinear",),
     "gemkm": ("kernlib.kron_matmul", "kernlib.compat.fastkron"),
     "gekmm": ("kernlib.kron_matmul", "kernlib.compat.fastkron"),
+    "fastkronmgsgemm": ("kernlib.distributed.kron_matmul",),
     "kron": ("kernlib.kron_matmul", "kernlib.KroneckerProduct"),
     "spmv": ("kernlib.sparse.matmul",),
     "multiply": ("kernlib.sparse.matmul", "kernlib.compat.macko.multiply"),

@@ -83,6 +83,7 @@ REFUSED = {
     "nothing": ("nothing",),
     "cache nothing": ("nothing",),
     "doctor --quick": ("--quick",),
+    "doctor --distributed": ("torchrun --nproc-per-node gpu -m kernlib doctor --distributed",),
     "cache list --arch sm_75": ("--arch", "sm_80", "sm_75"),
     "cache list --unused -1": ("--unused",),
     "cache list --unused long": ("--unused", "long"),

@@ -36,7 +36,7 @@ COMMANDS = {
                         "=", "bandwidth=x", "descriptor=1", "accumulate=true", "debug=true"),
          "--workers": NUMBERS},
     ),
-    ("doctor",): (("nosuch",), {"--json": None, "--nosuch": None}),
+    ("doctor",): (("nosuch",), {"--distributed": None, "--json": None, "--nosuch": None}),
     ("nosuch",): ((), {"--json": None}),
 }  # fmt: skip
 

@@ -46,6 +46,7 @@ MEANT = {
     ("kernlib.sparse", "compres"): "kernlib.sparse.compress",
     ("kernlib.blocksparse", "Layot"): "kernlib.blocksparse.Layout",
     ("kernlib.compat", "kermak"): "kernlib.compat.kermac",
+    ("kernlib.compat.fastkron", "fastKronMgSGEMM"): "kernlib.distributed.kron_matmul?",
     ("kernlib.compat.fastkron", "fastkron_torch"): "kernlib.compat.fastkron.fastkrontorch",
     ("kernlib.compat.torch_blocksparse", "MatMull"): "kernlib.compat.torch_blocksparse.MatMul",
 }

@@ -51,3 +51,48 @@ def test_parts_are_those_of_one_process(pool, name, sharded):
         if isinstance(answer, Exception):
             raise answer
         assert answer < 1e-10
+
+
+def on_a_grid(rows: int, columns: int):
+    """Result of processes that have a part of the rows and of the columns each, and the part of it
+    in that of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("m", "k"))
+    m, k = mesh.get_coordinate()
+    generator = torch.Generator().manual_seed(5)
+    factors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in FACTORS["three"]]
+    x = torch.randn((6, 24), generator=generator, dtype=torch.float64)
+    parts, ends = kl.distributed.kron_columns(factors, columns)
+    part = x.chunk(rows)[m].split(parts, 1)[k]
+    wanted = kl.kron_matmul(x, factors).chunk(rows)[m].split(ends, 1)[k]
+    return kl.kron_matmul(part, factors, alpha=1.0, group=mesh["k"]), wanted
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 3), (3, 1)])
+def test_a_grid_has_a_group_for_each_row_of_it(pool, rows, columns):
+    for answer in pool.run(on_a_grid, rows, columns):
+        if isinstance(answer, Exception):
+            raise answer
+        torch.testing.assert_close(*answer)
+
+
+X = torch.ones((2, 4))
+REFUSED = {
+    "alpha": {"alpha": 2.0},
+    "alpha, beta, y": {"alpha": torch.tensor(1.0), "beta": 0.5, "y": X},
+    "side": {"side": "left"},
+    "out, debug": {"out": X, "debug": True},
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("names", REFUSED)
+def test_what_does_not_go_with_a_group_is_named(names):
+    with pytest.raises(ValueError, match=rf"^{names} cannot go with a group"):
+        kl.kron_matmul(X, [torch.eye(4)], group=object(), **REFUSED[names])
+
+
+def test_rows_or_columns_need_a_group():
+    with pytest.raises(ValueError, match=r"^sharded .* got 'rows' and no group: pass group="):
+        kl.kron_matmul(X, [torch.eye(4)], sharded="rows")

@@ -11,7 +11,7 @@ from kernlib import settings
 from kernlib.jit import entry
 from kernlib.jit.locks import hold_file
 from kernlib.jit.store import open_store
-from tests.jit.process_cases import ROOT
+from tests.jit.process_cases import BUILD, ROOT
 
 NAMES = ["one", "two", "three", "four", "five"]
 KEYS = "for name in arguments: print(key(name).hex(), file=sys.stderr)"
@@ -46,6 +46,24 @@ def test_8_processes_and_mixed_keys_are_one_compile_each(lab):
     assert lab.build(*orders) == dict.fromkeys(NAMES, 1), orders
     assert lab.build(["three", "six", "one"], ["six"]) == {"six": 1}
     assert len(kept(lab)) == 6
+
+
+EXPORT = """
+from kernlib.jit import bundle
+bundle.write(pathlib.Path(arguments[0]), bundle.collect(layers.layers().store.items()))
+"""
+
+
+def test_processes_with_a_bundle_compile_what_it_lacks_once_and_nothing_else(lab, tmp_path):
+    lab.build(["one", "two"])
+    assert lab.run(EXPORT, str(tmp_path / "bundle")) == (0, "")
+    host = {"KERNLIB_CACHE_DIR": f"{tmp_path / 'host'}:{tmp_path / 'bundle'}"}
+    lab.clear()
+    children = [lab.start(BUILD, *names, **host) for names in (["one", "six"], ["six", "two"])]
+    lab.wait_for("ready", len(children))
+    lab.mark("go")
+    lab.join(children)
+    assert lab.compiles() == {"six": 1}
 
 
 # Death.

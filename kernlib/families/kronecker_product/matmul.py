@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib import run as front
-from kernlib.descriptors.base import check_flag
+from kernlib.descriptors.base import check_flag, shown
 from kernlib.descriptors.epilogues import Add, Epilogue, Scale
 from kernlib.families.kronecker_product.descriptor import KroneckerProduct
 from kernlib.run import run_kernel
@@ -36,12 +38,18 @@ from kernlib.runtime.tensors import (
     stand_ins,
 )
 
+if TYPE_CHECKING:
+    from kernlib.distributed.communicator import Group
+
 # The epilogues by which kernels compute alpha times a product, and add beta times y to that.
 SCALED = (Scale("alpha"),)
 ADDED = (*SCALED, Add())
 # The defaults of alpha and beta: of a float Dynamo makes a symbol, which AOTAutograd takes back by
 # compiling a first program twice.
 _ONE, _ZERO = 1, 0
+# What arguments must be that a call over a group of processes has no use for.
+_ALONE = {"alpha": 1, "beta": 0, "y": None, "side": "right", "out": None, "debug": False}
+_PLAIN = (int, float, str, bool, type(None))
 
 
 def kron_matmul(
@@ -55,6 +63,8 @@ def kron_matmul(
     precision: str | None = None,
     out: torch.Tensor | None = None,
     debug: bool = False,
+    group: Group = None,
+    sharded: str | None = None,
 ) -> torch.Tensor:
     """``alpha * x (F1 ⊗ ... ⊗ FN) + beta * y``, or ``alpha * (F1 ⊗ ... ⊗ FN) x + beta * y`` with
     ``side="left"``: the factors stand on the right or on the left of x. Their product is never
@@ -76,14 +86,18 @@ def kron_matmul(
     - ``out``: the result's shape and dtype, any strides; it may be y itself, and no part of it.
       Nothing is recorded then.
     - ``debug=True`` writes what runs to stderr.
+    - ``group``: of processes that hold a part of x each, as that of
+      :func:`kernlib.distributed.kron_matmul`, which is called then; its columns, or with
+      ``sharded="rows"`` its rows. x and the factors are matrices then, these on the right, and
+      alpha, beta, y, ``out`` and debug are left out.
 
     Gradients of x, the factors, y, alpha and beta are recorded, and those of the gradients.
 
-    Raises ValueError for shapes and devices that do not fit each other, another side and a beta
-    without y, TypeError for other dtypes and kinds of arguments, each naming the argument, and
-    RuntimeError for an ``out`` while gradients are recorded. The operation is ``gemkm`` and
-    ``gekmm`` of the FastKron project; its shuffle algorithm is of Fackler, "Algorithm 993", ACM
-    TOMS 45 (2019).
+    Raises ValueError for shapes and devices that do not fit each other, another side, a beta
+    without y, a ``sharded`` without a group and what does not go with one, TypeError for other
+    dtypes and kinds of arguments, each naming the argument, and RuntimeError for an ``out`` while
+    gradients are recorded. The operation is ``gemkm`` and ``gekmm`` of the FastKron project; its
+    shuffle algorithm is of Fackler, "Algorithm 993", ACM TOMS 45 (2019).
 
     Example:
         >>> f1, f2, x = torch.randn(2, 3), torch.randn(4, 5), torch.randn(6, 8)
@@ -91,6 +105,9 @@ def kron_matmul(
         >>> y.shape, torch.allclose(y, 2 * x @ torch.kron(f1, f2), atol=1e-4)
         (torch.Size([6, 15]), True)
     """
+    if group is not None or sharded is not None:
+        others = {"alpha": alpha, "beta": beta, "y": y, "side": side, "out": out, "debug": debug}
+        return _of_group(x, factors, group, sharded, precision, others)
     if not _is_plain(x) or y is not None or out is not None:
         check_dense(("x",), x=x, y=y, out=out)
     factors = as_factors(factors)
@@ -124,6 +141,26 @@ def kron_matmul(
     product = _product(x, factors, side, precision, debug, None)
     product = _with(product, None if scale == 1 else alpha, None if share == 0 else beta, y)
     return _written(product if cast else product.to(dtype), out)
+
+
+def _of_group(x, factors, group, sharded: str | None, precision, others: dict) -> torch.Tensor:
+    """The product over the processes of a group. Raises ValueError for ``others``, arguments of
+    ``kron_matmul``, that are not what they are by default."""
+    if group is None:
+        raise ValueError(
+            f"sharded says how x lies over the processes of a group, got {shown(sharded)} and no "
+            "group: pass group=kernlib.distributed.Communicator() for all of them"
+        )
+    plain = {name: value for name, value in others.items() if type(value) in _PLAIN}
+    if names := [name for name in others if plain.get(name, ...) != _ALONE[name]]:
+        raise ValueError(
+            f"{', '.join(names)} cannot go with a group, over which x (F1 ⊗ ... ⊗ FN) alone is "
+            "computed: leave it out"
+        )
+    # By name: that package stands above this one, and calls it.
+    spread = import_module("kernlib.distributed.kronecker").kron_matmul
+    how = "columns" if sharded is None else sharded
+    return spread(x, factors, sharded=how, group=group, precision=precision)
 
 
 def _product(x, factors, side: str, precision: str | None, debug: bool, out) -> torch.Tensor:

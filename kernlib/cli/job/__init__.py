@@ -1,0 +1,1 @@
+"""``kernlib doctor --distributed``: the processes that torchrun has started, checked together."""
