@@ -75,6 +75,15 @@ def beside(t: torch.Tensor, other: Any) -> torch.Tensor:
     return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def multiply_(t: torch.Tensor, factors: torch.Tensor) -> None:
+    """``t.mul_(factors)``, for factors that are the same in all processes. Of a DTensor each of
+    them multiplies what it has: torch 2.13 refuses it where a dimension of size 1 is sharded."""
+    if _is_distributed(t):
+        factors = beside(factors.expand(t.shape), t)
+        factors, t = factors.redistribute(placements=t.placements).to_local(), t.to_local()
+    t.mul_(factors)
+
+
 def _register(operator: torch._ops.OpOverload, family: str, library: torch.library.Library) -> None:
     from torch.distributed.tensor import DTensor
 

@@ -46,6 +46,7 @@ class IndexedModule(nn.Module):
 
     persistent: ClassVar[bool] = True  # whether a state_dict holds the mark
     carriers: ClassVar[tuple[str, ...]] = (MARK,)  # buffers that loaders write, and the layer reads
+    _share = ""  # what names of carriers end with in a state_dict, of a layer of several processes
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +157,24 @@ class IndexedModule(nn.Module):
         saved = self._saved_carriers()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.update((prefix + name, tensor) for name, tensor in saved.items())
+        if self._share:
+            for name in self.carriers:
+                if prefix + name in destination:
+                    destination[prefix + name + self._share] = destination.pop(prefix + name)
+
+    def _save_as_share(self, rank: int, size: int) -> None:
+        """Have a state_dict say that its carriers are those of one of several processes, each of
+        which has a part of the matrix: torch's checkpoints take tensors of one name for one tensor,
+        of which they keep any process's."""
+        self._share = f"_{rank}_of_{size}"
+        for name in self.carriers:  # torch looks for an attribute of each name in a state
+            self.__dict__.setdefault(name + self._share, None)
+
+    def _read_share(self, state_dict: dict, prefix: str) -> None:
+        """Put carriers under their own names that :meth:`_save_as_share` has others for."""
+        for name in self.carriers if self._share else ():
+            if prefix + name + self._share in state_dict:
+                state_dict[prefix + name] = state_dict.pop(prefix + name + self._share)
 
 
 def former_header(state: torch.Tensor, kind: str) -> dict:

@@ -309,6 +309,7 @@ class MatrixModule(IndexedModule):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
+        self._read_share(state_dict, prefix)
         is_saved = prefix + PACKED in state_dict or prefix + EXTRA in state_dict
         if is_saved:
             place = self._place if self._matrix is None else self._matrix.device
@@ -329,7 +330,7 @@ class MatrixModule(IndexedModule):
                 keys |= {prefix + name for name in self._indices}
             unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         else:
-            missing_keys.append(prefix + PACKED)
+            missing_keys.append(prefix + PACKED + self._share)
             dense = prefix + "weight"
             unexpected_keys[:] = [_DenseKey(k) if k == dense else k for k in unexpected_keys]
 

@@ -30,6 +30,7 @@ from kernlib.nn.block_sparse.weight import (
 from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
+from kernlib.sharding import multiply_
 
 PADDINGS = ("zeros", "reflect", "replicate", "circular")
 
@@ -131,7 +132,7 @@ class BlockSparseConv2d(BlockSparseModule):
         """Draw weight and bias anew, as :class:`kernlib.nn.BlockSparseLinear` does."""
         with torch.no_grad():
             bounds = growth.bounds(self._drawn())
-            self.weight.uniform_(-1.0, 1.0).mul_(bounds)
+            multiply_(self.weight.uniform_(-1.0, 1.0), bounds)
             if self.bias is not None:
                 bound = 1 / math.sqrt(self._layout.shape[1])
                 self.bias.uniform_(-bound, bound)

@@ -297,6 +297,7 @@ class LayoutModule(IndexedModule):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
+        self._read_share(state_dict, prefix)
         is_saved = self.persistent and (prefix + MARK in state_dict or prefix + EXTRA in state_dict)
         if is_saved:
             assigned = local_metadata.get("assign_to_params_buffers", False)
@@ -312,7 +313,7 @@ class LayoutModule(IndexedModule):
             keys = [prefix + name for name in (MARK, EXTRA, *INDICES)]
             unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         elif self.persistent and strict:
-            missing_keys.append(prefix + MARK)
+            missing_keys.append(prefix + MARK + self._share)
 
     def _load_layout(self, state_dict: dict, prefix: str, assigned: bool) -> None:
         """Take the layout in a state_dict, in place unless it is to be assigned or the layer is on

@@ -41,6 +41,7 @@ from kernlib.nn.linears import (
 from kernlib.nn.traced import parameters_of, represented
 from kernlib.run import run_kernel
 from kernlib.runtime.tensors import check_dense
+from kernlib.sharding import multiply_
 
 
 @hinted
@@ -203,7 +204,7 @@ class BlockSparseLinear(BlockSparseModule):
         also which blocks are stored."""
         with torch.no_grad():
             bounds = growth.bounds(self._drawn())
-            self.weight.uniform_(-1.0, 1.0).mul_(bounds)
+            multiply_(self.weight.uniform_(-1.0, 1.0), bounds)
             if self.bias is not None:
                 bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
                 self.bias.uniform_(-bound, bound)
