@@ -140,24 +140,57 @@ class Processes(Communicator):
         parts = every.view(self.size, most, *like)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
+    def gather_several(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """What :meth:`gather` returns of each of them, by one exchange if they have one dtype."""
+        if self.size == 1 or len(tensors) == 1 or len({t.dtype for t in tensors}) > 1:
+            return [self.gather(t, sizes) for t in tensors]
+        most = max(sizes)
+        widths = [most * t.shape[1:].numel() for t in tensors]
+        flat = [t.reshape(-1) for t in tensors]
+        if len(tensors[0]) == most:
+            packed = torch.cat(flat)
+        else:
+            packed = flat[0].new_zeros(sum(widths))
+            for place, numbers in zip(packed.split(widths), flat, strict=True):
+                place[: len(numbers)] = numbers
+        every = packed.new_empty((self.size, sum(widths)))
+        if sum(widths):
+            _all_gather(_bytes(every), _bytes(packed), group=self.group)
+        results = []
+        for t, part in zip(tensors, every.split(widths, 1), strict=True):
+            rows = part.view(self.size, most, *t.shape[1:])
+            if min(sizes) < most:
+                rows = torch.cat([some[:size] for some, size in zip(rows, sizes, strict=True)])
+            results.append(rows.reshape(sum(sizes), *t.shape[1:]))
+        return results
+
     def scatter_sum(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The rows of this process of the sum of all processes' tensors, which hold the rows of
         every one. Summands are added by rank, so that bits repeat."""
+        return self.scatter_sum_several([t], sizes)[0]
+
+    def scatter_sum_several(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """:meth:`scatter_sum` of each of them, by one exchange if they have one dtype."""
         if self.size == 1:
-            return t
-        mine, like = sizes[self.rank], t.shape[1:]
-        width = like.numel() * t.element_size()
-        if not sum(sizes) or not width:
-            return t.new_zeros((mine, *like))
-        parts = t.new_empty((self.size * mine, *like))
-        dist.all_to_all_single(
-            _bytes(parts).view(-1),
-            _bytes(t.contiguous()).view(-1),
-            [mine * width] * self.size,
-            [size * width for size in sizes],
-            group=self.group,
-        )
-        return _added(parts.view(self.size, mine, *like))
+            return list(tensors)
+        if len({t.dtype for t in tensors}) > 1:
+            return [self.scatter_sum(t, sizes) for t in tensors]
+        mine, like = sizes[self.rank], [t.shape[1:] for t in tensors]
+        counts = [shape.numel() for shape in like]
+        by_rank = zip(*(t.split(list(sizes)) for t in tensors), strict=True)
+        flat = [part.reshape(-1) for parts in by_rank for part in parts]
+        packed = torch.cat(flat) if len(tensors) > 1 else tensors[0].reshape(-1)
+        width = sum(counts)
+        sends, receives = [size * width for size in sizes], [mine * width] * self.size
+        parts = packed.new_empty((self.size, mine * width))
+        if sum(sends):
+            _all_to_all(parts, packed, receives, sends, self.group)
+        parts = parts.split([mine * count for count in counts], 1)
+        return [_added(part).view(mine, *of) for part, of in zip(parts, like, strict=True)]
 
     def total(self, t: torch.Tensor) -> torch.Tensor:
         """The sum of all processes' tensors, of one shape, added by rank."""
@@ -173,9 +206,8 @@ class Processes(Communicator):
         ``sends`` says, and as many as ``receives`` come from each."""
         if self.size == 1:
             return packed
-        width, out = packed.element_size(), packed.new_empty(sum(receives))
-        sizes = ([width * count for count in each] for each in (receives, sends))
-        dist.all_to_all_single(_bytes(out), _bytes(packed), *sizes, group=self.group)
+        out = packed.new_empty(sum(receives))
+        _all_to_all(out, packed, receives, sends, self.group)
         return out
 
     def pass_on(
@@ -271,6 +303,13 @@ def _group_of(group) -> dist.ProcessGroup:
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor: not every backend takes every dtype."""
     return t.view(-1).view(torch.uint8)
+
+
+def _all_to_all(out: torch.Tensor, packed: torch.Tensor, receives, sends, group) -> None:
+    """Of contiguous tensors, whose numbers follow each other by rank."""
+    width = packed.element_size()
+    sizes = ([width * count for count in each] for each in (receives, sends))
+    dist.all_to_all_single(_bytes(out), _bytes(packed), *sizes, group=group)
 
 
 def _added(parts: torch.Tensor) -> torch.Tensor:

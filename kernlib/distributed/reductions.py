@@ -219,7 +219,7 @@ def _reduce(
         return ring_of.reduce(call._replace(descriptor=descriptor, b=b), communicator, rows, names)
     if b is a and _is_symmetric(call):
         return _self_product(call, descriptor, communicator, rows, names)
-    b, v = (_all_rows(t, communicator, rows) for t in (b, v))
+    b, v = _all_rows(communicator, rows, b, v)
     return call.local(descriptor, a, b, v, names)
 
 
@@ -241,10 +241,14 @@ def _self_product(
     return result[:, 0] if call.v is None or v.dim() == 1 else result
 
 
-def _all_rows(t, communicator: Processes, rows: tuple[int, ...]) -> torch.Tensor | None:
-    if isinstance(t, Replica):
-        return t.tensor
-    return None if t is None else gathered(t, communicator, rows)
+def _all_rows(communicator: Processes, rows: tuple[int, ...], *tensors) -> tuple:
+    """The rows of all processes of each tensor; a replica has them."""
+    parts = [t for t in tensors if isinstance(t, torch.Tensor)]
+    every = iter(gathered(communicator, rows, *parts) if parts else ())
+    return tuple(
+        next(every) if isinstance(t, torch.Tensor) else None if t is None else t.tensor
+        for t in tensors
+    )
 
 
 def _facts(call: Call, communicator: Processes, ring: bool | None) -> Facts:

@@ -50,7 +50,7 @@ def replicate(t: torch.Tensor, *, group: Group = None) -> Replica:
         return Facts(rows_facts("t", t), (t.shape[0],))
 
     sizes = tuple(rows for (rows,) in communicator.agree("replicate", facts))
-    return Replica(gathered(t, communicator, sizes), sizes)
+    return Replica(*gathered(communicator, sizes, t), sizes)
 
 
 def rows_facts(name: str, t: torch.Tensor) -> dict[str, str]:
@@ -76,12 +76,14 @@ def said(value: object) -> str:
     return f"{text} {numbers}" if len(numbers) < 9 else f"{text} {hash(tuple(numbers))}"
 
 
-def gathered(t: torch.Tensor, communicator: Processes, sizes: Sequence[int]) -> torch.Tensor:
-    """The rows of all processes. The gradient sums up those that all of them have by this
-    process's rows."""
+def gathered(
+    communicator: Processes, sizes: Sequence[int], *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The rows of all processes of each tensor, by one exchange. The gradients sum up those that
+    all of them have by this process's rows."""
     if communicator.size == 1:
-        return t
-    return _Gathered.apply(t, communicator, tuple(sizes))
+        return tensors
+    return _Gathered.apply(communicator, tuple(sizes), *tensors)
 
 
 def replicated(t: torch.Tensor, communicator: Processes) -> torch.Tensor:
@@ -93,25 +95,45 @@ def replicated(t: torch.Tensor, communicator: Processes) -> torch.Tensor:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, t, communicator, sizes):
+    def forward(ctx, communicator, sizes, *tensors):
         ctx.request = communicator, sizes
-        return communicator.gather(t, sizes)
+        return _marked(ctx, communicator.gather_several(tensors, sizes))
 
     @staticmethod
-    def backward(ctx, grad):
-        return _ScatterSum.apply(grad, *ctx.request), None, None
+    def backward(ctx, *grads):
+        needs = ctx.needs_input_grad[2:]
+        needed = [grad for grad, need in zip(grads, needs, strict=True) if need]
+        sums = iter(_ScatterSum.apply(*ctx.request, *needed))
+        return None, None, *(next(sums) if need else None for need in needs)
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, t, communicator, sizes):
+    def forward(ctx, communicator, sizes, *tensors):
         ctx.request = communicator, sizes
-        communicator.agree("gradients", lambda: Facts(rows_facts("a gradient", t), ()))
-        return communicator.scatter_sum(t, sizes)
+
+        def facts() -> Facts:
+            texts = {"gradients": str(len(tensors))}
+            for place, t in enumerate(tensors):
+                texts |= rows_facts(f"gradient {place}", t)
+            return Facts(texts, ())
+
+        communicator.agree("gradients", facts)
+        return _marked(ctx, communicator.scatter_sum_several(tensors, sizes))
 
     @staticmethod
-    def backward(ctx, grad):
-        return _Gathered.apply(grad, *ctx.request), None, None
+    def backward(ctx, *grads):
+        needs = ctx.needs_input_grad[2:]
+        needed = [grad for grad, need in zip(grads, needs, strict=True) if need]
+        rows = iter(_Gathered.apply(*ctx.request, *needed))
+        return None, None, *(next(rows) if need else None for need in needs)
+
+
+def _marked(ctx, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Results that take no gradient where their tensors do not."""
+    pairs = zip(results, ctx.needs_input_grad[2:], strict=True)
+    ctx.mark_non_differentiable(*(t for t, need in pairs if not need))
+    return tuple(results)
 
 
 class _Replicated(torch.autograd.Function):

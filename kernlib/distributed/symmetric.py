@@ -29,7 +29,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, descriptor, communicator, sizes, names, keys, x, v, *values):
         ctx.request = descriptor, communicator, sizes, names, keys
         ctx.save_for_backward(x, v, *values)
-        points, summands = (communicator.gather(t, sizes) for t in (x, v))
+        points, summands = communicator.gather_several((x, v), sizes)
         return kernlib.kernel_matmul(descriptor, x, points, summands, **names)
 
     @staticmethod
@@ -42,7 +42,7 @@ class _Product(torch.autograd.Function):
         needs_x, _, *needs = ctx.needs_input_grad[5:]
         communicator.agree("gradients", lambda: Facts({"needs": str((needs_x, *needs))}, ()))
         again = torch.is_grad_enabled()  # whether gradients of gradients are asked for
-        points, summands, grads = (gathered(t, communicator, sizes) for t in (x, v, grad))
+        points, summands, grads = gathered(communicator, sizes, x, v, grad)
         if not needs_x and not any(needs):
             by_v = kernlib.kernel_matmul(descriptor, x, points, grads, **names)
             return *(None,) * 6, by_v, *(None for _ in values)
