@@ -7,16 +7,14 @@ asks nothing of a GPU, and a process that is gone ends the call with an error.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from kernlib.descriptors.base import shown
+from kernlib.distributed.agreement import agreement_of, difference, refused
 from kernlib.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -25,20 +23,8 @@ if TYPE_CHECKING:
     Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | Communicator | None"
 
 TIMEOUT = 60.0  # seconds
-_SIZES = 4  # numbers that processes tell each other in every call
 # torch 2.13 warns of the former name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_control_groups: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-
-
-class Facts(NamedTuple):
-    """What a process says of a call: ``texts``, by name, that must be equal in all processes, and
-    ``sizes``, which may differ, four numbers at most."""
-
-    texts: dict[str, str]
-    sizes: tuple[int, ...]
 
 
 class Communicator:
@@ -66,7 +52,7 @@ class Communicator:
             raise ValueError(f"timeout must be seconds, greater than 0, got {shown(timeout)}")
         self.group = _group_of(group)
         self.timeout = float(timeout)
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank, self.size = self.group.rank(), self.group.size()
         self._processes: Processes | None = None  # which calls make
 
     def __repr__(self) -> str:
@@ -77,18 +63,15 @@ class Processes(Communicator):
     """A communicator as calls of this package use it. All processes call its methods in the same
     order."""
 
+    def __init__(self, group, *, timeout: float = TIMEOUT):
+        super().__init__(group, timeout=timeout)
+        self._agreement = agreement_of(self.group, self.timeout)
+        self.checked = self._agreement.checked
+
     @property
     def control(self) -> dist.ProcessGroup:
         """The group over gloo of the same processes."""
-        groups = _control_groups.setdefault(self.group, {})
-        if self.timeout not in groups:
-            groups[self.timeout] = dist.new_group(
-                dist.get_process_group_ranks(self.group),
-                timeout=timedelta(seconds=self.timeout),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-        return groups[self.timeout]
+        return self._agreement.control(self.group, self.timeout)
 
     def check_device(self, name: str, t: torch.Tensor) -> None:
         """Raises TypeError for a tensor on a device that the group has no backend for."""
@@ -99,28 +82,46 @@ class Processes(Communicator):
                 f'start it by init_process_group("cpu:gloo,cuda:nccl"), or move {name}'
             )
 
-    def agree(self, task: str, facts: Callable[[], Facts]) -> list[tuple[int, ...]]:
-        """The sizes of all processes, by rank, once their facts are equal.
+    def agree(
+        self,
+        task: str,
+        texts: Callable[[], dict[str, str]],
+        sizes: Callable[[], tuple[int, ...]] = tuple,
+        key: Callable[[], Hashable] | None = None,
+    ) -> list[tuple[int, ...]]:
+        """What ``sizes`` returns in all processes, four numbers at most, by rank, once what
+        ``texts`` returns is equal in all of them. That is called first; not at all where a call of
+        an equal ``key`` has passed it.
 
-        Raises what ``facts`` raises here; ValueError that names the rank and what differs, or what
+        Raises what these raise here; ValueError that names the rank and what differs, or what
         another process refuses, in all processes; DistributedError for one that does not answer.
         """
         if self.size == 1:
-            return [facts().sizes]
-        error, texts, sizes = None, {}, ()
+            self.checked(task, texts, key)
+            return [sizes()]
+        error, numbers = None, ()
         try:
-            texts, sizes = facts()
+            checked = self.checked(task, texts, key)
+            numbers = sizes()
         except Exception as raised:  # the others must know, whatever it is
-            error, texts = raised, {"error": f"{type(raised).__name__}: {raised}"}
-        with _Answers(self, task):
-            every = self._tell([error is not None, *_digest(task, texts), *sizes])
-            if all(not each[0] and each[1:3] == every[0][1:3] for each in every):
-                return [tuple(each[3 : 3 + len(sizes)]) for each in every]
+            error, checked = raised, refused(raised)
+        try:
+            control = self.control
+            every = self._agreement.tell(error is not None, checked.digest, numbers)
+            first = every[0][1]
+            if not any([refuses or digest != first for refuses, digest, *_ in every]):
+                return [row[2 : 2 + len(numbers)] for row in every]
             says: list = [None] * self.size
-            dist.all_gather_object(says, (task, texts), group=self.control)
+            dist.all_gather_object(says, (task, checked.texts), group=control)
+        except RuntimeError as lost:
+            raise DistributedError(
+                f"{task}: a process of the group does not take part, seen from rank {self.rank} of "
+                f"{self.size}: it has ended, waits elsewhere, or is more than {self.timeout:g} s "
+                "late (timeout)"
+            ) from lost
         if error is not None:
             raise error
-        raise ValueError(_difference(task, says))
+        raise ValueError(difference(task, says))
 
     def gather(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The rows of all processes, by rank, of which each holds so many of ``sizes``."""
@@ -236,33 +237,6 @@ class Processes(Communicator):
 
         return wait
 
-    def _tell(self, numbers: list[int]) -> list[list[int]]:
-        """Numbers of all processes, by rank."""
-        row = torch.zeros(3 + _SIZES, dtype=torch.int64, device="cpu")
-        row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        rows = row.new_empty(self.size * len(row))
-        _all_gather(rows, row, group=self.control)
-        return rows.view(self.size, -1).tolist()
-
-
-class _Answers:
-    """Turns what gloo raises for a process that is gone, or late, into an error that says so."""
-
-    def __init__(self, communicator: Processes, task: str):
-        self.communicator, self.task = communicator, task
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, RuntimeError):
-            ranks = self.communicator
-            raise DistributedError(
-                f"{self.task}: a process of the group does not take part, seen from rank "
-                f"{ranks.rank} of {ranks.size}: it has ended, waits elsewhere, or is more than "
-                f"{ranks.timeout:g} s late (timeout)"
-            ) from error
-
 
 def as_communicator(group: Group) -> Processes:
     """Of what a call's ``group`` may be: a communicator, or what makes one."""
@@ -318,25 +292,3 @@ def _added(parts: torch.Tensor) -> torch.Tensor:
     for part in parts[1:]:
         total += part
     return total
-
-
-def _digest(task: str, texts: dict[str, str]) -> list[int]:
-    lines = "\0".join([task, *(f"{name}={text}" for name, text in texts.items())])
-    digest = hashlib.sha256(lines.encode()).digest()
-    return [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
-
-
-def _difference(task: str, says: list[tuple[str, dict[str, str]]]) -> str:
-    """A sentence of the first difference between processes, which is the same in all of them."""
-    for rank, (_, texts) in enumerate(says):
-        if "error" in texts:
-            return f"{task}: rank {rank} cannot take part: {texts['error']}"
-    first_task, first = says[0]
-    for rank, (other, texts) in enumerate(says[1:], 1):
-        if other != first_task:
-            return f"rank {rank} calls {other} while rank 0 calls {first_task}"
-        for name in {**first, **texts}:
-            mine, others = (each.get(name, "missing") for each in (first, texts))
-            if mine != others:
-                return f"{task}: {name} differs: {mine} on rank 0, {others} on rank {rank}"
-    return f"{task}: processes differ"  # a collision of digests alone

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kernlib.descriptors.base import render
 from kernlib.distributed.checkpoints import Checkpoint
-from kernlib.distributed.communicator import Facts, as_communicator
-from kernlib.distributed.rows import rows_facts, said
+from kernlib.distributed.communicator import as_communicator
+from kernlib.distributed.rows import rows_texts, said
 
 
 class Ranks:
@@ -23,22 +23,21 @@ def agreed(group, checked: Callable, checkpoint: str | None):
     """What ``checked`` returns in this process, whose errors all processes see, and the ranks."""
     communicator, fits = as_communicator(group), []
 
-    def facts() -> Facts:
+    def texts() -> dict[str, str]:
         fit = checked()
         fits.append(fit)
         communicator.check_device("centres", fit.centres)
         sums = fit.centres.double().sum(0)
-        texts = {
+        return {
             "descriptor": render(fit.descriptor),
             "checkpoint": str(checkpoint),
             "columns of y": str(fit.y.shape[1]),
             "regularization, tol, max_iter": str(fit[4:7]),
-            **rows_facts("centres", fit.centres),
+            **rows_texts("centres", fit.centres),
             "rows of centres": str(len(fit.centres)),
             "sums of centres": said(sums.cpu()),
             **{name: said(value) for name, value in sorted(fit.hyperparameters.items())},
         }
-        return Facts(texts, (len(fit.x),))
 
-    rows = communicator.agree("falkon", facts)
+    rows = communicator.agree("falkon", texts, lambda: (len(fits[0].x),))
     return fits[0], Ranks(communicator, sum(count for (count,) in rows), checkpoint)

@@ -10,8 +10,8 @@ import torch
 
 import kernlib
 from kernlib.descriptors.base import shown
-from kernlib.distributed.communicator import Facts, Processes, as_communicator
-from kernlib.distributed.rows import replicated, rows_facts, said
+from kernlib.distributed.communicator import Processes, as_communicator
+from kernlib.distributed.rows import replicated, rows_key, rows_texts, said, value_key
 from kernlib.families.kronecker_product.matmul import as_factors
 from kernlib.runtime.tensors import check_dense
 
@@ -54,14 +54,17 @@ def kron_matmul(
     communicator = as_communicator(group)
     factors = as_factors(factors)
 
-    def facts() -> Facts:
-        return _facts(communicator, x, factors, sharded, precision)
+    def texts() -> dict[str, str]:
+        return _texts(communicator, x, factors, sharded, precision)
+
+    def key() -> tuple:
+        return _key(x, factors, sharded, precision)
 
     if sharded == "rows":  # which needs nothing of the others
-        facts()
+        communicator.checked("kron_matmul", texts, key)
         factors = [replicated(factor, communicator) for factor in factors]
         return kernlib.kron_matmul(x, factors, precision=precision)
-    every = communicator.agree("kron_matmul", facts)
+    every = communicator.agree("kron_matmul", texts, lambda: tuple(x.shape), key)
     if communicator.size == 1:
         return kernlib.kron_matmul(x, factors, precision=precision)
     factors = [replicated(factor, communicator) for factor in factors]
@@ -142,7 +145,15 @@ class _Exchange(torch.autograd.Function):
         return None, _exchanged(communicator, grad, receives, sends), None, None
 
 
-def _facts(communicator: Processes, x, factors, sharded: str, precision) -> Facts:
+def _key(x, factors, sharded: str, precision) -> tuple:
+    """What the checks and the texts of a call depend on. Values of factors are compared, which
+    takes time, where processes agree on them."""
+    by = value_key if sharded == "columns" else rows_key
+    parts = [(factor.shape, *by(factor)) for factor in factors]
+    return sharded, precision, torch.is_autocast_enabled(x.device.type), *rows_key(x), *parts
+
+
+def _texts(communicator: Processes, x, factors, sharded: str, precision) -> dict[str, str]:
     """Raises what :func:`kernlib.kron_matmul` of no rows raises, and for other columns than this
     process has."""
     if sharded not in ("columns", "rows"):
@@ -173,6 +184,6 @@ def _facts(communicator: Processes, x, factors, sharded: str, precision) -> Fact
         )
     texts = {"sharded": sharded, "precision": str(precision), "factors": str(len(factors))}
     for name, factor in named.items():
-        texts[name] = f"{tuple(factor.shape)} {said(factor)}"
-    texts |= {name: text for name, text in rows_facts("x", x).items() if "dimensions" not in name}
-    return Facts(texts, (x.shape[0], x.shape[1]))
+        texts[name] = f"{tuple(factor.shape)} {said(factor)}" if sharded == "columns" else ""
+    of_x = rows_texts("x", x)
+    return texts | {name: text for name, text in of_x.items() if "dimensions" not in name}

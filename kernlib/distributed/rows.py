@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernlib.distributed.communicator import Facts, Processes, as_communicator
+from kernlib.distributed.communicator import Processes, as_communicator
 from kernlib.runtime.tensors import check_dense
 
 if TYPE_CHECKING:
     from kernlib.distributed.communicator import Group
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Replica(NamedTuple):
@@ -42,18 +45,19 @@ def replicate(t: torch.Tensor, *, group: Group = None) -> Replica:
     """
     communicator = as_communicator(group)
 
-    def facts() -> Facts:
+    def texts() -> dict[str, str]:
         check_dense(("t",), t=t)
         communicator.check_device("t", t)
         if not t.dim():
             raise ValueError("t must have rows, got a tensor without dimensions")
-        return Facts(rows_facts("t", t), (t.shape[0],))
+        return rows_texts("t", t)
 
-    sizes = tuple(rows for (rows,) in communicator.agree("replicate", facts))
+    every = communicator.agree("replicate", texts, lambda: (t.shape[0],), lambda: rows_key(t))
+    sizes = tuple(rows for (rows,) in every)
     return Replica(*gathered(communicator, sizes, t), sizes)
 
 
-def rows_facts(name: str, t: torch.Tensor) -> dict[str, str]:
+def rows_texts(name: str, t: torch.Tensor) -> dict[str, str]:
     """What must be equal in all processes of tensors of rows."""
     return {
         f"dtype of {name}": str(t.dtype),
@@ -61,6 +65,21 @@ def rows_facts(name: str, t: torch.Tensor) -> dict[str, str]:
         f"device type of {name}": t.device.type,
         f"requires_grad of {name}": str(t.requires_grad and torch.is_grad_enabled()),
     }
+
+
+def rows_key(t: torch.Tensor) -> tuple:
+    """What checks and texts of rows depend on. Raises TypeError for what is no plain tensor."""
+    if type(t) not in _PLAIN:
+        raise TypeError(f"no plain tensor: {type(t)}")
+    requires_grad = t.requires_grad and torch.is_grad_enabled()
+    return t.dim(), t.shape[1:], t.dtype, t.device, t.layout, requires_grad
+
+
+def value_key(value: object) -> tuple:
+    """The same of a hyperparameter, which is a number or a tensor of the same in all processes."""
+    if isinstance(value, (int, float)):
+        return type(value), value
+    return said(value), *rows_key(value)
 
 
 def said(value: object) -> str:
@@ -112,13 +131,7 @@ class _ScatterSum(torch.autograd.Function):
     def forward(ctx, communicator, sizes, *tensors):
         ctx.request = communicator, sizes
 
-        def facts() -> Facts:
-            texts = {"gradients": str(len(tensors))}
-            for place, t in enumerate(tensors):
-                texts |= rows_facts(f"gradient {place}", t)
-            return Facts(texts, ())
-
-        communicator.agree("gradients", facts)
+        _agree_on_gradients(communicator, tensors)
         return _marked(ctx, communicator.scatter_sum_several(tensors, sizes))
 
     @staticmethod
@@ -136,6 +149,16 @@ def _marked(ctx, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(results)
 
 
+def _agree_on_gradients(communicator: Processes, tensors: Sequence[torch.Tensor]) -> None:
+    def texts() -> dict[str, str]:
+        named = {"gradients": str(len(tensors))}
+        for place, t in enumerate(tensors):
+            named |= rows_texts(f"gradient {place}", t)
+        return named
+
+    communicator.agree("gradients", texts, key=lambda: tuple([rows_key(t) for t in tensors]))
+
+
 class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, communicator):
@@ -151,7 +174,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, communicator):
         ctx.communicator = communicator
-        communicator.agree("gradients", lambda: Facts(rows_facts("a gradient", t), ()))
+        _agree_on_gradients(communicator, [t])
         return communicator.total(t)
 
     @staticmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 import kernlib
-from kernlib.distributed.communicator import Facts, Processes
+from kernlib.distributed.communicator import Processes
 from kernlib.distributed.rows import gathered
 
 
@@ -39,8 +39,9 @@ class _Product(torch.autograd.Function):
         """
         descriptor, communicator, sizes, names, keys = ctx.request
         x, v, *values = ctx.saved_tensors
-        needs_x, _, *needs = ctx.needs_input_grad[5:]
-        communicator.agree("gradients", lambda: Facts({"needs": str((needs_x, *needs))}, ()))
+        all_needs = ctx.needs_input_grad[5:]
+        needs_x, _, *needs = all_needs
+        communicator.agree("gradients", lambda: {"needs": str(all_needs)}, key=lambda: all_needs)
         again = torch.is_grad_enabled()  # whether gradients of gradients are asked for
         points, summands, grads = gathered(communicator, sizes, x, v, grad)
         if not needs_x and not any(needs):
