@@ -20,9 +20,9 @@ import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import relative_error
-from kernlib.distributed import fits
 from kernlib.distributed.communicator import as_communicator
-from kernlib.linalg.falkon import _Alone, _Fit, _pass
+from kernlib.linalg.falkon import checked_fit, gram_product
+from kernlib.runtime.alone import Alone
 
 SECONDS, MOST = 2.0, 20  # of repetitions of a case, and how many at most
 FALKON_ROWS, FALKON_FEATURES, CENTRES = 10_000_000, 20, 20_000
@@ -176,14 +176,14 @@ def falkon_case(must: float) -> Case:
 
         def fit(x, y):
             names = {"bandwidth": 5.0}
-            return _Fit(kl.gaussian(), x, y, centres, 1e-6, 1e-6, 20, names)
+            return checked_fit(kl.gaussian(), x, y, centres, 1e-6, (1e-6, 20), names)
 
-        ranks = fits.Ranks(as_communicator(None), FALKON_ROWS, None)
+        processes = as_communicator(None)
         alone, spread = fit(x, y), fit(x[part], y[part])
         return compared(
             name.format(size()),
-            lambda: _pass(alone, _Alone(FALKON_ROWS), u),
-            lambda: _pass(spread, ranks, u),
+            lambda: gram_product(alone, Alone(), u),
+            lambda: gram_product(spread, processes, u),
             None,
             must,
         )

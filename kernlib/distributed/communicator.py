@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kernlib.descriptors.base import shown
 from kernlib.distributed.agreement import agreement_of, difference, refused
 from kernlib.errors import DistributedError
+from kernlib.runtime.alone import Alone
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,9 +97,6 @@ class Processes(Communicator):
         Raises what these raise here; ValueError that names the rank and what differs, or what
         another process refuses, in all processes; DistributedError for one that does not answer.
         """
-        if self.size == 1:
-            self.checked(task, texts, key)
-            return [sizes()]
         error, numbers = None, ()
         try:
             checked = self.checked(task, texts, key)
@@ -125,8 +123,6 @@ class Processes(Communicator):
 
     def gather(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The rows of all processes, by rank, of which each holds so many of ``sizes``."""
-        if self.size == 1:
-            return t
         most, like = max(sizes), t.shape[1:]
         if not most or not t.shape[1:].numel():
             return t.new_empty((sum(sizes), *like))
@@ -145,7 +141,7 @@ class Processes(Communicator):
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> list[torch.Tensor]:
         """What :meth:`gather` returns of each of them, by one exchange if they have one dtype."""
-        if self.size == 1 or len(tensors) == 1 or len({t.dtype for t in tensors}) > 1:
+        if len(tensors) == 1 or len({t.dtype for t in tensors}) > 1:
             return [self.gather(t, sizes) for t in tensors]
         most = max(sizes)
         widths = [most * t.shape[1:].numel() for t in tensors]
@@ -176,8 +172,6 @@ class Processes(Communicator):
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> list[torch.Tensor]:
         """:meth:`scatter_sum` of each of them, by one exchange if they have one dtype."""
-        if self.size == 1:
-            return list(tensors)
         if len({t.dtype for t in tensors}) > 1:
             return [self.scatter_sum(t, sizes) for t in tensors]
         mine, like = sizes[self.rank], [t.shape[1:] for t in tensors]
@@ -195,8 +189,6 @@ class Processes(Communicator):
 
     def total(self, t: torch.Tensor) -> torch.Tensor:
         """The sum of all processes' tensors, of one shape, added by rank."""
-        if self.size == 1:
-            return t
         every = self.gather(t.reshape(1, -1), [1] * self.size)
         return _added(every).view(t.shape)
 
@@ -205,8 +197,6 @@ class Processes(Communicator):
     ) -> torch.Tensor:
         """Numbers that follow each other by rank: of ``packed`` each process is sent as many as
         ``sends`` says, and as many as ``receives`` come from each."""
-        if self.size == 1:
-            return packed
         out = packed.new_empty(sum(receives))
         _all_to_all(out, packed, receives, sends, self.group)
         return out
@@ -238,15 +228,26 @@ class Processes(Communicator):
         return wait
 
 
+class _One(Alone, Processes):
+    """A group of one process."""
+
+    check_device = Processes.check_device  # of which a group of several would be made
+
+
 def as_communicator(group: Group) -> Processes:
     """Of what a call's ``group`` may be: a communicator, or what makes one."""
     if isinstance(group, Processes):
         return group
     if not isinstance(group, Communicator):
-        return Processes(group)
+        return _processes(group, TIMEOUT)
     if group._processes is None:
-        group._processes = Processes(group.group, timeout=group.timeout)
+        group._processes = _processes(group.group, group.timeout)
     return group._processes
+
+
+def _processes(group, timeout: float) -> Processes:
+    processes = Processes(group, timeout=timeout)
+    return processes if processes.size > 1 else _One(group, timeout=timeout)
 
 
 def _group_of(group) -> dist.ProcessGroup:

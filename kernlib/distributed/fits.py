@@ -10,17 +10,9 @@ from kernlib.distributed.communicator import as_communicator
 from kernlib.distributed.rows import rows_texts, said
 
 
-class Ranks:
-    """The processes of a fit: how many rows they have together, sums over them, and a folder."""
-
-    def __init__(self, communicator, count: int, checkpoint: str | None):
-        state = Checkpoint(checkpoint, communicator)
-        self.count, self.is_first = count, communicator.rank == 0
-        self.total, self.load, self.save = communicator.total, state.load, state.save
-
-
 def agreed(group, checked: Callable, checkpoint: str | None):
-    """What ``checked`` returns in this process, whose errors all processes see, and the ranks."""
+    """What ``checked`` returns in this process, whose errors all processes see, with the rows of
+    all of them; the processes, and their checkpoint, None without a folder."""
     communicator, fits = as_communicator(group), []
 
     def texts() -> dict[str, str]:
@@ -40,4 +32,5 @@ def agreed(group, checked: Callable, checkpoint: str | None):
         }
 
     rows = communicator.agree("falkon", texts, lambda: (len(fits[0].x),))
-    return fits[0], Ranks(communicator, sum(count for (count,) in rows), checkpoint)
+    fit = fits[0]._replace(count=sum(count for (count,) in rows))
+    return fit, communicator, None if checkpoint is None else Checkpoint(checkpoint, communicator)
