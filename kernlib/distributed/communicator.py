@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
+from kernlib.alone import Alone
 from kernlib.descriptors.base import shown
 from kernlib.distributed.agreement import agreement_of, difference, refused
 from kernlib.errors import DistributedError
-from kernlib.runtime.alone import Alone
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kernlib import progress as progress_of
+from kernlib.alone import Alone
 from kernlib.debug import eager_only
 from kernlib.descriptors.base import shown
 from kernlib.errors import ConvergenceWarning, warn
@@ -19,7 +20,6 @@ from kernlib.linalg.iterative import check_limits
 from kernlib.linalg.kernel_systems import as_numbers
 from kernlib.linalg.nystrom import check_points, checked_rest
 from kernlib.run import run_kernel
-from kernlib.runtime.alone import Alone
 from kernlib.runtime.precision import without_autocast
 
 if TYPE_CHECKING:
