@@ -20,14 +20,16 @@ import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import relative_error
-from kernlib.distributed import fits
+from kernlib.alone import Alone
 from kernlib.distributed.communicator import as_communicator
-from kernlib.linalg.falkon import _Alone, _Fit, _pass
+from kernlib.linalg.falkon import checked_fit, gram_product
 
 SECONDS, MOST = 2.0, 20  # of repetitions of a case, and how many at most
 FALKON_ROWS, FALKON_FEATURES, CENTRES = 10_000_000, 20, 20_000
 CG_POINTS, CG_ITERATIONS = 400_000, 100
 KRON_ROWS, KRON_SIZES = 1024, (64, 64, 64)
+SHORT_CALLS = 100  # timed at once
+GATHERED, EXCHANGED = 10**6, 2**30  # bytes: of all processes, and of each
 
 
 def size() -> int:
@@ -176,14 +178,14 @@ def falkon_case(must: float) -> Case:
 
         def fit(x, y):
             names = {"bandwidth": 5.0}
-            return _Fit(kl.gaussian(), x, y, centres, 1e-6, 1e-6, 20, names)
+            return checked_fit(kl.gaussian(), x, y, centres, 1e-6, (1e-6, 20), names)
 
-        ranks = fits.Ranks(as_communicator(None), FALKON_ROWS, None)
+        processes = as_communicator(None)
         alone, spread = fit(x, y), fit(x[part], y[part])
         return compared(
             name.format(size()),
-            lambda: _pass(alone, _Alone(FALKON_ROWS), u),
-            lambda: _pass(spread, ranks, u),
+            lambda: gram_product(alone, Alone(), u),
+            lambda: gram_product(spread, processes, u),
             None,
             must,
         )
@@ -191,8 +193,51 @@ def falkon_case(must: float) -> Case:
     return Case(name, measure)
 
 
-def kron_case(sharded: str, must: float) -> Case:
-    name = f"kron_matmul {KRON_ROWS} 64^3 {sharded} fp32 {{}} GPUs"
+def short_case(name: str, prepared: Callable[[], Callable[[], object]]) -> Case:
+    """Microseconds of a call that ``prepared`` returns, one of many in turn."""
+
+    def measure(session: Session) -> Row:
+        call = prepared()
+
+        def calls() -> None:
+            for _ in range(SHORT_CALLS):
+                call()
+
+        return Row(name.format(size()), "us", 1e3 * timed(calls, True) / SHORT_CALLS)
+
+    return Case(name, measure)
+
+
+def agreement() -> Callable[[], object]:
+    processes = as_communicator(kl.distributed.Communicator())
+    texts = {"descriptor": "gaussian"}
+    return lambda: processes.agree("benchmark", lambda: texts, lambda: (1, 2), lambda: "benchmark")
+
+
+def gather() -> Callable[[], object]:
+    processes = as_communicator(kl.distributed.Communicator())
+    rows = GATHERED // 4 // size()
+    part, sizes = torch.zeros((rows, 1), device="cuda"), [rows] * size()
+    return lambda: processes.gather(part, sizes)
+
+
+def exchange_case() -> Case:
+    """A process sends all of its bytes but one part of ``size``: their rate is this by the time."""
+    name = f"all to all of {EXCHANGED // 2**20} MiB in each of {{}} GPUs"
+
+    def measure(session: Session) -> Row:
+        processes = as_communicator(kl.distributed.Communicator())
+        count = EXCHANGED // 4 // size()
+        packed, counts = torch.zeros(count * size(), device="cuda"), [count] * size()
+        call = lambda: processes.exchange(packed, counts, counts)  # noqa: E731
+        return Row(name.format(size()), "ms", timed(call, True))
+
+    return Case(name, measure)
+
+
+def kron_case(sharded: str, must: float, result: str | None = None) -> Case:
+    to = f" to {result}" if result else ""
+    name = f"kron_matmul {KRON_ROWS} 64^3 {sharded}{to} fp32 {{}} GPUs"
 
     def measure(session: Session) -> Row:
         factors = [shared(n, n) / n**0.5 for n in KRON_SIZES]
@@ -201,11 +246,12 @@ def kron_case(sharded: str, must: float) -> Case:
         part = mine(x, along)
 
         def spread():
-            return kl.distributed.kron_matmul(part, factors, sharded=sharded)
+            return kl.distributed.kron_matmul(part, factors, sharded=sharded, result=result)
 
         def error() -> float:
-            exact = mine(kl.kron_matmul(x[:64].double(), [f.double() for f in factors]), 1)
-            return relative_error(spread()[:64], exact) if along else 0.0
+            some = mine(x)[:64] if result == "rows" else x[:64]
+            exact = kl.kron_matmul(some.double(), [f.double() for f in factors])
+            return relative_error(spread()[:64], exact if result == "rows" else mine(exact, 1))
 
         alone = lambda: kl.kron_matmul(x, factors)  # noqa: E731
         return compared(name.format(size()), alone, spread, error if along else None, must)
@@ -221,7 +267,11 @@ CASES = [
     cg_case(1.92),
     falkon_case(1.85),
     kron_case("columns", 0.85),
+    kron_case("columns", 1.2, "rows"),
     kron_case("rows", 1.9),
+    short_case("agreement of {} processes", agreement),
+    short_case(f"gather of {GATHERED // 10**6} MB of {{}} GPUs", gather),
+    exchange_case(),
 ]
 
 

@@ -10,9 +10,9 @@ import torch
 
 from kernlib.descriptors.base import check_flag
 from kernlib.distributed import sequence
-from kernlib.distributed.communicator import Facts, Processes, as_communicator
+from kernlib.distributed.communicator import Processes, as_communicator
 from kernlib.distributed.partial import Merge, Spread
-from kernlib.distributed.rows import replicated, rows_facts, said
+from kernlib.distributed.rows import replicated, rows_key, rows_texts, said, value_key
 from kernlib.distributed.sequence import Part, Rule, Weights
 from kernlib.families.blocksparse.attention.arguments import (
     MOST_SEED,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 _POSITION = re.compile(r"\b(row|col)\b")  # in a score or mask
 # Captured tensors of positions in the sequence, and of lengths.
 _ROW, _COL, _QUERIES, _KEYS = "sequence_row", "sequence_col", "sequence_queries", "sequence_keys"
-_MOST_CHECKED = 256
-_checked: set[tuple[str, ...]] = set()  # of calls whose arguments passed
 _AXES = {_ROW: ("row",), _COL: ("col",), _QUERIES: ("batch",), _KEYS: ("batch",)}
 
 
@@ -106,10 +104,13 @@ def attention(
         "return_lse": return_lse, "axes": axes, **captured,
     }  # fmt: skip
 
-    def facts() -> Facts:
-        return _facts(communicator, q, k, v, layout, balanced, names)
+    def texts() -> dict[str, str]:
+        return _texts(communicator, q, k, v, layout, balanced, names)
 
-    communicator.agree("attention", facts)
+    def key() -> tuple:
+        return _key(q, k, v, layout, balanced, names)
+
+    communicator.agree("attention", texts, key=key)
     if communicator.size == 1:
         return local_attention(q, k, v, layout, **names)
     captured = {name: replicated(t, communicator) for name, t in captured.items()}
@@ -200,7 +201,7 @@ def _of_part(t: torch.Tensor, axes: tuple[str, ...], part: Part) -> torch.Tensor
     return t
 
 
-def _facts(communicator: Processes, q, k, v, layout, balanced, names: dict) -> Facts:
+def _texts(communicator: Processes, q, k, v, layout, balanced, names: dict) -> dict[str, str]:
     """What all processes must agree on. Raises what an attention of no batch raises."""
     check_layout(layout)
     check_flag("balanced", balanced)
@@ -224,20 +225,29 @@ def _facts(communicator: Processes, q, k, v, layout, balanced, names: dict) -> F
                 f"{name} must have {counts[communicator.rank]} positions in this process, of "
                 f"{counts} by rank (kernlib.distributed.sequence_shards), got {t.shape[2]}"
             )
-        texts |= rows_facts(name, t.movedim(2, 0))
+        texts |= rows_texts(name, t.movedim(2, 0))
         full.append(t.new_empty((0, t.shape[1], layout.shape[dim], t.shape[3])))
     texts["contents of layout"] = sequence.digest_of(layout)
     for name, value in names.items():
         if name != "seed" or not isinstance(value, torch.Tensor):
             texts[name] = said(value)
-    key = tuple(texts.values())
-    if key not in _checked:
-        with torch.no_grad():
-            local_attention(*full, layout, **_without_batch(names))
-        if len(_checked) >= _MOST_CHECKED:
-            _checked.clear()
-        _checked.add(key)
-    return Facts(texts, ())
+    with torch.no_grad():
+        local_attention(*full, layout, **_without_batch(names))
+    return texts
+
+
+def _key(q, k, v, layout, balanced, names: dict) -> tuple:
+    """What checks and texts depend on. Raises TypeError or AttributeError for what is not plain."""
+    parts = [layout.key, sequence.digest_of(layout), balanced]
+    parts += [(t.shape[:1], rows_key(t)) for t in (q, k, v)]
+    for name, value in names.items():
+        if isinstance(value, torch.Tensor):
+            parts.append((name, value.shape, value_key(value)))
+        elif isinstance(value, dict):
+            parts.append((name, *value.items()))
+        else:
+            parts.append((name, type(value), value))
+    return tuple(parts)
 
 
 def _without_batch(names: dict) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from kernlib.distributed.communicator import Facts, Processes
+from kernlib.distributed.communicator import Processes
 
 _SLOTS = "even", "odd"  # in turns: one can be read while the other is written
 _LATEST = "latest"  # the file that says which
@@ -44,7 +44,7 @@ class Checkpoint:
             return None
         latest = self.folder / _LATEST
         slot = latest.read_text() if latest.exists() else ""
-        self.communicator.agree("checkpoint", lambda: Facts({"the latest state": slot}, ()))
+        self.communicator.agree("checkpoint", lambda: {"the latest state": slot})
         if not slot:
             return None
         tensors = [torch.empty_like(t) for t in like]

@@ -7,16 +7,15 @@ asks nothing of a GPU, and a process that is gone ends the call with an error.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from kernlib.alone import Alone
 from kernlib.descriptors.base import shown
+from kernlib.distributed.agreement import agreement_of, difference, refused
 from kernlib.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -25,20 +24,8 @@ if TYPE_CHECKING:
     Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | Communicator | None"
 
 TIMEOUT = 60.0  # seconds
-_SIZES = 4  # numbers that processes tell each other in every call
 # torch 2.13 warns of the former name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_control_groups: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-
-
-class Facts(NamedTuple):
-    """What a process says of a call: ``texts``, by name, that must be equal in all processes, and
-    ``sizes``, which may differ, four numbers at most."""
-
-    texts: dict[str, str]
-    sizes: tuple[int, ...]
 
 
 class Communicator:
@@ -66,7 +53,7 @@ class Communicator:
             raise ValueError(f"timeout must be seconds, greater than 0, got {shown(timeout)}")
         self.group = _group_of(group)
         self.timeout = float(timeout)
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank, self.size = self.group.rank(), self.group.size()
         self._processes: Processes | None = None  # which calls make
 
     def __repr__(self) -> str:
@@ -77,18 +64,15 @@ class Processes(Communicator):
     """A communicator as calls of this package use it. All processes call its methods in the same
     order."""
 
+    def __init__(self, group, *, timeout: float = TIMEOUT):
+        super().__init__(group, timeout=timeout)
+        self._agreement = agreement_of(self.group, self.timeout)
+        self.checked = self._agreement.checked
+
     @property
     def control(self) -> dist.ProcessGroup:
         """The group over gloo of the same processes."""
-        groups = _control_groups.setdefault(self.group, {})
-        if self.timeout not in groups:
-            groups[self.timeout] = dist.new_group(
-                dist.get_process_group_ranks(self.group),
-                timeout=timedelta(seconds=self.timeout),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-        return groups[self.timeout]
+        return self._agreement.control(self.group, self.timeout)
 
     def check_device(self, name: str, t: torch.Tensor) -> None:
         """Raises TypeError for a tensor on a device that the group has no backend for."""
@@ -99,28 +83,39 @@ class Processes(Communicator):
                 f'start it by init_process_group("cpu:gloo,cuda:nccl"), or move {name}'
             )
 
-    def agree(self, task: str, facts: Callable[[], Facts]) -> list[tuple[int, ...]]:
-        """The sizes of all processes, by rank, once their facts are equal.
+    def agree(
+        self,
+        task: str,
+        texts: Callable[[], dict[str, str]],
+        sizes: Callable[[], tuple[int, ...]] = tuple,
+        key: Callable[[], Hashable] | None = None,
+    ) -> list[tuple[int, ...]]:
+        """What ``sizes`` returns in all processes, four numbers at most, by rank, once what
+        ``texts`` returns is equal in all of them. That is called first; not at all where a call of
+        an equal ``key`` has passed it.
 
-        Raises what ``facts`` raises here; ValueError that names the rank and what differs, or what
+        Raises what these raise here; ValueError that names the rank and what differs, or what
         another process refuses, in all processes; DistributedError for one that does not answer.
         """
-        if self.size == 1:
-            return [facts().sizes]
-        error, texts, sizes = None, {}, ()
+        error, numbers = None, ()
         try:
-            texts, sizes = facts()
+            checked = self.checked(task, texts, key)
+            numbers = sizes()
         except Exception as raised:  # the others must know, whatever it is
-            error, texts = raised, {"error": f"{type(raised).__name__}: {raised}"}
-        with _Answers(self, task):
-            every = self._tell([error is not None, *_digest(task, texts), *sizes])
-            if all(not each[0] and each[1:3] == every[0][1:3] for each in every):
-                return [tuple(each[3 : 3 + len(sizes)]) for each in every]
+            error, checked = raised, refused(raised)
+        try:
+            control = self.control
+            every = self._agreement.tell(error is not None, checked.digest, numbers)
+            first = every[0][1]
+            if not any([refuses or digest != first for refuses, digest, *_ in every]):
+                return [row[2 : 2 + len(numbers)] for row in every]
             says: list = [None] * self.size
-            dist.all_gather_object(says, (task, texts), group=self.control)
+            dist.all_gather_object(says, (task, checked.texts), group=control)
+        except RuntimeError as lost:
+            raise self._lost(task) from lost
         if error is not None:
             raise error
-        raise ValueError(_difference(task, says))
+        raise ValueError(difference(task, says))
 
     def collect(self, task: str, value: object) -> list:
         """The values of all processes, by rank, each of which can be pickled. Raises
@@ -128,14 +123,22 @@ class Processes(Communicator):
         if self.size == 1:
             return [value]
         values: list = [None] * self.size
-        with _Answers(self, task):
+        try:
             dist.all_gather_object(values, value, group=self.control)
+        except RuntimeError as lost:
+            raise self._lost(task) from lost
         return values
+
+    def _lost(self, task: str) -> DistributedError:
+        """The error for what gloo raises where a process is gone, or late."""
+        return DistributedError(
+            f"{task}: a process of the group does not take part, seen from rank {self.rank} of "
+            f"{self.size}: it has ended, waits elsewhere, or is more than {self.timeout:g} s late "
+            "(timeout)"
+        )
 
     def gather(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The rows of all processes, by rank, of which each holds so many of ``sizes``."""
-        if self.size == 1:
-            return t
         most, like = max(sizes), t.shape[1:]
         if not most or not t.shape[1:].numel():
             return t.new_empty((sum(sizes), *like))
@@ -150,29 +153,58 @@ class Processes(Communicator):
         parts = every.view(self.size, most, *like)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
+    def gather_several(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """What :meth:`gather` returns of each of them, by one exchange if they have one dtype."""
+        if len(tensors) == 1 or len({t.dtype for t in tensors}) > 1:
+            return [self.gather(t, sizes) for t in tensors]
+        most = max(sizes)
+        widths = [most * t.shape[1:].numel() for t in tensors]
+        flat = [t.reshape(-1) for t in tensors]
+        if len(tensors[0]) == most:
+            packed = torch.cat(flat)
+        else:
+            packed = flat[0].new_zeros(sum(widths))
+            for place, numbers in zip(packed.split(widths), flat, strict=True):
+                place[: len(numbers)] = numbers
+        every = packed.new_empty((self.size, sum(widths)))
+        if sum(widths):
+            _all_gather(_bytes(every), _bytes(packed), group=self.group)
+        results = []
+        for t, part in zip(tensors, every.split(widths, 1), strict=True):
+            rows = part.view(self.size, most, *t.shape[1:])
+            if min(sizes) < most:
+                rows = torch.cat([some[:size] for some, size in zip(rows, sizes, strict=True)])
+            results.append(rows.reshape(sum(sizes), *t.shape[1:]))
+        return results
+
     def scatter_sum(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The rows of this process of the sum of all processes' tensors, which hold the rows of
         every one. Summands are added by rank, so that bits repeat."""
-        if self.size == 1:
-            return t
-        mine, like = sizes[self.rank], t.shape[1:]
-        width = like.numel() * t.element_size()
-        if not sum(sizes) or not width:
-            return t.new_zeros((mine, *like))
-        parts = t.new_empty((self.size * mine, *like))
-        dist.all_to_all_single(
-            _bytes(parts).view(-1),
-            _bytes(t.contiguous()).view(-1),
-            [mine * width] * self.size,
-            [size * width for size in sizes],
-            group=self.group,
-        )
-        return _added(parts.view(self.size, mine, *like))
+        return self.scatter_sum_several([t], sizes)[0]
+
+    def scatter_sum_several(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """:meth:`scatter_sum` of each of them, by one exchange if they have one dtype."""
+        if len({t.dtype for t in tensors}) > 1:
+            return [self.scatter_sum(t, sizes) for t in tensors]
+        mine, like = sizes[self.rank], [t.shape[1:] for t in tensors]
+        counts = [shape.numel() for shape in like]
+        by_rank = zip(*(t.split(list(sizes)) for t in tensors), strict=True)
+        flat = [part.reshape(-1) for parts in by_rank for part in parts]
+        packed = torch.cat(flat) if len(tensors) > 1 else tensors[0].reshape(-1)
+        width = sum(counts)
+        sends, receives = [size * width for size in sizes], [mine * width] * self.size
+        parts = packed.new_empty((self.size, mine * width))
+        if sum(sends):
+            _all_to_all(parts, packed, receives, sends, self.group)
+        parts = parts.split([mine * count for count in counts], 1)
+        return [_added(part).view(mine, *of) for part, of in zip(parts, like, strict=True)]
 
     def total(self, t: torch.Tensor) -> torch.Tensor:
         """The sum of all processes' tensors, of one shape, added by rank."""
-        if self.size == 1:
-            return t
         every = self.gather(t.reshape(1, -1), [1] * self.size)
         return _added(every).view(t.shape)
 
@@ -181,11 +213,8 @@ class Processes(Communicator):
     ) -> torch.Tensor:
         """Numbers that follow each other by rank: of ``packed`` each process is sent as many as
         ``sends`` says, and as many as ``receives`` come from each."""
-        if self.size == 1:
-            return packed
-        width, out = packed.element_size(), packed.new_empty(sum(receives))
-        sizes = ([width * count for count in each] for each in (receives, sends))
-        dist.all_to_all_single(_bytes(out), _bytes(packed), *sizes, group=self.group)
+        out = packed.new_empty(sum(receives))
+        _all_to_all(out, packed, receives, sends, self.group)
         return out
 
     def pass_on(
@@ -214,32 +243,11 @@ class Processes(Communicator):
 
         return wait
 
-    def _tell(self, numbers: list[int]) -> list[list[int]]:
-        """Numbers of all processes, by rank."""
-        row = torch.zeros(3 + _SIZES, dtype=torch.int64, device="cpu")
-        row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        rows = row.new_empty(self.size * len(row))
-        _all_gather(rows, row, group=self.control)
-        return rows.view(self.size, -1).tolist()
 
+class _One(Alone, Processes):
+    """A group of one process."""
 
-class _Answers:
-    """Turns what gloo raises for a process that is gone, or late, into an error that says so."""
-
-    def __init__(self, communicator: Processes, task: str):
-        self.communicator, self.task = communicator, task
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, RuntimeError):
-            ranks = self.communicator
-            raise DistributedError(
-                f"{self.task}: a process of the group does not take part, seen from rank "
-                f"{ranks.rank} of {ranks.size}: it has ended, waits elsewhere, or is more than "
-                f"{ranks.timeout:g} s late (timeout)"
-            ) from error
+    check_device = Processes.check_device  # of which a group of several would be made
 
 
 def as_communicator(group: Group) -> Processes:
@@ -247,10 +255,15 @@ def as_communicator(group: Group) -> Processes:
     if isinstance(group, Processes):
         return group
     if not isinstance(group, Communicator):
-        return Processes(group)
+        return _processes(group, TIMEOUT)
     if group._processes is None:
-        group._processes = Processes(group.group, timeout=group.timeout)
+        group._processes = _processes(group.group, group.timeout)
     return group._processes
+
+
+def _processes(group, timeout: float) -> Processes:
+    processes = Processes(group, timeout=timeout)
+    return processes if processes.size > 1 else _One(group, timeout=timeout)
 
 
 def _group_of(group) -> dist.ProcessGroup:
@@ -283,31 +296,16 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
     return t.view(-1).view(torch.uint8)
 
 
+def _all_to_all(out: torch.Tensor, packed: torch.Tensor, receives, sends, group) -> None:
+    """Of contiguous tensors, whose numbers follow each other by rank."""
+    width = packed.element_size()
+    sizes = ([width * count for count in each] for each in (receives, sends))
+    dist.all_to_all_single(_bytes(out), _bytes(packed), *sizes, group=group)
+
+
 def _added(parts: torch.Tensor) -> torch.Tensor:
     """The sum over the first dimension, from the first summand on."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
     return total
-
-
-def _digest(task: str, texts: dict[str, str]) -> list[int]:
-    lines = "\0".join([task, *(f"{name}={text}" for name, text in texts.items())])
-    digest = hashlib.sha256(lines.encode()).digest()
-    return [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
-
-
-def _difference(task: str, says: list[tuple[str, dict[str, str]]]) -> str:
-    """A sentence of the first difference between processes, which is the same in all of them."""
-    for rank, (_, texts) in enumerate(says):
-        if "error" in texts:
-            return f"{task}: rank {rank} cannot take part: {texts['error']}"
-    first_task, first = says[0]
-    for rank, (other, texts) in enumerate(says[1:], 1):
-        if other != first_task:
-            return f"rank {rank} calls {other} while rank 0 calls {first_task}"
-        for name in {**first, **texts}:
-            mine, others = (each.get(name, "missing") for each in (first, texts))
-            if mine != others:
-                return f"{task}: {name} differs: {mine} on rank 0, {others} on rank {rank}"
-    return f"{task}: processes differ"  # a collision of digests alone

@@ -6,39 +6,31 @@ from collections.abc import Callable
 
 from kernlib.descriptors.base import render
 from kernlib.distributed.checkpoints import Checkpoint
-from kernlib.distributed.communicator import Facts, as_communicator
-from kernlib.distributed.rows import rows_facts, said
-
-
-class Ranks:
-    """The processes of a fit: how many rows they have together, sums over them, and a folder."""
-
-    def __init__(self, communicator, count: int, checkpoint: str | None):
-        state = Checkpoint(checkpoint, communicator)
-        self.count, self.is_first = count, communicator.rank == 0
-        self.total, self.load, self.save = communicator.total, state.load, state.save
+from kernlib.distributed.communicator import as_communicator
+from kernlib.distributed.rows import rows_texts, said
 
 
 def agreed(group, checked: Callable, checkpoint: str | None):
-    """What ``checked`` returns in this process, whose errors all processes see, and the ranks."""
+    """What ``checked`` returns in this process, whose errors all processes see, with the rows of
+    all of them; the processes, and their checkpoint, None without a folder."""
     communicator, fits = as_communicator(group), []
 
-    def facts() -> Facts:
+    def texts() -> dict[str, str]:
         fit = checked()
         fits.append(fit)
         communicator.check_device("centres", fit.centres)
         sums = fit.centres.double().sum(0)
-        texts = {
+        return {
             "descriptor": render(fit.descriptor),
             "checkpoint": str(checkpoint),
             "columns of y": str(fit.y.shape[1]),
             "regularization, tol, max_iter": str(fit[4:7]),
-            **rows_facts("centres", fit.centres),
+            **rows_texts("centres", fit.centres),
             "rows of centres": str(len(fit.centres)),
             "sums of centres": said(sums.cpu()),
             **{name: said(value) for name, value in sorted(fit.hyperparameters.items())},
         }
-        return Facts(texts, (len(fit.x),))
 
-    rows = communicator.agree("falkon", facts)
-    return fits[0], Ranks(communicator, sum(count for (count,) in rows), checkpoint)
+    rows = communicator.agree("falkon", texts, lambda: (len(fits[0].x),))
+    fit = fits[0]._replace(count=sum(count for (count,) in rows))
+    return fit, communicator, None if checkpoint is None else Checkpoint(checkpoint, communicator)

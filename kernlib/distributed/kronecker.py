@@ -10,8 +10,8 @@ import torch
 
 import kernlib
 from kernlib.descriptors.base import shown
-from kernlib.distributed.communicator import Facts, Processes, as_communicator
-from kernlib.distributed.rows import replicated, rows_facts, said
+from kernlib.distributed.communicator import Processes, as_communicator
+from kernlib.distributed.rows import replicated, rows_key, rows_texts, said, value_key
 from kernlib.families.kronecker_product.matmul import as_factors
 from kernlib.runtime.tensors import check_dense
 
@@ -24,6 +24,7 @@ def kron_matmul(
     factors: Sequence[torch.Tensor],
     *,
     sharded: str = "columns",
+    result: str | None = None,
     group: Group = None,
     precision: str | None = None,
 ) -> torch.Tensor:
@@ -34,15 +35,19 @@ def kron_matmul(
       :func:`kron_columns`: the rows of F1, or of as many leading factors as have a row for each
       process, are dealt out as ``torch.chunk`` deals them, with all columns of each.
     - ``factors``: matrices, two-dimensional, the same in all processes.
+    - ``result``: how the result is dealt out, "columns" or "rows"; None as x is. From columns of x
+      "rows" saves an exchange: this process gets all columns of its rows, which are dealt out as
+      ``torch.chunk`` deals them. From rows of x there are only rows.
     - ``group``: as that of :func:`kernlib.distributed.kernel_matmul`; ``precision`` as that of
       :func:`kernlib.kron_matmul`.
 
     The result's columns are dealt out alike, by the columns of the factors. With columns, all
     factors but the leading ones are applied to what a process has. Then rows take the place of
     columns by one exchange, the leading factors follow, and another exchange gives each process its
-    columns: each process sends ``(size - 1) / size`` of what it has, twice. With rows nothing is
-    exchanged but gradients of factors. float32, float16, bfloat16 and float64; differentiable by x
-    and the factors, whose gradients are the sums of all processes'.
+    columns: each process sends ``(size - 1) / size`` of what it has, twice, or with
+    ``result="rows"`` once. With rows of x nothing is exchanged but gradients of factors. float32,
+    float16, bfloat16 and float64; differentiable by x and the factors, whose gradients are the sums
+    of all processes'.
 
     Raises ValueError and TypeError, with columns in all processes, that name the rank and what
     differs, and what :func:`kernlib.kron_matmul` raises. The distributed product of the FastKron
@@ -54,14 +59,17 @@ def kron_matmul(
     communicator = as_communicator(group)
     factors = as_factors(factors)
 
-    def facts() -> Facts:
-        return _facts(communicator, x, factors, sharded, precision)
+    def texts() -> dict[str, str]:
+        return _texts(communicator, x, factors, sharded, result, precision)
+
+    def key() -> tuple:
+        return _key(x, factors, sharded, result, precision)
 
     if sharded == "rows":  # which needs nothing of the others
-        facts()
+        communicator.checked("kron_matmul", texts, key)
         factors = [replicated(factor, communicator) for factor in factors]
         return kernlib.kron_matmul(x, factors, precision=precision)
-    every = communicator.agree("kron_matmul", facts)
+    every = communicator.agree("kron_matmul", texts, lambda: tuple(x.shape), key)
     if communicator.size == 1:
         return kernlib.kron_matmul(x, factors, precision=precision)
     factors = [replicated(factor, communicator) for factor in factors]
@@ -77,17 +85,11 @@ def kron_matmul(
         within = math.prod(f.shape[0] for f in inner)
         x = kernlib.kron_matmul(x.reshape(-1, within), inner, precision=precision)
     width = math.prod(f.shape[1] for f in inner)
-    # Rows take the place of columns, and columns that of rows again.
-    x = _exchanged(communicator, x, [n * steps[here] * width for n in lines],
-                   [lines[here] * n * width for n in steps])  # fmt: skip
-    parts = x.split([lines[here] * n * width for n in steps])
-    shapes = [(lines[here], n, width) for n in steps]
-    x = torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], 1)
+    x = _ToRows.apply(communicator, x.reshape(rows[0], steps[here], width), steps, lines)
     x = kernlib.kron_matmul(x, [f.mT for f in outer], side="left", precision=precision)
-    packed = torch.cat([part.reshape(-1) for part in x.split(columns, 1)])
-    x = _exchanged(communicator, packed, [lines[here] * n * width for n in columns],
-                   [n * columns[here] * width for n in lines])  # fmt: skip
-    return x.view(rows[0], columns[here] * width)
+    if result == "rows":
+        return x.reshape(lines[here], sum(columns) * width)
+    return _ToColumns.apply(communicator, x, columns, lines).view(rows[0], columns[here] * width)
 
 
 def kron_columns(factors: Sequence[torch.Tensor], size: int) -> tuple[list[int], list[int]]:
@@ -126,27 +128,64 @@ def shares(count: int, size: int) -> list[int]:
     return [max(0, min(step, count - step * rank)) for rank in range(size)]
 
 
-def _exchanged(communicator: Processes, t: torch.Tensor, sends, receives) -> torch.Tensor:
-    return _Exchange.apply(communicator, t.reshape(-1), tuple(sends), tuple(receives))
+class _ToRows(torch.autograd.Function):
+    """Columns (M, n_r, width), of which each process has so many of ``steps``, become rows
+    (m_r, n, width), of which it has so many of ``lines``."""
 
-
-class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, communicator, packed, sends, receives):
-        ctx.request = communicator, sends, receives
-        return communicator.exchange(packed.contiguous(), sends, receives)
+    def forward(ctx, communicator, x, steps, lines):
+        ctx.request = communicator, steps, lines
+        width, here = x.shape[2], communicator.rank
+        sends = [n * steps[here] * width for n in lines]
+        receives = [lines[here] * n * width for n in steps]
+        received = communicator.exchange(x.contiguous().view(-1), sends, receives)
+        parts = zip(received.split(receives), steps, strict=True)
+        return torch.cat([part.view(lines[here], n, width) for part, n in parts], 1)
 
     @staticmethod
     def backward(ctx, grad):
-        communicator, sends, receives = ctx.request
-        return None, _exchanged(communicator, grad, receives, sends), None, None
+        communicator, steps, lines = ctx.request
+        return None, _ToColumns.apply(communicator, grad, steps, lines), None, None
 
 
-def _facts(communicator: Processes, x, factors, sharded: str, precision) -> Facts:
+class _ToColumns(torch.autograd.Function):
+    """What :class:`_ToRows` undoes."""
+
+    @staticmethod
+    def forward(ctx, communicator, x, steps, lines):
+        ctx.request = communicator, steps, lines
+        width, here = x.shape[2], communicator.rank
+        sends = [lines[here] * n * width for n in steps]
+        receives = [n * steps[here] * width for n in lines]
+        packed = x.new_empty(sum(sends))
+        for part, columns in zip(packed.split(sends), x.split(steps, 1), strict=True):
+            part.view(columns.shape).copy_(columns)
+        received = communicator.exchange(packed, sends, receives)
+        return received.view(sum(lines), steps[here], width)
+
+    @staticmethod
+    def backward(ctx, grad):
+        communicator, steps, lines = ctx.request
+        return None, _ToRows.apply(communicator, grad, steps, lines), None, None
+
+
+def _key(x, factors, sharded: str, result, precision) -> tuple:
+    """What the checks and the texts of a call depend on. Values of factors are compared, which
+    takes time, where processes agree on them."""
+    by = value_key if sharded == "columns" else rows_key
+    parts = [(factor.shape, *by(factor)) for factor in factors]
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return sharded, result, precision, autocast, *rows_key(x), *parts
+
+
+def _texts(communicator: Processes, x, factors, sharded: str, result, precision) -> dict[str, str]:
     """Raises what :func:`kernlib.kron_matmul` of no rows raises, and for other columns than this
     process has."""
     if sharded not in ("columns", "rows"):
         raise ValueError(f'sharded must be "columns" or "rows", got {shown(sharded)}')
+    if result not in (None, "rows", sharded):
+        also = '"columns", ' if sharded == "columns" else ""
+        raise ValueError(f'result must be {also}"rows" or None here, got {shown(result)}')
     named = {f"factors[{place}]": factor for place, factor in enumerate(factors)}
     check_dense(("x", *named), x=x, **named)
     communicator.check_device("x", x)
@@ -171,8 +210,13 @@ def _facts(communicator: Processes, x, factors, sharded: str, precision) -> Fact
             factors,
             precision=precision,
         )
-    texts = {"sharded": sharded, "precision": str(precision), "factors": str(len(factors))}
+    texts = {
+        "sharded": sharded,
+        "result": str(result or sharded),
+        "precision": str(precision),
+        "factors": str(len(factors)),
+    }
     for name, factor in named.items():
-        texts[name] = f"{tuple(factor.shape)} {said(factor)}"
-    texts |= {name: text for name, text in rows_facts("x", x).items() if "dimensions" not in name}
-    return Facts(texts, (x.shape[0], x.shape[1]))
+        texts[name] = f"{tuple(factor.shape)} {said(factor)}" if sharded == "columns" else ""
+    of_x = rows_texts("x", x)
+    return texts | {name: text for name, text in of_x.items() if "dimensions" not in name}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernlib.distributed.communicator import Facts, Processes
+from kernlib.distributed.communicator import Processes
 
 _ALIGNED = 16  # bytes, at which each tensor begins in what is exchanged
 
@@ -46,7 +46,7 @@ class Spread(torch.autograd.Function):
         communicator, plan, shapes = ctx.request
         places = [place for place in range(3) if ctx.needs_input_grad[2 + place]]
         texts = {f"gradient of {'qkv'[place]}": str(ctx.like.dtype) for place in places}
-        communicator.agree("gradients", lambda: Facts(texts, ()))
+        communicator.agree("gradients", lambda: texts)
         near, border, served = grads[:3], grads[3:6], grads[6:]
         # Nothing else has these tensors, so that they may be written.
         sums = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,8 +13,16 @@ import kernlib
 from kernlib.descriptors.base import render, shown
 from kernlib.distributed import ring as ring_of
 from kernlib.distributed import sharded, symmetric
-from kernlib.distributed.communicator import Facts, Processes, as_communicator
-from kernlib.distributed.rows import Replica, gathered, replicated, rows_facts, said
+from kernlib.distributed.communicator import Processes, as_communicator
+from kernlib.distributed.rows import (
+    Replica,
+    gathered,
+    replicated,
+    rows_key,
+    rows_texts,
+    said,
+    value_key,
+)
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.runtime.tensors import check_dense
 
@@ -21,8 +30,6 @@ if TYPE_CHECKING:
     from kernlib.distributed.communicator import Group
 
 OF_FEATURES = ("feature_map", "lengthscale")  # hyperparameters that hold a value for each
-_MOST_AGREED = 256
-_agreed: dict[tuple, dict[str, str]] = {}  # texts of calls that passed their checks, by their keys
 _OF_DEVICE = 0.25  # of a device's memory: more points and summands go round in a ring
 
 
@@ -203,7 +210,12 @@ def _reduce(
         return sharded.distributed(result, mesh, rows)
     communicator = as_communicator(group)
     call = Call(task, descriptor, a, b, v, names, more)
-    sizes = communicator.agree(task, lambda: _facts(call, communicator, ring))
+    sizes = communicator.agree(
+        task,
+        lambda: _texts(call, communicator, ring),
+        lambda: _sizes(call, communicator, ring),
+        lambda: _key(call, ring),
+    )
     if communicator.size == 1:
         b, v = (t.tensor if isinstance(t, Replica) else t for t in (b, v))
         return call.local(descriptor, a, b, v, names)
@@ -219,7 +231,7 @@ def _reduce(
         return ring_of.reduce(call._replace(descriptor=descriptor, b=b), communicator, rows, names)
     if b is a and _is_symmetric(call):
         return _self_product(call, descriptor, communicator, rows, names)
-    b, v = (_all_rows(t, communicator, rows) for t in (b, v))
+    b, v = _all_rows(communicator, rows, b, v)
     return call.local(descriptor, a, b, v, names)
 
 
@@ -241,54 +253,41 @@ def _self_product(
     return result[:, 0] if call.v is None or v.dim() == 1 else result
 
 
-def _all_rows(t, communicator: Processes, rows: tuple[int, ...]) -> torch.Tensor | None:
-    if isinstance(t, Replica):
-        return t.tensor
-    return None if t is None else gathered(t, communicator, rows)
+def _all_rows(communicator: Processes, rows: tuple[int, ...], *tensors) -> tuple:
+    """The rows of all processes of each tensor; a replica has them."""
+    parts = [t for t in tensors if isinstance(t, torch.Tensor)]
+    every = iter(gathered(communicator, rows, *parts) if parts else ())
+    return tuple(
+        next(every) if isinstance(t, torch.Tensor) else None if t is None else t.tensor
+        for t in tensors
+    )
 
 
-def _facts(call: Call, communicator: Processes, ring: bool | None) -> Facts:
-    """What all processes must agree on, and the rows of this one: of a, of b, and whether it asks
-    for a ring. Raises what a call of no rows raises."""
-    key = _key(call, ring)
-    texts = None if key is None else _agreed.get(key)
-    if texts is None:
-        texts = _checked_texts(call, communicator, ring)
-        if key is not None:
-            if len(_agreed) >= _MOST_AGREED:
-                _agreed.clear()
-            _agreed[key] = texts
+def _sizes(call: Call, communicator: Processes, ring: bool | None) -> tuple[int, int, int]:
+    """The rows of this process, of a and of b, and whether it asks for a ring. Raises for rows that
+    do not fit."""
     _check_rows(communicator, ring, call.a, call.b, call.v)
     of_b = call.a if call.b is None else call.b
     rows = of_b.sizes[communicator.rank] if isinstance(of_b, Replica) else of_b.shape[0]
-    in_ring = _wants_ring(ring, communicator, call.a, call.b, call.v)
-    return Facts(texts, (call.a.shape[0], rows, in_ring))
+    return call.a.shape[0], rows, _wants_ring(ring, communicator, call.a, call.b, call.v)
 
 
-def _key(call: Call, ring) -> tuple | None:
-    """What the checks and the texts of a call depend on, rows apart; None if that is not plain."""
-    is_shared = call.b is call.a
-    parts: list = [call.task, call.descriptor, call.more, ring, torch.is_grad_enabled(), is_shared]
-    for t in (call.a, call.b, call.v):
+def _key(call: Call, ring: bool | None) -> tuple:
+    """What the checks and the texts of a call depend on, rows apart. Raises TypeError if that is
+    nothing plain."""
+    _, descriptor, a, b, v, names, more = call
+    parts: list = [descriptor, more, ring, b is a, v is a, rows_key(a)]
+    for t in (b, v):
         if isinstance(t, Replica):
             parts.append(t.sizes)
             t = t.tensor
-        if t is not None and type(t) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        parts.append(t if t is None else (t.shape[1:], t.dtype, t.device, t.requires_grad))
-    for name, value in call.names.items():
-        if not isinstance(value, (int, float)):
-            return None
-        parts.append((name, type(value), value))
-    try:
-        hash(key := tuple(parts))
-    except TypeError:
-        return None
-    return key
+        parts.append(t if t is None else rows_key(t))
+    parts += [(name, *value_key(value)) for name, value in names.items()]
+    return tuple(parts)
 
 
-def _checked_texts(call: Call, communicator: Processes, ring: bool | None) -> dict[str, str]:
-    """What all processes must agree on. Raises for what no process could compute."""
+def _texts(call: Call, communicator: Processes, ring: bool | None) -> dict[str, str]:
+    """What all processes must agree on. Raises what a call of no rows raises."""
     task, descriptor, a, b, v, names, more = call
     if ring not in (None, True, False):
         raise TypeError(f"ring must be True, False or None, got {shown(ring)}")
@@ -319,11 +318,11 @@ def _checked_texts(call: Call, communicator: Processes, ring: bool | None) -> di
             texts[name] = "a itself"  # whose gradients go another way
         if t is not None:
             of_t = t.tensor if isinstance(t, Replica) else t
-            texts |= rows_facts(name, of_t)
+            texts |= rows_texts(name, of_t)
             if isinstance(t, Replica):
                 texts[f"rows of {name}"] = str(t.sizes)
     if b is None:
-        texts |= rows_facts("a", a)
+        texts |= rows_texts("a", a)
     for name, value in sorted(names.items()):
         texts[name] = said(value)
     texts["ring"] = str(ring)
@@ -358,5 +357,10 @@ def _wants_ring(ring: bool | None, communicator: Processes, a, b, v) -> int:
         return 0
     tensors = [t for t in (a if b is None else b, v) if isinstance(t, torch.Tensor)]
     bytes_here = sum(t.numel() * t.element_size() for t in tensors)
-    _, memory = torch.cuda.mem_get_info(a.device)
-    return int(bytes_here * communicator.size > _OF_DEVICE * memory)
+    return int(bytes_here * communicator.size > _OF_DEVICE * _memory(a.device))
+
+
+@lru_cache
+def _memory(device: torch.device) -> int:
+    """Bytes of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernlib.distributed.communicator import Facts, Processes
+from kernlib.distributed.communicator import Processes
 from kernlib.runtime.dtypes import accumulator
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _Ring(torch.autograd.Function):
         call, communicator, rows, names, keys = ctx.request
         a, b, v, logs, *values = ctx.saved_tensors
         needs = ctx.needs_input_grad[5:]
-        communicator.agree("a backward ring", lambda: Facts({"gradients": str(needs)}, ()))
+        communicator.agree("a backward ring", lambda: {"gradients": str(needs)}, key=lambda: needs)
         staying = [
             _Sum(t, need) for t, need in zip((a, *values), (needs[0], *needs[3:]), strict=True)
         ]

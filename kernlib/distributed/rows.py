@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernlib.distributed.communicator import Facts, Processes, as_communicator
+from kernlib.distributed.communicator import Processes, as_communicator
 from kernlib.runtime.tensors import check_dense
 
 if TYPE_CHECKING:
     from kernlib.distributed.communicator import Group
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Replica(NamedTuple):
@@ -42,18 +45,19 @@ def replicate(t: torch.Tensor, *, group: Group = None) -> Replica:
     """
     communicator = as_communicator(group)
 
-    def facts() -> Facts:
+    def texts() -> dict[str, str]:
         check_dense(("t",), t=t)
         communicator.check_device("t", t)
         if not t.dim():
             raise ValueError("t must have rows, got a tensor without dimensions")
-        return Facts(rows_facts("t", t), (t.shape[0],))
+        return rows_texts("t", t)
 
-    sizes = tuple(rows for (rows,) in communicator.agree("replicate", facts))
-    return Replica(gathered(t, communicator, sizes), sizes)
+    every = communicator.agree("replicate", texts, lambda: (t.shape[0],), lambda: rows_key(t))
+    sizes = tuple(rows for (rows,) in every)
+    return Replica(*gathered(communicator, sizes, t), sizes)
 
 
-def rows_facts(name: str, t: torch.Tensor) -> dict[str, str]:
+def rows_texts(name: str, t: torch.Tensor) -> dict[str, str]:
     """What must be equal in all processes of tensors of rows."""
     return {
         f"dtype of {name}": str(t.dtype),
@@ -61,6 +65,21 @@ def rows_facts(name: str, t: torch.Tensor) -> dict[str, str]:
         f"device type of {name}": t.device.type,
         f"requires_grad of {name}": str(t.requires_grad and torch.is_grad_enabled()),
     }
+
+
+def rows_key(t: torch.Tensor) -> tuple:
+    """What checks and texts of rows depend on. Raises TypeError for what is no plain tensor."""
+    if type(t) not in _PLAIN:
+        raise TypeError(f"no plain tensor: {type(t)}")
+    requires_grad = t.requires_grad and torch.is_grad_enabled()
+    return t.dim(), t.shape[1:], t.dtype, t.device, t.layout, requires_grad
+
+
+def value_key(value: object) -> tuple:
+    """The same of a hyperparameter, which is a number or a tensor of the same in all processes."""
+    if isinstance(value, (int, float)):
+        return type(value), value
+    return said(value), *rows_key(value)
 
 
 def said(value: object) -> str:
@@ -76,12 +95,14 @@ def said(value: object) -> str:
     return f"{text} {numbers}" if len(numbers) < 9 else f"{text} {hash(tuple(numbers))}"
 
 
-def gathered(t: torch.Tensor, communicator: Processes, sizes: Sequence[int]) -> torch.Tensor:
-    """The rows of all processes. The gradient sums up those that all of them have by this
-    process's rows."""
+def gathered(
+    communicator: Processes, sizes: Sequence[int], *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The rows of all processes of each tensor, by one exchange. The gradients sum up those that
+    all of them have by this process's rows."""
     if communicator.size == 1:
-        return t
-    return _Gathered.apply(t, communicator, tuple(sizes))
+        return tensors
+    return _Gathered.apply(communicator, tuple(sizes), *tensors)
 
 
 def replicated(t: torch.Tensor, communicator: Processes) -> torch.Tensor:
@@ -93,25 +114,49 @@ def replicated(t: torch.Tensor, communicator: Processes) -> torch.Tensor:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, t, communicator, sizes):
+    def forward(ctx, communicator, sizes, *tensors):
         ctx.request = communicator, sizes
-        return communicator.gather(t, sizes)
+        return _marked(ctx, communicator.gather_several(tensors, sizes))
 
     @staticmethod
-    def backward(ctx, grad):
-        return _ScatterSum.apply(grad, *ctx.request), None, None
+    def backward(ctx, *grads):
+        needs = ctx.needs_input_grad[2:]
+        needed = [grad for grad, need in zip(grads, needs, strict=True) if need]
+        sums = iter(_ScatterSum.apply(*ctx.request, *needed))
+        return None, None, *(next(sums) if need else None for need in needs)
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, t, communicator, sizes):
+    def forward(ctx, communicator, sizes, *tensors):
         ctx.request = communicator, sizes
-        communicator.agree("gradients", lambda: Facts(rows_facts("a gradient", t), ()))
-        return communicator.scatter_sum(t, sizes)
+
+        _agree_on_gradients(communicator, tensors)
+        return _marked(ctx, communicator.scatter_sum_several(tensors, sizes))
 
     @staticmethod
-    def backward(ctx, grad):
-        return _Gathered.apply(grad, *ctx.request), None, None
+    def backward(ctx, *grads):
+        needs = ctx.needs_input_grad[2:]
+        needed = [grad for grad, need in zip(grads, needs, strict=True) if need]
+        rows = iter(_Gathered.apply(*ctx.request, *needed))
+        return None, None, *(next(rows) if need else None for need in needs)
+
+
+def _marked(ctx, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Results that take no gradient where their tensors do not."""
+    pairs = zip(results, ctx.needs_input_grad[2:], strict=True)
+    ctx.mark_non_differentiable(*(t for t, need in pairs if not need))
+    return tuple(results)
+
+
+def _agree_on_gradients(communicator: Processes, tensors: Sequence[torch.Tensor]) -> None:
+    def texts() -> dict[str, str]:
+        named = {"gradients": str(len(tensors))}
+        for place, t in enumerate(tensors):
+            named |= rows_texts(f"gradient {place}", t)
+        return named
+
+    communicator.agree("gradients", texts, key=lambda: tuple([rows_key(t) for t in tensors]))
 
 
 class _Replicated(torch.autograd.Function):
@@ -129,7 +174,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, communicator):
         ctx.communicator = communicator
-        communicator.agree("gradients", lambda: Facts(rows_facts("a gradient", t), ()))
+        _agree_on_gradients(communicator, [t])
         return communicator.total(t)
 
     @staticmethod

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 
 import kernlib
-from kernlib.distributed.communicator import Facts, Processes
+from kernlib.distributed.communicator import Processes
 from kernlib.distributed.rows import gathered
+from kernlib.families.pairwise.reductions.symmetric import gradients_of_rows
 
 
 def product(
@@ -29,7 +30,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, descriptor, communicator, sizes, names, keys, x, v, *values):
         ctx.request = descriptor, communicator, sizes, names, keys
         ctx.save_for_backward(x, v, *values)
-        points, summands = (communicator.gather(t, sizes) for t in (x, v))
+        points, summands = communicator.gather_several((x, v), sizes)
         return kernlib.kernel_matmul(descriptor, x, points, summands, **names)
 
     @staticmethod
@@ -39,22 +40,31 @@ class _Product(torch.autograd.Function):
         """
         descriptor, communicator, sizes, names, keys = ctx.request
         x, v, *values = ctx.saved_tensors
-        needs_x, _, *needs = ctx.needs_input_grad[5:]
-        communicator.agree("gradients", lambda: Facts({"needs": str((needs_x, *needs))}, ()))
+        all_needs = ctx.needs_input_grad[5:]
+        needs_x, needs_v, *needs = all_needs
+        communicator.agree("gradients", lambda: {"needs": str(all_needs)}, key=lambda: all_needs)
         again = torch.is_grad_enabled()  # whether gradients of gradients are asked for
-        points, summands, grads = (gathered(t, communicator, sizes) for t in (x, v, grad))
+        points, summands, grads = gathered(communicator, sizes, x, v, grad)
         if not needs_x and not any(needs):
             by_v = kernlib.kernel_matmul(descriptor, x, points, grads, **names)
             return *(None,) * 6, by_v, *(None for _ in values)
+        if not again:
+            wanting = [keys[place] for place, need in enumerate(needs) if need]
+            wanting += [name for name, need in (("a", needs_x), ("v", needs_v)) if need]
+            names = names | dict(zip(keys, values, strict=True))
+            pairs = (x, points), (v, summands), (grad, grads)
+            by = gradients_of_rows(
+                descriptor, *pairs, wanting, names.pop("row_offset"), names.pop("col_offset"), names
+            )
+            return *(None,) * 5, *(by.get(name) for name in ("a", "v", *keys))
         with torch.enable_grad():
-            leaves = [t if again else t.detach().requires_grad_(t.requires_grad) for t in values]
-            place = x.view_as(x) if again and needs_x else x.detach().requires_grad_()
+            place = x.view_as(x) if needs_x else x.detach().requires_grad_()
             both = torch.cat([summands, grads], 1), torch.cat([grad, v], 1)
-            names = names | dict(zip(keys, leaves, strict=True))
+            names = names | dict(zip(keys, values, strict=True))
             part = kernlib.kernel_matmul(descriptor, place, points, both[0], **names)
-            inputs = [place, *(t for t, need in zip(leaves, needs, strict=True) if need)]
-            by_x, *others = torch.autograd.grad(part, inputs, both[1], create_graph=again)
-        by_v = part[:, summands.shape[1] :] if again else part.detach()[:, summands.shape[1] :]
+            inputs = [place, *(t for t, need in zip(values, needs, strict=True) if need)]
+            by_x, *others = torch.autograd.grad(part, inputs, both[1], create_graph=True)
+        by_v = part[:, summands.shape[1] :]
         halves = iter([grad / 2 for grad in others])  # each pair counts from both of its points
         by_values = [next(halves) if need else None for need in needs]
         return *(None,) * 5, by_x, by_v, *by_values

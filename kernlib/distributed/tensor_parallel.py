@@ -18,7 +18,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
-from kernlib.distributed.communicator import Facts, as_communicator
+from kernlib.distributed.communicator import as_communicator
 from kernlib.distributed.splitting import Part, facts_of, part_of
 from kernlib.nn.activations import activate, as_steps
 from kernlib.nn.indexed import IndexedModule
@@ -111,7 +111,7 @@ def _split(style, module: nn.Module, mesh: DeviceMesh, by_rows: bool) -> nn.Modu
     """Change a layer in place into this process's part."""
     processes, parts = as_communicator(mesh), []
 
-    def facts() -> Facts:
+    def texts() -> dict[str, str]:
         if any(isinstance(p, DTensor) for p in module.parameters()) or _calls_of(module):
             raise ValueError(
                 f"module is a {type(module).__name__} that is dealt out or sharded already: "
@@ -121,10 +121,9 @@ def _split(style, module: nn.Module, mesh: DeviceMesh, by_rows: bool) -> nn.Modu
         if by_rows and not isinstance(layouts[0], (Replicate, Shard)):
             raise ValueError(f"output_layouts must be Replicate() or Shard(), got {layouts[0]}")
         parts.append(part_of(module, by_rows, processes.rank, processes.size))
-        texts = {"layouts": f"{style.input_layouts} to {layouts}", **facts_of(module)}
-        return Facts(texts, ())
+        return {"layouts": f"{style.input_layouts} to {layouts}", **facts_of(module)}
 
-    processes.agree(type(style).__name__, facts)
+    processes.agree(type(style).__name__, texts)
     part: Part = parts[0]
     part.take()
     for name, (value, dim) in part.values.items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kernlib import progress as progress_of
+from kernlib.alone import Alone
 from kernlib.debug import eager_only
 from kernlib.descriptors.base import shown
 from kernlib.errors import ConvergenceWarning, warn
@@ -103,23 +104,22 @@ def falkon(
         tensor([[1.00...]])
     """
 
-    def checked() -> _Fit:
+    def checked() -> Fit:
         limits = tol, max_iter
-        return _checked(descriptor, x, y, centres, regularization, limits, hyperparameters)
+        return checked_fit(descriptor, x, y, centres, regularization, limits, hyperparameters)
 
     if group is None:
         if checkpoint is not None:
             raise ValueError("checkpoint needs a group: pass kernlib.distributed.Communicator()")
-        fit = checked()
-        ranks = _Alone(len(fit.x))
+        fit, processes, state = checked(), Alone(), None
     else:
         from kernlib.distributed import fits  # which loads torch.distributed
 
-        fit, ranks = fits.agreed(group, checked, checkpoint)
-    if not ranks.count:
+        fit, processes, state = fits.agreed(group, checked, checkpoint)
+    if not fit.count:
         raise ValueError("x must have rows")
     with torch.no_grad(), without_autocast(centres.device):
-        result = _solve(fit, ranks, progress if ranks.is_first else False)
+        result = _solve(fit, processes, state, progress if not processes.rank else False)
     above = ~(result.residual <= fit.tol)
     if bool(above.any()) and fit.tol:
         warn(
@@ -135,7 +135,7 @@ def falkon(
     return result
 
 
-class _Fit(NamedTuple):
+class Fit(NamedTuple):
     """A call in checked arguments; y is (N, C)."""
 
     descriptor: Pairwise
@@ -146,27 +146,10 @@ class _Fit(NamedTuple):
     tol: float
     max_iter: int
     hyperparameters: dict
+    count: int  # rows of all processes
 
 
-class _Alone:
-    """This process, which has all rows."""
-
-    is_first = True
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def total(self, t: torch.Tensor) -> torch.Tensor:
-        return t
-
-    def load(self, like) -> None:
-        return None
-
-    def save(self, tensors) -> None:
-        return None
-
-
-def _checked(descriptor, x, y, centres, regularization, limits, hyperparameters: dict) -> _Fit:
+def checked_fit(descriptor, x, y, centres, regularization, limits, hyperparameters: dict) -> Fit:
     """Raises ValueError, TypeError and RuntimeError that name the argument."""
     mu = check_points(descriptor, centres, regularization)
     refuse_own_names("falkon", descriptor, ("y", "centres", "tol", "max_iter"))
@@ -193,7 +176,7 @@ def _checked(descriptor, x, y, centres, regularization, limits, hyperparameters:
         hyperparameters = as_numbers(hyperparameters)
     plain = dataclasses.replace(descriptor, symmetric=False)
     columns = y[:, None] if len(y.shape) == 1 else y
-    return _Fit(plain, x, columns, centres.detach(), mu, tol, max_iter, hyperparameters)
+    return Fit(plain, x, columns, centres.detach(), mu, tol, max_iter, hyperparameters, len(x))
 
 
 class _State(NamedTuple):
@@ -203,9 +186,9 @@ class _State(NamedTuple):
     rr: torch.Tensor
 
 
-def _solve(fit: _Fit, ranks, progress: bool | None) -> FalkonResult:
+def _solve(fit: Fit, processes, checkpoint, progress: bool | None) -> FalkonResult:
     root, outer = _factors(fit)
-    mu, count = fit.mu, ranks.count
+    mu, count = fit.mu, fit.count
 
     def inwards(v: torch.Tensor) -> torch.Tensor:
         """``A^-1 v``."""
@@ -222,14 +205,14 @@ def _solve(fit: _Fit, ranks, progress: bool | None) -> FalkonResult:
 
     def product(v: torch.Tensor) -> torch.Tensor:
         inner = inwards(v)
-        return outwards(_pass(fit, ranks, coefficients(inner)) / count, mu * inner)
+        return outwards(gram_product(fit, processes, coefficients(inner)) / count, mu * inner)
 
-    b = outwards(_pass(fit, ranks, None) / count)
+    b = outwards(gram_product(fit, processes, None) / count)
     norm = torch.linalg.vector_norm(b, dim=0)
     norm = torch.where(norm > 0, norm, 1)
     rr = b.square().sum(0)
     state, done = _State(torch.zeros_like(b), b, b, rr), 0
-    saved = ranks.load([*state, rr.new_tensor(done)])
+    saved = None if checkpoint is None else checkpoint.load([*state, rr.new_tensor(done)])
     if saved is not None:
         *tensors, iterations = saved
         state, done = _State(*tensors), int(iterations)
@@ -238,7 +221,8 @@ def _solve(fit: _Fit, ranks, progress: bool | None) -> FalkonResult:
             worst = float((state.rr.sqrt() / norm).max())
             state = bar.count(f"residual {worst:.1e}", lambda: _step(product, state))  # noqa: B023
             done += 1
-            ranks.save([*state, rr.new_tensor(done)])
+            if checkpoint is not None:
+                checkpoint.save([*state, rr.new_tensor(done)])
     weights = coefficients(inwards(state.x)).to(fit.centres.dtype)
     return FalkonResult(weights, state.rr.sqrt() / norm, done)
 
@@ -256,9 +240,10 @@ def _step(product: Callable, state: _State) -> _State:
     return _State(x, r, r + beta * p, following)
 
 
-def _pass(fit: _Fit, ranks, u: torch.Tensor | None) -> torch.Tensor:
-    """``K(x, c)^T K(x, c) u``, or with None ``K(x, c)^T y``, of all rows, in float64. Raises
-    ValueError, in all processes, for rows that are not finite."""
+def gram_product(fit: Fit, processes, u: torch.Tensor | None) -> torch.Tensor:
+    """``K(x, c)^T K(x, c) u``, or with None ``K(x, c)^T y``, of all rows, in float64, which
+    ``processes`` have: ``Alone()``, or what ``as_communicator`` of kernlib.distributed returns.
+    Raises ValueError, in all processes, for rows that are not finite."""
     import kernlib
 
     descriptor, c, values = fit.descriptor, fit.centres, fit.hyperparameters
@@ -269,13 +254,13 @@ def _pass(fit: _Fit, ranks, u: torch.Tensor | None) -> torch.Tensor:
         total[:-1] += kernlib.kernel_matmul(descriptor, c, x, v, **values)
         if u is None:  # the last row counts chunks that are not finite, of all processes
             total[-1] += ~(x.isfinite().all() & y[0].isfinite().all())
-    total = ranks.total(total)
+    total = processes.total(total)
     if u is None and bool((total[-1] > 0).any()):
         raise ValueError("x or y holds NaN or infinities")
     return total[:-1]
 
 
-def _factors(fit: _Fit) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(fit: Fit) -> tuple[torch.Tensor, torch.Tensor]:
     """Of ``K(c, c)`` and of ``T T^T / M + mu I``, upper ones, in float64."""
     c = fit.centres.double()
     values = {

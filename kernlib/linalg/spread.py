@@ -11,8 +11,8 @@ import torch
 import kernlib
 from kernlib.descriptors.base import render
 from kernlib.distributed.checkpoints import Checkpoint
-from kernlib.distributed.communicator import Facts, Processes, as_communicator
-from kernlib.distributed.rows import rows_facts, said
+from kernlib.distributed.communicator import Processes, as_communicator
+from kernlib.distributed.rows import rows_texts, said
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.linalg.dense import eigh
 from kernlib.linalg.iterative import CGResult
@@ -191,12 +191,11 @@ def solve(group, checked: Callable[[], Request], checkpoint: str | None):
     """What a process asks for, and its rows of the solution, whose arguments ``checked`` checks."""
     communicator, requests = as_communicator(group), []
 
-    def facts() -> Facts:
-        request = checked()
-        requests.append(request)
-        return _facts(communicator, request, checkpoint)
+    def texts() -> dict[str, str]:
+        requests.append(checked())
+        return _texts(communicator, requests[0], checkpoint)
 
-    every = communicator.agree("solve_kernel", facts)
+    every = communicator.agree("solve_kernel", texts, lambda: _sizes(requests[0]))
     request, sizes = requests[0], tuple(rows for rows, _ in every)
     descriptor, x, y, mu, mean, rank, limits, _, hyperparameters = request
     count = sum(sizes)
@@ -219,21 +218,25 @@ def solve(group, checked: Callable[[], Request], checkpoint: str | None):
         return request, result._replace(residual=remainder / torch.where(norm > 0, norm, 1))
 
 
-def _facts(communicator: Processes, request: Request, checkpoint) -> Facts:
-    """What all processes must agree on; the points of this one, and a seed, of which that of the
-    first process counts."""
-    x, y, mu, generator = request.x, request.y, request.mu, request.generator
-    communicator.check_device("x", x)
+def _sizes(request: Request) -> tuple[int, int]:
+    """The points of this process, and a seed, of which that of the first process counts."""
+    generator = request.generator
     device = "cpu" if generator is None else generator.device
     seed = int(torch.randint(2**62, (), generator=generator, dtype=torch.int64, device=device))
-    texts = {
+    return request.x.shape[0], seed
+
+
+def _texts(communicator: Processes, request: Request, checkpoint) -> dict[str, str]:
+    """What all processes must agree on."""
+    x, y, mu = request.x, request.y, request.mu
+    communicator.check_device("x", x)
+    return {
         "descriptor": render(request.descriptor),
         "checkpoint": str(checkpoint),
         "rank": str(request.rank),
         "tol, max_iter, check_every": str(request.limits),
         "regularization": "one for each point" if isinstance(mu, torch.Tensor) else str(mu),
-        **rows_facts("x", x),
-        **rows_facts("y", y),
+        **rows_texts("x", x),
+        **rows_texts("y", y),
         **{name: said(value) for name, value in sorted(request.hyperparameters.items())},
     }
-    return Facts(texts, (x.shape[0], seed))

@@ -6,6 +6,7 @@ from benchmarks.auto import problems as auto
 from benchmarks.blocksparse import run as blocksparse
 from benchmarks.common import harness
 from benchmarks.common.harness import Case
+from benchmarks.distributed import run as distributed
 from benchmarks.kronecker_product import problems as products
 from benchmarks.kronecker_product.run import HOT_NAME, hot_call
 from benchmarks.kronecker_sparse import run as kronecker_sparse
@@ -22,6 +23,7 @@ def named(problems):
 CASES = {
     "auto": named(auto.problems()),
     "blocksparse": blocksparse.cases(False) + blocksparse.cases(True),
+    "distributed": [Case(case.name.format(2), case.measure) for case in distributed.CASES],
     "kronecker_product": [*named(products.problems()), Case(HOT_NAME, hot_call)],
     "kronecker_sparse": [
         plan.case

@@ -16,7 +16,7 @@ FACTORS = {
 }
 
 
-def product(name: str, sharded: str, rows: int, gradient: bool = True):
+def product(name: str, sharded: str, result: str | None, rows: int):
     """Result and gradients, by all processes and by this one alone."""
     generator = torch.Generator().manual_seed(5)
     sizes = FACTORS[name]
@@ -25,29 +25,37 @@ def product(name: str, sharded: str, rows: int, gradient: bool = True):
     x = torch.randn((rows, count), generator=generator, dtype=torch.float64)
     at, size = dist.get_rank(), dist.get_world_size()
     along = sharded == "columns"
-    uneven = [rows - 2, 2, 0]
+    uneven = [rows - rows // 2, rows // 2, 0]
     parts, ends = kl.distributed.kron_columns(factors, size) if along else (uneven, uneven)
     part = x.split(parts, int(along))[at].clone()
+    if along and result == "rows":
+        ends = [len(some) for some in x.chunk(size)]
+        ends += [0] * (size - len(ends))
+    along_result = int(along and result != "rows")
     others = [f.clone() for f in factors]
     for t in (x, part, *factors, *others):
         t.requires_grad_()
-    out = kl.distributed.kron_matmul(part, factors, sharded=sharded)
+    out = kl.distributed.kron_matmul(part, factors, sharded=sharded, result=result)
     wanted = kl.kron_matmul(x, others)
     weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view(wanted.shape)
-    (out * weights.split(ends, int(along))[at]).sum().backward()
+    (out * weights.split(ends, along_result)[at]).sum().backward()
     (wanted * weights).sum().backward()
     pairs = [
-        (out, wanted.split(ends, int(along))[at]),
+        (out, wanted.split(ends, along_result)[at]),
         (part.grad, x.grad.split(parts, int(along))[at]),
     ]
     pairs += [(f.grad, g.grad) for f, g in zip(factors, others, strict=True)]
     return max(float((p - q).abs().max()) if p.numel() else 0.0 for p, q in pairs)
 
 
-@pytest.mark.parametrize("sharded", ["columns", "rows"])
+@pytest.mark.few(6)
+@pytest.mark.parametrize("rows", [5, 1])
+@pytest.mark.parametrize(
+    "sharded, result", [("columns", None), ("columns", "rows"), ("rows", None), ("rows", "rows")]
+)
 @pytest.mark.parametrize("name", FACTORS)
-def test_parts_are_those_of_one_process(pool, name, sharded):
-    for answer in pool.run(product, name, sharded, 5):
+def test_parts_are_those_of_one_process(pool, name, sharded, result, rows):
+    for answer in pool.run(product, name, sharded, result, rows):
         if isinstance(answer, Exception):
             raise answer
         assert answer < 1e-10
@@ -96,3 +104,13 @@ def test_what_does_not_go_with_a_group_is_named(names):
 def test_rows_or_columns_need_a_group():
     with pytest.raises(ValueError, match=r"^sharded .* got 'rows' and no group: pass group="):
         kl.kron_matmul(X, [torch.eye(4)], sharded="rows")
+
+
+def of_columns_from_rows():
+    factors = [torch.ones(3, 2), torch.ones(2, 2)]
+    return kl.distributed.kron_matmul(torch.ones(2, 6), factors, sharded="rows", result="columns")
+
+
+def test_rows_give_no_columns(pool):
+    for answer in pool.run(of_columns_from_rows):
+        assert isinstance(answer, ValueError) and "result must be" in str(answer), answer

@@ -84,6 +84,29 @@ def test_rows_are_those_of_one_process(pool, task, rows, ring, features):
         assert max(answer) < 2e-5, answer
 
 
+def with_itself(features: int, of_bandwidth: bool):
+    """Gradients of points with themselves, by points, v and, where that is asked for, bandwidth."""
+    sizes, results = (417, 95), []
+    for module in (kl.distributed, kl):
+        part = mine if module is kl.distributed else lambda t, sizes: t.clone()
+        x, v, weights = (part(t, sizes) for t in drawn((512, features), (512, 2), (512, 2)))
+        width = torch.tensor(features**0.5, device="cuda", requires_grad=of_bandwidth)
+        leaves = [x.requires_grad_(), v.requires_grad_(), *([width] if of_bandwidth else [])]
+        out = module.kernel_matmul(kl.gaussian(), x, x, v, bandwidth=width)
+        results.append(torch.autograd.grad((out * weights).sum(), leaves))
+    fitted = [mine(t, sizes) if t.dim() else t for t in results[1]]
+    return [error_of(x, y) for x, y in zip(results[0], fitted, strict=True)]
+
+
+@pytest.mark.parametrize("features", [3, 40])
+@pytest.mark.parametrize("of_bandwidth", [False, True])
+def test_gradients_of_points_with_themselves(pool, features, of_bandwidth):
+    for answer in pool.run(with_itself, features, of_bandwidth):
+        if isinstance(answer, Exception):
+            raise answer
+        assert max(answer) < 5e-5, answer
+
+
 def repeated(ring: bool):
     a, b, v = drawn((1000, 3), (900, 3), (900, 4))
     bits = []
