@@ -10,7 +10,6 @@ the others wait; ours is the time of the slowest process, which all begin togeth
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 
 import torch
@@ -20,76 +19,17 @@ import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import Case, Row, Session
 from benchmarks.common.timing import relative_error
+from benchmarks.distributed.models import attention_case, ddp_case
+from benchmarks.distributed.timing import compared, is_first, mine, shared, size, timed
 from kernlib.alone import Alone
 from kernlib.distributed.communicator import as_communicator
 from kernlib.linalg.falkon import checked_fit, gram_product
 
-SECONDS, MOST = 2.0, 20  # of repetitions of a case, and how many at most
 FALKON_ROWS, FALKON_FEATURES, CENTRES = 10_000_000, 20, 20_000
 CG_POINTS, CG_ITERATIONS = 400_000, 100
 KRON_ROWS, KRON_SIZES = 1024, (64, 64, 64)
 SHORT_CALLS = 100  # timed at once
 GATHERED, EXCHANGED = 10**6, 2**30  # bytes: of all processes, and of each
-
-
-def size() -> int:
-    return dist.get_world_size()
-
-
-def is_first() -> bool:
-    return dist.get_rank() == 0
-
-
-def shared(*shape: int) -> torch.Tensor:
-    """Numbers that all processes draw alike, on their own GPUs."""
-    generator = torch.Generator("cuda").manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, device="cuda")
-
-
-def mine(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    return t.chunk(size(), dim)[dist.get_rank()].contiguous()
-
-
-def timed(call: Callable[[], object], together: bool, calls: int | None = None) -> float:
-    """Milliseconds of the fastest call of some, of the slowest process if all take part."""
-
-    def once() -> float:
-        torch.cuda.synchronize()
-        if together:
-            dist.barrier()
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - begin)
-
-    if calls is None:
-        once()  # loads kernels
-        calls = max(1, min(MOST, int(1e3 * SECONDS / once())))
-    if together:
-        count = torch.tensor(calls, device="cuda")
-        dist.all_reduce(count, dist.ReduceOp.MIN)
-        calls = int(count)
-    times = torch.tensor([once() for _ in range(calls)], device="cuda")
-    if together:
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times.min())
-
-
-def compared(
-    name: str, alone: Callable, spread: Callable, error: Callable | None, must: float, **options
-) -> Row:
-    """A row of a call by one process and by all. ``must`` is how many times as fast all are."""
-    one = timed(alone, False, **options) if is_first() else 0.0
-    dist.barrier()
-    ours = timed(spread, True, **options)
-    shared_one = torch.tensor(one, device="cuda")
-    dist.broadcast(shared_one, 0)
-    one = float(shared_one)
-    return Row(
-        name, "ms", ours, rivals={"one gpu": one}, error=None if error is None else error(),
-        must=one / must if must else None,
-    )  # fmt: skip
 
 
 def product_case(points: int, features: int, must: float, ring: bool = False) -> Case:
@@ -269,6 +209,8 @@ CASES = [
     kron_case("columns", 0.85),
     kron_case("columns", 1.2, "rows"),
     kron_case("rows", 1.9),
+    ddp_case(1.85),
+    attention_case(1.7),
     short_case("agreement of {} processes", agreement),
     short_case(f"gather of {GATHERED // 10**6} MB of {{}} GPUs", gather),
     exchange_case(),
