@@ -172,9 +172,9 @@ def _options(call: Call, part: Part) -> dict:
     for name, t in call.captured.items():
         options[name] = _of_part(t, _axes_of(name, t, call.axes), part)
     options |= {"score": _at_positions(call.score), "mask": " and ".join(conditions) or None}
-    text = f"{options['score']} {options['mask']}"
+    words = re.findall(r"\w+", f"{options['score']} {options['mask']}")
     for name, positions in ((_ROW, part.rows), (_COL, part.cols)):
-        if name in text:
+        if name in words:
             options[name] = positions
     options["axes"] |= {name: axes for name, axes in _AXES.items() if name in options}
     return options

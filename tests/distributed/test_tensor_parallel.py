@@ -52,7 +52,7 @@ LAYERS = (
 def mesh():
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
 
 
 def split(model: nn.Module, **styles) -> nn.Module:
@@ -62,7 +62,9 @@ def split(model: nn.Module, **styles) -> nn.Module:
 
 
 def batch(dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn((2, 6, FEATURES), generator=torch.Generator().manual_seed(4)).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(4)
+    x = torch.randn((2, 6, FEATURES), generator=generator, device="cpu")
+    return x.to(torch.get_default_device(), dtype)
 
 
 def own(t: torch.Tensor, dim: int = -1) -> torch.Tensor:
