@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from kernlib.families.pairwise.descriptor import Pairwise
-from kernlib.families.pairwise.reductions import fused
 from kernlib.families.pairwise.reductions.arguments import request_of, shape_of
 from kernlib.families.pairwise.reductions.gradients import computed, gradients
 from kernlib.runtime.dtypes import accumulator
@@ -30,25 +29,20 @@ def gradients_of_rows(
     ``sum_m,n g_m v_n k_mn`` has by x_m, in either place of k, the gradient of
     ``sum_n (g_m v_n + v_m g_n) k_mn`` by its first one, and by v that is ``K g``.
     """
+    # K g is a product of its own: in one pass with the gradients of points all of it took 57 ms in
+    # place of 50 (200,000 points of 10 features, H200).
     rows = torch.cat([gradient[0], v[0]], 1)
     every = torch.cat([v[1], gradient[1]], 1)
-    wide, count = accumulator(rows.dtype), v[0].shape[1]
     request = request_of(descriptor, *points, every, row_offset, col_offset, hyperparameters)
     shape = shape_of(request)
     others = [name for name in names if name not in ("a", "v")]
-    if "a" in names and not others and fused.takes(request, shape):
-        # By the second place of k a kernel leaves K g beside the gradient of points, in one pass.
-        turned = request.transposed()._replace(v=rows)
-        shape = shape._replace(m=shape.n, n=shape.m)
-        through = ["b", *(["v"] if "v" in names else [])]
-        grads = gradients("matmul", turned, shape, through, every.to(wide)[None], None)
-        return {"a": grads["b"], **({"v": grads["v"][:, count:]} if "v" in names else {})}
     through, results = [*(["a"] if "a" in names else []), *others], {}
     if through:
-        grads = gradients("matmul", request, shape, through, rows.to(wide)[None], None)
+        rows = rows.to(accumulator(rows.dtype))[None]
+        grads = gradients("matmul", request, shape, through, rows, None)
         results = {name: grads[name] / 2 for name in others}  # a pair counts from both its points
         results |= {"a": grads["a"]} if "a" in names else {}
     if "v" in names:
-        product = request._replace(v=gradient[1]), shape._replace(columns=count)
-        results["v"] = computed("matmul", *product)[0].to(rows.dtype)
+        product = request._replace(v=gradient[1]), shape._replace(columns=v[0].shape[1])
+        results["v"] = computed("matmul", *product)[0].to(v[0].dtype)
     return results
