@@ -38,7 +38,7 @@ class Agreement:
         """The group over gloo of the same processes."""
         if self._control is None:
             ranks = dist.get_process_group_ranks(group)
-            self._control = dist.new_group(
+            control = dist.new_group(
                 ranks,
                 timeout=timedelta(seconds=timeout),
                 backend="gloo",
@@ -51,6 +51,7 @@ class Agreement:
                 )
             self._tensors = [list(rows)], list(row)
             self._row, self._rows = (memoryview(t.view(-1).numpy()) for t in (row, rows))
+            self._control = control  # last: what fails before is tried again
         return self._control
 
     def checked(

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kernlib.debug import eager_only
 from kernlib.descriptors.base import check_flag
 from kernlib.distributed import sequence
 from kernlib.distributed.communicator import Processes, as_communicator
 from kernlib.distributed.partial import Merge, Spread
-from kernlib.distributed.rows import replicated, rows_key, rows_texts, said, value_key
+from kernlib.distributed.rows import autocast_of, replicated, rows_key, rows_texts, said, value_key
 from kernlib.distributed.sequence import Part, Rule, Weights
 from kernlib.families.blocksparse.attention.arguments import (
     MOST_SEED,
+    OPEN,
+    Options,
+    Sizes,
+    autocast,
+    check_lengths,
     checked_seed,
     checked_window,
 )
@@ -49,6 +55,7 @@ class Call(NamedTuple):
     dropout_p: float
 
 
+@eager_only
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -74,7 +81,8 @@ def attention(
     ``layout``, for sequences that are spread over processes.
 
     - ``q`` (B, H, Lq_r, E), ``k`` (B, HK, Lk_r, E), ``v`` (B, HK, Lk_r, EV): the positions of this
-      process, those of :func:`sequence_shards`; the result is (B, H, Lq_r, EV).
+      process, those of :func:`sequence_shards`; the result is (B, H, Lq_r, EV). Together they are
+      as many as the layout has: a shorter sequence is filled up, and has lengths.
     - ``layout``: of the full sequence (Lq, Lk), the same in all processes.
     - ``group``: as that of :func:`kernlib.distributed.kernel_matmul`.
     - ``balanced``: a piece of the head and one of the tail for each process, for causal attention;
@@ -113,6 +121,7 @@ def attention(
     communicator.agree("attention", texts, key=key)
     if communicator.size == 1:
         return local_attention(q, k, v, layout, **names)
+    _, q, k, v = autocast((layout, q, k, v))
     captured = {name: replicated(t, communicator) for name, t in captured.items()}
     left, right = checked_window(window)
     call = Call(
@@ -210,6 +219,8 @@ def _texts(communicator: Processes, q, k, v, layout, balanced, names: dict) -> d
     for name in _AXES:
         if name in names:
             raise ValueError(f"{name} names positions or lengths here: rename the captured tensor")
+    if "out" in names:
+        raise TypeError("out is no argument over processes: parts of the result are merged")
     texts = {"layout": layout.text, "balanced": str(balanced)}
     full = []
     for name, t in tensors.items():
@@ -227,38 +238,55 @@ def _texts(communicator: Processes, q, k, v, layout, balanced, names: dict) -> d
             )
         texts |= rows_texts(name, t.movedim(2, 0))
         full.append(t.new_empty((0, t.shape[1], layout.shape[dim], t.shape[3])))
-    texts["contents of layout"] = sequence.digest_of(layout)
+    texts |= {"contents of layout": sequence.digest_of(layout), "autocast": autocast_of(q)}
+    _check_lengths(q, k, layout, names)
     for name, value in names.items():
         if name != "seed" or not isinstance(value, torch.Tensor):
             texts[name] = said(value)
+    several = q.shape[0] * q.shape[1]
+    if layout.heads == several != q.shape[1]:  # which no batch has
+        layout = Layout(layout.mask()[: q.shape[1]], layout.block, device=layout.device)
     with torch.no_grad():
         local_attention(*full, layout, **_without_batch(names))
     return texts
 
 
+def _check_lengths(q, k, layout: Layout, names: dict) -> None:
+    """Raises TypeError and ValueError."""
+    lengths = {name: names[name] for name in ("q_lengths", "kv_lengths")}
+    check_dense((), **lengths)
+    for name, t in lengths.items():
+        if t is not None and tuple(t.shape) != q.shape[:1]:
+            raise ValueError(f"{name} must have shape ({q.shape[0]},), got {tuple(t.shape)}")
+    options = Options(1.0, (OPEN, OPEN), *lengths.values(), 0.0, 0, False)
+    group = q.shape[1] // max(1, k.shape[1])
+    check_lengths(options, Sizes(q.shape[0], k.shape[1], group, *layout.shape, q.shape[3], 0))
+
+
 def _key(q, k, v, layout, balanced, names: dict) -> tuple:
     """What checks and texts depend on. Raises TypeError or AttributeError for what is not plain."""
-    parts = [layout.key, sequence.digest_of(layout), balanced]
+    parts = [layout.key, sequence.digest_of(layout), repr(balanced), autocast_of(q)]
     parts += [(t.shape[:1], rows_key(t)) for t in (q, k, v)]
     for name, value in names.items():
         if isinstance(value, torch.Tensor):
             parts.append((name, value.shape, value_key(value)))
-        elif isinstance(value, dict):
-            parts.append((name, *value.items()))
         else:
-            parts.append((name, type(value), value))
+            parts.append((name, repr(value)))
     return tuple(parts)
 
 
 def _without_batch(names: dict) -> dict:
-    """Arguments of an attention of no batch."""
+    """Arguments of an attention of no batch, which draws no seed."""
     axes = names["axes"] if isinstance(names["axes"], dict) else {}
-    return {
-        name: t[:0] if isinstance(t, torch.Tensor) and _has_batch(name, t, axes) else t
-        for name, t in names.items()
-    }
-
-
-def _has_batch(name: str, t: torch.Tensor, axes: dict) -> bool:
-    of = ("batch",) if name in ("q_lengths", "kv_lengths") else _axes_of(name, t, axes)
-    return t.dim() > 0 and of[:1] == ("batch",) and t.shape[0] != 1
+    rest = {}
+    for name, value in names.items():
+        is_length = name in ("q_lengths", "kv_lengths")
+        if isinstance(value, torch.Tensor) and value.dim():
+            of = ("batch",) if is_length else _axes_of(name, value, axes)
+            for dim, axis in enumerate(of[: value.dim()]):
+                if axis == "batch" and (is_length or value.shape[dim] != 1):
+                    value = value.narrow(dim, 0, 0)
+        rest[name] = value
+    if rest["seed"] is None and rest["dropout_p"] != 0.0:
+        rest["seed"] = 0
+    return rest

@@ -11,7 +11,7 @@ import torch
 import kernlib
 from kernlib.descriptors.base import shown
 from kernlib.distributed.communicator import Processes, as_communicator
-from kernlib.distributed.rows import replicated, rows_key, rows_texts, said, value_key
+from kernlib.distributed.rows import autocast_of, replicated, rows_key, rows_texts, said, value_key
 from kernlib.families.kronecker_product.matmul import as_factors
 from kernlib.runtime.tensors import check_dense
 
@@ -174,8 +174,7 @@ def _key(x, factors, sharded: str, result, precision) -> tuple:
     takes time, where processes agree on them."""
     by = value_key if sharded == "columns" else rows_key
     parts = [(factor.shape, *by(factor)) for factor in factors]
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return sharded, result, precision, autocast, *rows_key(x), *parts
+    return repr((sharded, result, precision)), autocast_of(x), *rows_key(x), *parts
 
 
 def _texts(communicator: Processes, x, factors, sharded: str, result, precision) -> dict[str, str]:
@@ -215,6 +214,7 @@ def _texts(communicator: Processes, x, factors, sharded: str, result, precision)
         "result": str(result or sharded),
         "precision": str(precision),
         "factors": str(len(factors)),
+        "autocast": autocast_of(x),
     }
     for name, factor in named.items():
         texts[name] = f"{tuple(factor.shape)} {said(factor)}" if sharded == "columns" else ""

@@ -276,7 +276,7 @@ def _key(call: Call, ring: bool | None) -> tuple:
     """What the checks and the texts of a call depend on, rows apart. Raises TypeError if that is
     nothing plain."""
     _, descriptor, a, b, v, names, more = call
-    parts: list = [descriptor, more, ring, b is a, v is a, rows_key(a)]
+    parts: list = [descriptor, repr((more, ring)), b is a, v is a, rows_key(a)]
     for t in (b, v):
         if isinstance(t, Replica):
             parts.append(t.sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,8 +78,8 @@ def rows_key(t: torch.Tensor) -> tuple:
 
 def value_key(value: object) -> tuple:
     """The same of a hyperparameter, which is a number or a tensor of the same in all processes."""
-    if isinstance(value, (int, float)):
-        return type(value), value
+    if not isinstance(value, torch.Tensor):
+        return (repr(value),)  # 1, 1.0 and True are equal, and not the same to checks
     return said(value), *rows_key(value)
 
 
@@ -91,8 +92,16 @@ def said(value: object) -> str:
     text = f"{value.dtype} {tuple(value.shape)} requires_grad={wants}"
     if value.device.type != "cpu":
         return text
-    numbers = value.detach().flatten().tolist()
-    return f"{text} {numbers}" if len(numbers) < 9 else f"{text} {hash(tuple(numbers))}"
+    if value.numel() < 9:
+        return f"{text} {value.detach().flatten().tolist()}"
+    content = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{text} {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def autocast_of(t: torch.Tensor) -> str:
+    """What autocast makes of products of tensors like one, "off" without."""
+    kind = t.device.type
+    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
 
 
 def gathered(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class ColwiseParallel(TorchColwise):
 
     These are torch's own style's, which does the same for ``nn.Linear`` and ``nn.Embedding``; so
     one plan serves a mixed model. Gradients of the input are summed over processes. Calls take the
-    input by position.
+    input by position, and come from one thread at a time.
 
     - ``SparseLinear``: rows of the matrix. ``out_features`` must divide by the processes.
     - ``BlockSparseLinear``: rows of blocks. ``out_features`` must divide, into whole blocks.
@@ -137,6 +138,7 @@ def _split(style, module: nn.Module, mesh: DeviceMesh, by_rows: bool) -> nn.Modu
     calls = _Calls(style, module, part, mesh, by_rows)
     module.register_forward_pre_hook(calls.begin)
     module.register_forward_hook(calls.end, always_call=True)
+    module.register_state_dict_pre_hook(calls.settle)
     if isinstance(module, IndexedModule):
         module._save_as_share(processes.rank, processes.size)
     return module
@@ -162,9 +164,17 @@ class _Calls:
         self.writes = Partial() if part.adds_up else Shard(-1)
         self.steps = as_steps(module.activation) if by_rows else ()
         self.before: list[tuple[dict, str, Any]] = []  # what is put back
+        self.thread: dict[str, int] = {}  # whose call the layer is in
 
     def begin(self, module: nn.Module, inputs: tuple) -> tuple:
         """The input of this process; the layer is its part until :meth:`end`."""
+        self.settle()
+        this = threading.get_ident()
+        if self.thread.setdefault("id", this) != this:  # which is one step, between threads too
+            raise RuntimeError(
+                f"a {type(module).__name__} that is dealt out is in a call of another thread: call "
+                "it from one thread at a time"
+            )
         if not inputs or not isinstance(inputs[0], torch.Tensor):
             got = type(inputs[0]).__name__ if inputs else "none by position"
             raise TypeError(f"input must be a tensor, the first argument of the call, got {got}")
@@ -183,9 +193,7 @@ class _Calls:
 
     def end(self, module: nn.Module, inputs: tuple, result: torch.Tensor | None):
         """The result in the layout that was asked for. Without one the call has failed."""
-        for owner, name, value in reversed(self.before):
-            owner[name] = value
-        self.before.clear()
+        self.settle()
         if not isinstance(result, torch.Tensor):
             return None
         y = DTensor.from_local(result, self.mesh, [self.writes], run_check=False)
@@ -200,6 +208,15 @@ class _Calls:
             return local
         options = {"run_check": False, "shape": shape, "stride": stride}
         return DTensor.from_local(local, self.mesh, self.output_layouts, **options)
+
+    def settle(self, *_) -> None:
+        """Put back what a call of this thread has put into the layer. One that was interrupted has
+        left it there: torch calls its hooks behind an Exception alone."""
+        if self.thread.get("id") == threading.get_ident():
+            for owner, name, value in reversed(self.before):
+                owner[name] = value
+            self.before.clear()
+            self.thread.clear()
 
     def _put(self, owner: dict, name: str, value: Any) -> None:
         self.before.append((owner, name, owner[name]))

@@ -120,8 +120,10 @@ class Solver:
         state, done = self._start(torch.zeros_like(b), b, limit), 0
         saved = checkpoint.load(self._saved(state, target, best, done))
         if saved is not None:
-            *tensors, active, target, best, iterations = saved
-            state, done = _State(*tensors, active > 0), int(iterations)
+            x, active, target, best, iterations = saved
+            # Directions were those of another preconditioner, as its points are drawn anew.
+            r = b - self.system.product(x)
+            state, done = self._start(x, r, limit, active > 0), int(iterations)
         while done < max_iter:
             count = min(check_every, max_iter - done)
             for _ in range(count):
@@ -144,7 +146,7 @@ class Solver:
     @staticmethod
     def _saved(state: _State, target, best, done: int) -> list[torch.Tensor]:
         """What a checkpoint holds."""
-        return [*state[:3], state.active.double(), target, best, target.new_tensor(done)]
+        return [state.x, state.active.double(), target, best, target.new_tensor(done)]
 
     def _start(self, x, r, limit, columns=None) -> _State:
         active = self.system.norm(r) > limit  # not of a NaN

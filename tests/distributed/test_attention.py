@@ -34,6 +34,11 @@ def of_heads(**options):
     return kl.blocksparse.Layout(mask, BLOCK), options
 
 
+def of_heads_of_each_batch(**options):
+    mask = torch.rand(BATCH * HEADS, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.5
+    return kl.blocksparse.Layout(mask, BLOCK), options
+
+
 def of_two_blocks(**options):
     """So that one of three processes has nothing."""
     return kl.blocksparse.Layout([[1, 0], [1, 1]], BLOCK), options
@@ -57,6 +62,15 @@ CASES = {
     "lengths": (
         everything_sees_the_first_block,
         {"q_lengths": torch.tensor([112, 70]), "kv_lengths": torch.tensor([50, 112])},
+    ),
+    "heads of each batch": (of_heads_of_each_batch, {}),
+    "axes in another order": (
+        window,
+        {
+            "mask": "kept > 0.2",
+            "kept": torch.rand(LENGTH, BATCH, generator=torch.Generator().manual_seed(4)),
+            "axes": {"kept": ("col", "batch")},
+        },
     ),
     "lse": (of_heads, {"return_lse": True}),
     "score": (window, {"score": "v - slope * (row - col)", "axes": {"slope": "head"}}),
@@ -198,6 +212,31 @@ def test_probabilities_are_dropped_in_every_part(pool):
         assert abs(answer - 0.25) < 0.02
 
 
+def drawn_twice() -> bool:
+    """What torch's generator drops is the same behind the same seed, whatever was called before."""
+    layout, _ = window()
+    operands = local(tensors(layout, HEADS, torch.float64)[:3], shards_of(layout)[:3])
+    results = []
+    for _ in range(2):
+        torch.manual_seed(dist.get_rank())
+        results.append(kl.distributed.attention(*operands, layout, dropout_p=0.5))
+    return torch.equal(*results)
+
+
+def test_a_generator_drops_alike_in_a_first_call_and_later_ones(pool):
+    assert pool.run(drawn_twice) == [True] * 3
+
+
+def of_one_sequence() -> torch.Size:
+    layout, _ = window()
+    q, k, v = local([t[:1] for t in tensors(layout, 4, torch.float64)[:3]], shards_of(layout)[:3])
+    return kl.distributed.attention(q, k, v, layout, kv_lengths=torch.tensor([50])).shape
+
+
+def test_lengths_of_one_sequence(pool):
+    assert [shape[0] for shape in pool.run(of_one_sequence)] == [1, 1, 1]
+
+
 def written() -> float:
     layout, _ = everything_sees_the_first_block()
     drawn = tensors(layout, HEADS, torch.float64)[:3]
@@ -229,11 +268,20 @@ def wrong(name: str):
         layout = kl.blocksparse.Layout(mask, BLOCK, capacity=layout.capacity)
     if name == "window" and rank == 1:
         options = {"window": (23, 0)}
+    if name == "equal window":  # of a call that has passed
+        kl.distributed.attention(q, k, v, layout, **options)
+        options = {"window": (24.0, 0)} if rank == 1 else options
+    if name == "lengths":
+        options["q_lengths"] = torch.tensor([200, 5])
+    if name == "autocast":
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+            return kl.distributed.attention(q, k, v, layout, **options)
     if name == "score":
         options["score"] = "v + row *"
-    kl.distributed.attention(q, k, v, layout, **options)
+    return kl.distributed.attention(q, k, v, layout, **options)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -241,13 +289,16 @@ def wrong(name: str):
         ("layout", "contents of layout differs"),
         ("window", "window differs"),
         ("score", "score"),
+        ("equal window", "rank 1 .*window must be"),
+        ("lengths", "q_lengths must be from 0 to the 112"),
+        ("autocast", "autocast differs: off on rank 0"),
     ],
 )
 def test_differences_are_errors_in_all_processes(pool, name, text):
     for rank, answer in enumerate(pool.run(wrong, name)):
-        assert isinstance(answer, ValueError)
+        assert isinstance(answer, (TypeError, ValueError))
         pattern = text.replace("rank 1 .*", "") if rank == 1 else text
-        with pytest.raises(ValueError, match=pattern):
+        with pytest.raises((TypeError, ValueError), match=pattern):
             raise answer
 
 

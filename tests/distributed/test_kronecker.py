@@ -114,3 +114,16 @@ def of_columns_from_rows():
 def test_rows_give_no_columns(pool):
     for answer in pool.run(of_columns_from_rows):
         assert isinstance(answer, ValueError) and "result must be" in str(answer), answer
+
+
+def of_factors(*values: float):
+    value = values[dist.get_rank()]
+    return kl.distributed.kron_matmul(torch.ones(2, (2, 2, 0)[dist.get_rank()]),
+                                      [torch.full((4, 4), value)])  # fmt: skip
+
+
+def test_numbers_of_factors_are_compared_by_their_bits(pool):
+    for answer in pool.run(of_factors, -1.0, -2.0, -2.0):
+        assert isinstance(answer, ValueError) and "factors[0] differs" in str(answer), answer
+    for answer in pool.run(of_factors, *[float("nan")] * 3):
+        assert isinstance(answer, torch.Tensor) and bool(answer.isnan().all()), answer

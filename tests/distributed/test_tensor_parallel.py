@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -281,3 +282,49 @@ def test_what_cannot_be_dealt_out_is_an_error_in_all_processes(pool, case):
         if isinstance(answer, BaseException):
             raise answer
         assert ERRORS[case] in answer
+
+
+def stopped() -> bool:
+    """A call that is interrupted leaves the layer, also to its state."""
+    model = nn.Sequential(layer("one block"))
+    split(model, **{"0": kl.distributed.ColwiseParallel()})
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model[0].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(torch.float64))
+    hook.remove()
+    return all(isinstance(t, dist.tensor.DTensor) for t in model.state_dict().values())
+
+
+def test_an_interrupted_call_leaves_the_layer(pool):
+    assert pool.run(stopped) == [True] * 3
+
+
+def of_threads() -> str:
+    model = nn.Sequential(layer("one block"))
+    split(model, **{"0": kl.distributed.ColwiseParallel()})
+    errors = []
+
+    def call(*_):
+        try:
+            model(batch(torch.float64))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def beside(*_):
+        hook.remove()
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    hook = model[0].register_forward_pre_hook(beside)
+    model(batch(torch.float64))
+    return errors[0]
+
+
+def test_a_layer_is_in_one_call_at_a_time(pool):
+    for answer in pool.run(of_threads):
+        assert "in a call of another thread" in answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def test_what_fails_in_one_process_ends_all_with_1(cache_dir):
     assert f"{cache_dir}, writable" in first and "1 FAIL" in second
     assert "FAIL  settings    rank 1: KERNLIB_CACHE_BYTES='plenty'" in out
     assert "1. settings: unset the variable" in out and "by torchrun again" in out
-    assert "ok    gloo" in out and errors == ""
+    # What torch 2.8 says of peers is no error.
+    assert "ok    gloo" in out and not re.sub(r"(?m)^\[Gloo\].*\n", "", errors)
 
 
 def test_a_process_that_does_not_come_is_an_error_in_the_others(cache_dir):
