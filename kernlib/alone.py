@@ -30,17 +30,5 @@ class Alone:
     def gather(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return t
 
-    def gather_several(self, tensors: Sequence[torch.Tensor], sizes) -> list[torch.Tensor]:
-        return list(tensors)
-
-    def scatter_sum(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return t
-
-    def scatter_sum_several(self, tensors: Sequence[torch.Tensor], sizes) -> list[torch.Tensor]:
-        return list(tensors)
-
     def total(self, t: torch.Tensor) -> torch.Tensor:
         return t
-
-    def exchange(self, packed: torch.Tensor, sends, receives) -> torch.Tensor:
-        return packed

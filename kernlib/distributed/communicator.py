@@ -179,17 +179,14 @@ class Processes(Communicator):
             results.append(rows.reshape(sum(sizes), *t.shape[1:]))
         return results
 
-    def scatter_sum(self, t: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The rows of this process of the sum of all processes' tensors, which hold the rows of
-        every one. Summands are added by rank, so that bits repeat."""
-        return self.scatter_sum_several([t], sizes)[0]
-
-    def scatter_sum_several(
+    def scatter_sum(
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> list[torch.Tensor]:
-        """:meth:`scatter_sum` of each of them, by one exchange if they have one dtype."""
+        """Of each tensor, which holds the rows of all processes, the rows of this one of the sum
+        over all of them, by one exchange if they have one dtype. Summands are added by rank, so
+        that bits repeat."""
         if len({t.dtype for t in tensors}) > 1:
-            return [self.scatter_sum(t, sizes) for t in tensors]
+            return [part for t in tensors for part in self.scatter_sum([t], sizes)]
         mine, like = sizes[self.rank], [t.shape[1:] for t in tensors]
         counts = [shape.numel() for shape in like]
         by_rank = zip(*(t.split(list(sizes)) for t in tensors), strict=True)

@@ -141,7 +141,7 @@ class _ScatterSum(torch.autograd.Function):
         ctx.request = communicator, sizes
 
         _agree_on_gradients(communicator, tensors)
-        return _marked(ctx, communicator.scatter_sum_several(tensors, sizes))
+        return _marked(ctx, communicator.scatter_sum(tensors, sizes))
 
     @staticmethod
     def backward(ctx, *grads):

@@ -5,18 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.pool import Pool
 from tests.distributed.test_attention import CASES, worst
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 BOUNDS = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6, torch.float64: 1e-12}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    processes = Pool(2, "cpu:gloo,cuda:nccl")
-    yield processes
-    processes.close()
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

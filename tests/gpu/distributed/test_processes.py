@@ -20,13 +20,6 @@ TASKS = ("kernel_matmul", "kernel_sum", "kernel_logsumexp", "kernel_min", "kerne
 SIZES = {"even": ((300, 300), (256, 256)), "uneven": ((417, 0), (1, 511))}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    processes = Pool(2, BACKEND)
-    yield processes
-    processes.close()
-
-
 def drawn(*shapes):
     generator = torch.Generator("cuda").manual_seed(9)
     return [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]

@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.pool import Pool
 from tests.distributed.test_tensor_parallel import LAYERS, furthest
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    processes = Pool(2, "cpu:gloo,cuda:nccl")
-    yield processes
-    processes.close()
 
 
 def on_gpus(*arguments) -> float:
