@@ -7,7 +7,6 @@ import torch
 
 from tests.distributed.test_attention import CASES, worst
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 BOUNDS = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6, torch.float64: 1e-12}
 
 

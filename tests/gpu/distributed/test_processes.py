@@ -1,4 +1,4 @@
-"""Two processes over NCCL, one a GPU, compute what one does."""
+"""Two processes compute what one does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 import kernlib as kl
 from kernlib.errors import DistributedError
 from tests.distributed.pool import Pool
+from tests.gpu.distributed import BACKEND, needs_two
 
-BACKEND = "cpu:gloo,cuda:nccl"
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+RING = pytest.param(True, marks=needs_two)
 TASKS = ("kernel_matmul", "kernel_sum", "kernel_logsumexp", "kernel_min", "kernel_topk")
 SIZES = {"even": ((300, 300), (256, 256)), "uneven": ((417, 0), (1, 511))}
 
@@ -67,7 +67,7 @@ def reduced(task: str, rows: str, ring: bool, features: int):
 
 
 @pytest.mark.parametrize("features", [3, 40])
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("ring", [False, RING])
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("task", TASKS)
 def test_rows_are_those_of_one_process(pool, task, rows, ring, features):
@@ -111,7 +111,7 @@ def repeated(ring: bool):
     return all(torch.equal(x, y) for other in bits[1:] for x, y in zip(bits[0], other, strict=True))
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("ring", [False, RING])
 def test_bits_repeat(pool, ring):
     assert pool.run(repeated, ring) == [True, True]
 
@@ -208,7 +208,7 @@ def layers(name: str, sharded: bool):
     if sharded:
         model = fully_shard(model, mesh=init_device_mesh("cuda", (2,)))
     else:
-        model = torch.nn.parallel.DistributedDataParallel(model, [dist.get_rank()])
+        model = torch.nn.parallel.DistributedDataParallel(model)
     model(batch[dist.get_rank()]).square().mean().backward()
     grads = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
     alone = layer()
@@ -216,7 +216,7 @@ def layers(name: str, sharded: bool):
     return [error_of(x, p.grad) for x, p in zip(grads, alone.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=needs_two)])
 @pytest.mark.parametrize("name", ["KSLinear", "KroneckerLinear", "BlockSparseLinear"])
 def test_layers(pool, name, sharded):
     for answer in pool.run(layers, name, sharded):

@@ -7,7 +7,6 @@ import torch
 
 from tests.distributed.test_tensor_parallel import LAYERS, furthest
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def on_gpus(*arguments) -> float:

@@ -66,20 +66,25 @@ def test_results_are_those_of_dense_layers(saved, device_map):
         assert best[0] - best[1] < 0.02 * best[0].abs()
 
 
+def requested(kind: str) -> int:
+    """Bytes of tensors, without what the allocator adds to a block that it does not split."""
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"]
+
+
 def test_loading_takes_the_compressed_bytes_and_a_layer(saved):
     _, folder = saved
     loaded(folder, device_map="cuda")  # whatever a first call of libraries keeps
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = requested("current")
     model = loaded(folder, device_map="cuda")
     stored = os.path.getsize(folder / "model.safetensors")
     layer = 2 * SIZES["intermediate_size"] * SIZES["hidden_size"] * 2  # gate and up are fused
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = requested("peak") - before
     assert peak <= 1.02 * stored + 1.6 * layer  # which is dense, and then compressed too
     gc.collect()
-    assert torch.cuda.memory_allocated() - before <= 1.02 * stored
+    assert requested("current") - before <= 1.02 * stored
     del model
 
 
