@@ -8,7 +8,6 @@ kind: then the tree is good for nothing but names, and what is wrong whatever th
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from functools import cache
 from typing import NoReturn
 
@@ -47,7 +46,7 @@ def parse_score(text: str, captured: tuple[tuple[str, str], ...]) -> Node:
 
     Raises ValueError that quotes what is wrong and says what would do.
     """
-    reader = _Reader("score", text, dict(captured))
+    reader = Reader("score", text, dict(captured))
     return kinds.as_float(reader.number(syntax(text, "score", DEEPEST))).node
 
 
@@ -55,16 +54,25 @@ def parse_score(text: str, captured: tuple[tuple[str, str], ...]) -> Node:
 def parse_mask(text: str, captured: tuple[tuple[str, str], ...]) -> Node:
     """The tree of a mask, which is a condition and knows no logit. Raises as :func:`parse_score`
     does."""
-    reader = _Reader("mask", text, dict(captured))
+    reader = Reader("mask", text, dict(captured))
     return reader.condition(syntax(text, "mask", DEEPEST)).node
 
 
-class _Reader:
-    def __init__(self, what: str, text: str, captured: dict[str, str]):
+class Reader:
+    """Reads one text. ``what`` it is stands in errors; ``variables`` are names and kinds beside
+    those of captured tensors: by default those of a score, or of a mask."""
+
+    def __init__(
+        self,
+        what: str,
+        text: str,
+        captured: dict[str, str],
+        variables: dict[str, str] | None = None,
+    ):
         self.what, self.text = what, text
-        self.known = {**OWN, **captured}
-        if what == "mask":
-            del self.known[VALUE]
+        if variables is None:
+            variables = {k: v for k, v in OWN.items() if k != VALUE or what != "mask"}
+        self.known = {**variables, **captured}
 
     def refuse(self, node: ast.expr, why: str) -> NoReturn:
         """Raises ValueError with the part that is wrong."""
@@ -72,10 +80,9 @@ class _Reader:
         raise ValueError(f"{self.what} {shown(self.text)}: {part} {why}")
 
     def read(self, node: ast.expr) -> Term:
-        read = _READERS.get(type(node))
-        if read is None:
+        if type(node) not in _READERS:
             self._refuse_unknown(node)
-        return read(self, node)
+        return getattr(self, _READERS[type(node)])(node)
 
     def number(self, node: ast.expr) -> Term:
         """A part that is a number of any kind."""
@@ -222,13 +229,13 @@ def _negative(term: Term) -> Term:
     return kinds.compute("neg", term)
 
 
-_READERS: dict[type, Callable] = {
-    ast.Constant: _Reader.constant,
-    ast.Name: _Reader.name,
-    ast.UnaryOp: _Reader.unary,
-    ast.BinOp: _Reader.binary,
-    ast.BoolOp: _Reader.joined,
-    ast.Compare: _Reader.compared,
-    ast.IfExp: _Reader.selected,
-    ast.Call: _Reader.call,
+_READERS: dict[type, str] = {
+    ast.Constant: "constant",
+    ast.Name: "name",
+    ast.UnaryOp: "unary",
+    ast.BinOp: "binary",
+    ast.BoolOp: "joined",
+    ast.Compare: "compared",
+    ast.IfExp: "selected",
+    ast.Call: "call",
 }
