@@ -196,6 +196,14 @@ def mask(tree: Node, values: dict[str, torch.Tensor], dtype: torch.dtype) -> tor
     return _evaluate_score(tree, _score_values(values, dtype), dtype)
 
 
+def evaluate(tree: Node, values: dict, dtype: torch.dtype) -> torch.Tensor:
+    """The value of a tree of numbers, whole numbers and conditions, whose names are tensors that
+    broadcast, or numbers. Floating-point numbers have this dtype."""
+    tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+    result = _evaluate_score(tree, {**values, **_score_values(tensors, dtype)}, dtype)
+    return _as_tensor(result, dtype)
+
+
 def _score_values(values: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     def value(x: torch.Tensor) -> torch.Tensor:
         if x.is_floating_point():

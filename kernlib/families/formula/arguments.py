@@ -1,0 +1,147 @@
+"""Tensors of a call of a formula: their checks, and the shapes in which operators take them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernlib.descriptors.base import refuse_argument
+from kernlib.descriptors.score.kinds import KINDS
+from kernlib.families.formula.descriptor import Formula
+from kernlib.families.formula.spec import AXES, COL, FEATURE, ROW
+from kernlib.runtime.numbers import host_value
+from kernlib.runtime.tensors import check_dense
+
+_DTYPES = {getattr(torch, name): kind for name, kind in KINDS.items()}
+
+
+class Call(NamedTuple):
+    """A checked call. ``tensors`` have a batch in front and then the axes in the order of AXES, and
+    are those that are no numbers of the host; ``features`` are of the last of them if it weights
+    the scores."""
+
+    tensors: list[torch.Tensor]
+    numbers: list[float]
+    on_host: list[str]
+    batch: int
+    rows: int
+    cols: int
+    features: int
+    is_batched: bool  # whether a tensor had a batch
+    dtype: torch.dtype  # of the result
+
+
+def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axes=()) -> Call:
+    """The tensors of a call. ``v`` has axes ``v_axes``. Raises TypeError and ValueError that name
+    the argument."""
+    _check_names(formula, values)
+    sizes: dict[object, tuple[int, str]] = {}
+    tensors, numbers, on_host, floats = [], [], [], []
+    named = [(name, axes, values[name]) for name, axes in formula.axes]
+    if v is not None:
+        check_dense(("v",), v=v)
+        named.append(("v", v_axes, v))
+    device = _device(named)
+    is_batched = False
+    for name, axes, value in named:
+        if not axes and not isinstance(value, torch.Tensor):
+            numbers.append(host_value(name, value))
+            on_host.append(name)
+            continue
+        check_dense((name,), **{name: value})
+        if value.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be of {', '.join(KINDS)}, got {value.dtype}")
+        if value.device != device:
+            if axes or value.device.type != "cpu":
+                raise ValueError(f"{name} is on {value.device}, others on {device}: move it there")
+            value = value.to(device)
+        t, has_batch = _placed(name, axes, value)
+        is_batched = is_batched or has_batch
+        if axes and value.is_floating_point():
+            floats.append(value.dtype)
+        for axis, size in zip(("batch", *AXES), _sizes(t, axes), strict=True):
+            _meet(sizes, axis, size, name)
+        tensors.append(t)
+    for group in formula.groups:
+        _check_features(formula, group, values)
+    rows, cols = sizes[ROW][0], sizes[COL][0]
+    features = v.shape[-1] if v is not None and FEATURE in v_axes else 1
+    batch = sizes.get("batch", (1, ""))[0]
+    dtype = _widest(floats)
+    return Call(tensors, numbers, on_host, batch, rows, cols, features, is_batched, dtype)
+
+
+def _check_names(formula: Formula, values: dict) -> None:
+    for name in values:
+        if name not in formula.names:
+            refuse_argument(formula, name, formula.names)
+    missing = [name for name in formula.names if name not in values]
+    if missing:
+        listed = ", ".join(f"{name}=..." for name in missing)
+        raise TypeError(f"{formula.describe()} reads {missing}: pass {listed}")
+
+
+def _device(named: list) -> torch.device:
+    """That of the first tensor that has axes."""
+    for name, axes, value in named:
+        if axes:
+            check_dense((name,), **{name: value})
+            return value.device
+    raise AssertionError("a formula has rows and columns")
+
+
+def _placed(name: str, axes: tuple[str, ...], t: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A tensor with a batch in front and its axes in the order of AXES."""
+    has_batch = t.dim() == len(axes) + 1
+    if t.dim() != len(axes) and not has_batch:
+        shape = f"({', '.join(axes)})" if axes else "()"
+        raise ValueError(
+            f"{name} must have shape {shape}, or a batch of it, got {tuple(t.shape)}"
+        )
+    t = t if has_batch else t[None]
+    order = sorted(axes, key=AXES.index)
+    if order != list(axes):
+        t = t.permute(0, *(1 + axes.index(axis) for axis in order))
+    return t, has_batch
+
+
+def _sizes(t: torch.Tensor, axes: tuple[str, ...]) -> tuple[int | None, ...]:
+    """Of batch, rows, columns and features; None where it has none. Features meet in each sum."""
+    order = sorted(axes, key=AXES.index)
+    by_axis = dict(zip(order, t.shape[1:], strict=True))
+    return t.shape[0], by_axis.get(ROW), by_axis.get(COL), None
+
+
+def _meet(sizes: dict, axis: str, size: int | None, name: str) -> None:
+    """Note the size of an axis. Raises ValueError where another tensor has another one."""
+    if size is None:
+        return
+    before, of = sizes.get(axis, (size, name))
+    if axis == "batch" and 1 in (before, size):
+        before, of = (before, of) if size == 1 else (size, name)
+    elif before != size:
+        what = {"batch": "a batch of", ROW: "the rows", COL: "the columns"}[axis]
+        raise ValueError(f"{name} has {size} for {what}, and {of} has {before}: they must be equal")
+    sizes[axis] = (before, of)
+
+
+def _check_features(formula: Formula, group: tuple[str, ...], values: dict) -> None:
+    """Raises ValueError unless the tensors of a sum have as many features each."""
+    axes = dict(formula.axes)
+    places = {name: axes[name].index(FEATURE) - len(axes[name]) for name in group}
+    counts = [values[name].shape[places[name]] for name in group]
+    if any(count != counts[0] for count in counts):
+        listed = ", ".join(f"{n} {c}" for n, c in zip(group, counts, strict=True))
+        raise ValueError(f"tensors of one sum must have as many features each, got {listed}")
+
+
+def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
+    """The dtype that torch promotes all of them to; its default one for none."""
+    if not dtypes:
+        return torch.get_default_dtype()
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+

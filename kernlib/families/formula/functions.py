@@ -1,0 +1,118 @@
+"""Calls of formulas: what :mod:`kernlib.families.pairwise.functions.reductions` documents, of the
+scores of a :class:`kernlib.Formula`. ``values`` are its tensors and numbers by name; ``ranges``,
+of rows (M, 2) and of columns (N, 2), say which pairs there are."""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.formula import arguments, operation
+from kernlib.families.formula.arguments import Call
+from kernlib.families.formula.descriptor import Formula
+from kernlib.families.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, TOTAL
+from kernlib.runtime.tensors import check_out_shape, refuse_any_overlap
+
+Ranges = tuple[torch.Tensor, torch.Tensor]
+
+
+def run(formula: Formula, *more, out=None, debug: bool = False, **values) -> torch.Tensor:
+    """The scores of all pairs, (M, N), or (L, M, N) where a tensor has a batch of L."""
+    if more:
+        raise TypeError(f"tensors of {formula.describe()} are passed by name, as in {formula.call}")
+    call = arguments.checked(formula, values)
+    return _written(_reduced(MATRIX, formula, call, debug), call, out, values)
+
+
+def matmul(formula: Formula, v, values: dict, out=None, debug=False, ranges: Ranges | None = None):
+    """``sum_n score(m, n) v[n,c]``: (M, C), or (M,) of v (N,)."""
+    axes = (COL, FEATURE) if isinstance(v, torch.Tensor) and v.dim() > 1 else (COL,)
+    call = arguments.checked(formula, values, v, axes)
+    result = _reduced(TOTAL, formula, call, debug, axes[-1], ranges)
+    result = result if FEATURE in axes else result.squeeze(-1)
+    return _written(result, call, out, {**values, "v": v})
+
+
+def total(formula: Formula, values: dict, debug=False, ranges: Ranges | None = None):
+    """``sum_n score(m, n)``, (M,)."""
+    call = arguments.checked(formula, values)
+    return _written(_reduced(TOTAL, formula, call, debug, "", ranges).squeeze(-1), call)
+
+
+def logsumexp(formula: Formula, values: dict, debug=False, ranges: Ranges | None = None):
+    """``log sum_n exp(score(m, n))``, (M,)."""
+    call = arguments.checked(formula, values)
+    return _written(_reduced(LOGSUMEXP, formula, call, debug, "", ranges), call)
+
+
+def extreme(
+    formula: Formula, values: dict, largest=False, debug=False, ranges: Ranges | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest, or largest, score of each row and its column, (M,) both."""
+    call = arguments.checked(formula, values)
+    name = operation.GREATEST if largest else LEAST
+    detached = call._replace(tensors=[t.detach() for t in call.tensors])
+    entries, places = _reduced(name, formula, detached, debug, "", ranges)
+    entries = -entries if largest else entries
+    if _is_recorded(call):
+        entries = _chosen(formula, call, places[..., None])[..., 0]
+    return _written(entries, call), places if call.is_batched else places[0]
+
+
+def topk(
+    formula: Formula, values: dict, k: int, largest: bool = False, debug: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k smallest, or largest, scores of each row in order and their columns, (M, k) both."""
+    from kernlib.families.formula import blocks  # other calls need none
+
+    call = arguments.checked(formula, values)
+    if not 1 <= k <= call.cols:
+        raise ValueError(f"k must be from 1 to the {call.cols} columns, got {k}")
+    detached = call._replace(tensors=[t.detach() for t in call.tensors])
+    text = headline_of(MATRIX, formula, call)
+    entries, places = blocks.topk(detached, text, k, largest)
+    if _is_recorded(call):
+        entries = _chosen(formula, call, places)
+    return _written(entries, call), places if call.is_batched else places[0]
+
+
+def headline_of(reduction: str, formula: Formula, call: Call, weighted="", ranged=False) -> str:
+    return operation.headline(reduction, formula.text, " ".join(call.on_host), weighted, ranged)
+
+
+def _reduced(
+    reduction: str, formula: Formula, call: Call, debug: bool, weighted="", ranges=None
+):
+    """The result with its batch, in the dtype of the arithmetic."""
+    from kernlib.families.formula import operators  # 10 ms, as torch.library is
+
+    text = headline_of(reduction, formula, call, weighted, ranges is not None)
+    tensors = [*call.tensors, *(ranges or ())]
+    sizes = [call.batch, call.rows, call.cols, call.features]
+    return operators.OF_REDUCTION[reduction](tensors, call.numbers, text, sizes, debug)
+
+
+def _is_recorded(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
+
+
+def _chosen(formula: Formula, call: Call, places: torch.Tensor) -> torch.Tensor:
+    """The scores of chosen columns of each row, differentiable by torch."""
+    from kernlib.families.formula import reference
+
+    plan = operation.spec_of(headline_of(MATRIX, formula, call), call.tensors)
+    values = operation.values_of(plan, call.tensors, call.numbers)
+    wide = operation.arithmetic(call.tensors, plan.inputs)
+    return reference.chosen(plan, values, places, wide)
+
+
+def _written(result: torch.Tensor, call: Call, out=None, inputs: dict | None = None):
+    """The result in its dtype, without a batch if no tensor has one, perhaps written to ``out``."""
+    result = (result if call.is_batched else result[0]).to(call.dtype)
+    if out is None:
+        return result
+    if torch.is_grad_enabled() and result.requires_grad:
+        raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
+    check_out_shape(out, tuple(result.shape))
+    tensors = {k: t for k, t in (inputs or {}).items() if isinstance(t, torch.Tensor)}
+    refuse_any_overlap(out, **tensors)
+    return out.copy_(result)

@@ -1,0 +1,114 @@
+"""Formulas as operators of ``torch.library``, by which gradients are recorded and calls traced.
+
+``formula`` is a matrix or a sum, ``formula_logsumexp`` a log-sum-exp, whose gradient reads its
+result, and ``formula_least`` the smallest of each row and its place, without a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernlib.families.formula import operation
+from kernlib.families.formula.slopes import GRAD, RESULT, slopes
+from kernlib.families.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, ROW, TOTAL
+from kernlib.runtime.operators import register
+from kernlib.runtime.schema import Schema
+
+_SCHEMA = Schema("Tensor[] tensors", "float[] numbers", "str text", "SymInt[] sizes", "bool debug")
+_execute = torch.compiler.disable(operation.execute)
+
+
+def _compute(tensors, numbers, text, sizes, debug):
+    return _execute(list(tensors), list(numbers), text, [int(size) for size in sizes])
+
+
+def _wide(tensors, text) -> torch.dtype:
+    return operation.arithmetic(tensors, operation.spec_of(text, tensors).inputs)
+
+
+def _fake(tensors, numbers, text, sizes, debug):
+    batch, rows, cols, features = sizes
+    last = cols if _reduction(text, tensors) == MATRIX else features
+    return tensors[0].new_empty((batch, rows, last), dtype=_wide(tensors, text))
+
+
+def _reduction(text, tensors) -> str:
+    return operation.spec_of(text, tensors).reduction
+
+
+def _fake_of_rows(tensors, numbers, text, sizes, debug):
+    return tensors[0].new_empty(tuple(sizes[:2]), dtype=_wide(tensors, text))
+
+
+def _fake_least(tensors, numbers, text, sizes, debug):
+    shape = tuple(sizes[:2])
+    places = tensors[0].new_empty(shape, dtype=torch.int64)
+    return tensors[0].new_empty(shape, dtype=_wide(tensors, text)), places
+
+
+def _backward(saved, grad) -> dict:
+    """The gradient by each tensor, a sum of formulas of the same tensors, of the gradient and of
+    the result."""
+    plan = operation.spec_of(saved.text, saved.tensors)
+    wide = operation.arithmetic(saved.tensors, plan.inputs)
+    values = operation.values_of(plan, saved.tensors, saved.numbers)
+    if plan.reduction == TOTAL and plan.unit is None:
+        grad = grad.squeeze(-1)  # one feature
+    more = {GRAD: grad, RESULT: saved.outputs[0] if saved.outputs else None}
+    places = [i for i, each in enumerate(plan.inputs) if not each.on_host]
+    grads = []
+    for place, t, needs in zip(places, saved.tensors, saved.needs.tensors, strict=False):
+        if not needs:
+            grads.append(None)
+            continue
+        total = torch.zeros(t.shape, dtype=wide, device=t.device)
+        for slope in slopes(plan, place, torch.finfo(wide).tiny):
+            total = total + _summand(slope, plan.inputs[place].axes, values, more, saved, t)
+        grads.append(total.to(t.dtype))
+    return {"tensors": grads + [None] * (len(saved.tensors) - len(grads))}
+
+
+def _summand(slope, axes, values: list, more: dict, saved, t: torch.Tensor) -> torch.Tensor:
+    """A summand of the gradient by ``t``, of its shape."""
+    named = [more[i] if i < 0 else values[i] for i in slope.places]
+    if slope.turned:
+        of = slope.spec.inputs
+        named = [x.mT if {ROW, COL} <= set(of[i].axes) else x for i, x in enumerate(named)]
+    hosts = [each.on_host for each in slope.spec.inputs]
+    tensors = [x for x, host in zip(named, hosts, strict=True) if not host]
+    numbers = [x for x, host in zip(named, hosts, strict=True) if host]
+    batch, rows, cols, _ = saved.sizes
+    features = t.shape[-1] if slope.spec.unit is not None else 1
+    ranges = list(saved.tensors[-2:]) if slope.spec.ranged else []
+    if slope.turned:
+        rows, cols, ranges = cols, rows, ranges[::-1]
+    sizes = [batch, rows, cols, features]
+    # A spec that reads no tensor besides has the gradient itself.
+    result = formula(tensors + ranges, numbers, slope.spec.canonical(), sizes, saved.debug)
+    if {ROW, COL} <= set(axes):
+        return result.sum_to_size(t.shape)
+    if ROW not in axes and COL not in axes:
+        result = result.sum(1, keepdim=True)
+    if FEATURE not in axes:
+        result = result.squeeze(-1)
+    if ROW not in axes and COL not in axes:
+        result = result.squeeze(1)
+    return result.sum_to_size(t.shape)
+
+
+_SAVES = ("tensors", "numbers")
+formula = register(
+    "formula", _SCHEMA, "Tensor", _compute, _fake, saves=_SAVES, outputs=0, backward=_backward
+)
+formula_logsumexp = register(
+    "formula_logsumexp", _SCHEMA, "Tensor", _compute, _fake_of_rows, saves=_SAVES, outputs=1,
+    backward=_backward,
+)  # fmt: skip
+formula_least = register("formula_least", _SCHEMA, "(Tensor, Tensor)", _compute, _fake_least)
+OF_REDUCTION = {
+    MATRIX: formula,
+    TOTAL: formula,
+    LOGSUMEXP: formula_logsumexp,
+    LEAST: formula_least,
+    operation.GREATEST: formula_least,
+}
