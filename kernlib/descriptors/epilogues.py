@@ -455,8 +455,15 @@ class Custom(Epilogue):
     ``Custom("tanh(gain * v) + shift", ("gain", "shift"))``.
 
     The language is numbers, ``v``, the parameters, ``pi``, ``e``, ``+ - * / **``, parentheses and
-    the functions of :data:`kernlib.descriptors.expression.FUNCTIONS`. Raises ValueError for
-    anything else, for a parameter that is not used, and for names that are not identifiers.
+    the functions of :data:`kernlib.descriptors.expression.FUNCTIONS`.
+
+    With ``axes``, for distances and dot products of pairs of points, it reads tensors too:
+    ``Custom("exp(-v / (s * t)) * w", axes={"s": "row", "t": "col", "w": ("row", "col")})`` has an
+    s for each point of a, a t for each of b, and a w for each pair. Then the language is that of
+    :class:`kernlib.Formula`, with conditions and the places ``row`` and ``col``.
+
+    Raises ValueError for anything else, for a parameter that is not used, and for names that are
+    not identifiers, TypeError for what is no text, no tuple of parameters and no dict of axes.
 
     Example:
         >>> kernel = kl.dot_product(epilogue=kl.Custom("min(v, top) ** 2", ("top",)))
@@ -466,6 +473,7 @@ class Custom(Epilogue):
 
     expression: str = field()  # without it the base's property were its default
     parameters: tuple[str, ...] = ()
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), repr=False)
 
     def __post_init__(self):
         if not isinstance(self.expression, str):
@@ -477,9 +485,29 @@ class Custom(Epilogue):
             )
         object.__setattr__(self, "parameters", tuple(self.parameters))
         _check_parameters(self.parameters)
-        unused = set(self.parameters) - names(self.tree())
+        if self.axes:
+            object.__setattr__(self, "axes", _checked_axes(self.axes, self.parameters))
+        read = {*self.parameters, *(name for name, _ in self.axes)}
+        unused = read - names(self.tree())
         if unused:
             raise ValueError(f"expression {shown(self.expression)} does not use {sorted(unused)}")
+
+    def tree(self):
+        """The parsed expression. Tensors are of any kind in it."""
+        if not self.axes:
+            return parse(self.expression, self.parameters)
+        from kernlib.descriptors.score import grammar  # most epilogues need none
+
+        names = (*self.parameters, *(name for name, _ in self.axes))
+        return grammar.parse_epilogue(self.expression, names)
+
+
+def _checked_axes(value: object, parameters: tuple[str, ...]) -> tuple:
+    from kernlib.descriptors.axes import as_axes  # most epilogues need none
+
+    reserved = dict.fromkeys(RESERVED, "a word of the language or an argument of calls")
+    reserved |= dict.fromkeys(parameters, "a parameter")
+    return as_axes(value, ("row", "col"), reserved, {"s": "row", "w": ("row", "col")})
 
 
 def _check_parameters(parameters: tuple[str, ...]) -> None:
@@ -507,6 +535,12 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
             raise TypeError(
                 "epilogue must be made of epilogues such as Laplace(), got "
                 f"{shown(epilogue)}{advice_on(epilogue)}"
+            )
+        if getattr(epilogue, "axes", ()):
+            raise ValueError(
+                f"{epilogue!r} reads tensors of rows and columns, which pairs of points have: pass "
+                "it to kl.squared_distance(epilogue=...) or another distance by its name, or write "
+                "a kl.Formula"
             )
         if epilogue.summands and not summands:
             raise ValueError(

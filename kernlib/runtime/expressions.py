@@ -246,9 +246,9 @@ def _select(node: Operation, values: dict[str, torch.Tensor], dtype: torch.dtype
     return torch.where(chosen, *sides)
 
 
-def _where(condition: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _where(condition: torch.Tensor, x: torch.Tensor | float) -> torch.Tensor | float:
     """x, which gets a gradient only where the condition holds."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not (isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()):
         return x
     return torch.where(condition, x, x.detach())
 

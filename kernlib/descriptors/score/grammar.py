@@ -58,6 +58,15 @@ def parse_mask(text: str, captured: tuple[tuple[str, str], ...]) -> Node:
     return reader.condition(syntax(text, "mask", DEEPEST)).node
 
 
+@cache
+def parse_epilogue(text: str, tensors: tuple[str, ...]) -> Node:
+    """The tree of an epilogue of pairs, whose ``tensors`` are of any kind. Raises as
+    :func:`parse_score` does."""
+    variables = {name: kind for name, kind in OWN.items() if name in (VALUE, "row", "col")}
+    reader = Reader("expression", text, dict.fromkeys(tensors, ANY), variables)
+    return kinds.as_float(reader.number(syntax(text, "expression", DEEPEST))).node
+
+
 class Reader:
     """Reads one text. ``what`` it is stands in errors; ``variables`` are names and kinds beside
     those of captured tensors: by default those of a score, or of a mask."""

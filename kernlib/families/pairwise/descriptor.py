@@ -29,9 +29,10 @@ from kernlib.descriptors.epilogues import (
     refuse_vectors,
 )
 from kernlib.families.pairwise import stages as norms
+from kernlib.families.pairwise.combined import Combined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import TypeVar
 
     from typing_extensions import TypedDict, Unpack
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         symmetric: bool
         direct: bool
         categories: int
+        features: Iterable[int] | slice | None
 
     class _Stages(_Options, total=False):
         """What those without an epilogue of their own pass on as well."""
@@ -59,7 +61,7 @@ CODES = ("a_codes", "b_codes", "tables")  # arguments of a call with categories 
 
 @explained
 @dataclass(frozen=True, slots=True, repr=False)
-class Pairwise(Descriptor):
+class Pairwise(Combined, Descriptor):
     """``out[l,m,n] = epilogue(outer(sum_k inner(op(a[l,m,k], b[l,n,k]))))``.
 
     ``operator`` is ``"difference"`` (``b - a``) or ``"dot"`` (``b * a``); ``inner`` and ``outer``
@@ -278,7 +280,7 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
     """A decorator of functions that make a descriptor: equal calls get the same one, which takes
     0.2 us where a new one takes 29. It says what their ``**fields`` are, to ``help`` and to who
     gives them something else, such as an argument of the call."""
-    names = (*more, "precision", "symmetric", "direct", "categories")
+    names = (*more, "precision", "symmetric", "direct", "categories", "features")
 
     def decorate(function: _Function) -> _Function:
         positional = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -289,6 +291,10 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
         def new(*values, **fields):
             if len(values) > len(positional) or not accepted.issuperset(fields):
                 _refuse(function, values[len(positional) :], fields, listed, accepted)
+            if "features" in fields or _reads_tensors(fields.get("epilogue")):
+                from kernlib.families.pairwise.formula import algebra  # most are no formulas
+
+                return algebra.of_call(function, values, fields)
             return function(*values, **fields)
 
         cached = functools.lru_cache(maxsize=64, typed=True)(new)  # 1 is not True
@@ -312,17 +318,24 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
+def _reads_tensors(epilogue: object) -> bool:
+    """Whether one of some epilogues reads tensors of rows and columns."""
+    several = epilogue if isinstance(epilogue, (tuple, list)) else (epilogue,)
+    return True in [bool(getattr(each, "axes", ())) for each in several]
+
+
 @functools.cache  # each takes 30 us of a first call
 def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect.Signature:
     """A signature with some fields by keyword, behind a function's own parameters."""
     kinds = inspect.Parameter
-    by_name = {field.name: field for field in fields(Pairwise)}
+    by_name = {field.name: (field.default, field.type) for field in fields(Pairwise)}
+    by_name["features"] = (None, "Iterable[int] | slice | None")
     parameters = [
         kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
         for name, default, annotation in own
     ]
     parameters += [
-        kinds(x, kinds.KEYWORD_ONLY, default=by_name[x].default, annotation=by_name[x].type)
+        kinds(x, kinds.KEYWORD_ONLY, default=by_name[x][0], annotation=by_name[x][1])
         for x in names
     ]
     return inspect.Signature(parameters, return_annotation="Pairwise")

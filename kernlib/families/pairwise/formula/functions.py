@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.formula import arguments, operation
-from kernlib.families.formula.arguments import Call
-from kernlib.families.formula.descriptor import Formula
-from kernlib.families.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, TOTAL
+from kernlib.families.pairwise.formula import arguments, operation
+from kernlib.families.pairwise.formula.arguments import Call
+from kernlib.families.pairwise.formula.descriptor import Formula
+from kernlib.families.pairwise.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, TOTAL
 from kernlib.runtime.tensors import check_out_shape, refuse_any_overlap
 
 Ranges = tuple[torch.Tensor, torch.Tensor]
 
 
-def run(formula: Formula, *more, out=None, debug: bool = False, **values) -> torch.Tensor:
-    """The scores of all pairs, (M, N), or (L, M, N) where a tensor has a batch of L."""
-    if more:
-        raise TypeError(f"tensors of {formula.describe()} are passed by name, as in {formula.call}")
+def run(formula: Formula, *points, out=None, debug: bool = False, **values) -> torch.Tensor:
+    """The scores of all pairs, (M, N), or (L, M, N) where a tensor has a batch of L. ``points`` are
+    a and b."""
+    values = values | with_points(formula, points)
     call = arguments.checked(formula, values)
     return _written(_reduced(MATRIX, formula, call, debug), call, out, values)
 
@@ -62,7 +62,7 @@ def topk(
     formula: Formula, values: dict, k: int, largest: bool = False, debug: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k smallest, or largest, scores of each row in order and their columns, (M, k) both."""
-    from kernlib.families.formula import blocks  # other calls need none
+    from kernlib.families.pairwise.formula import blocks  # other calls need none
 
     call = arguments.checked(formula, values)
     if not 1 <= k <= call.cols:
@@ -75,6 +75,15 @@ def topk(
     return _written(entries, call), places if call.is_batched else places[0]
 
 
+def with_points(formula: Formula, points: tuple) -> dict:
+    """Tensors by place, by the names that they have. Raises TypeError for tensors without one."""
+    names = formula.operands
+    if len(points) > len(names):
+        takes = f"a and b by place, got {len(points)}" if names else "its tensors by name"
+        raise TypeError(f"{formula.describe()} takes {takes}: {formula.call}")
+    return dict(zip(names, points, strict=False))
+
+
 def headline_of(reduction: str, formula: Formula, call: Call, weighted="", ranged=False) -> str:
     return operation.headline(reduction, formula.text, " ".join(call.on_host), weighted, ranged)
 
@@ -83,7 +92,7 @@ def _reduced(
     reduction: str, formula: Formula, call: Call, debug: bool, weighted="", ranges=None
 ):
     """The result with its batch, in the dtype of the arithmetic."""
-    from kernlib.families.formula import operators  # 10 ms, as torch.library is
+    from kernlib.families.pairwise.formula import operators  # 10 ms, as torch.library is
 
     text = headline_of(reduction, formula, call, weighted, ranges is not None)
     tensors = [*call.tensors, *(ranges or ())]
@@ -97,7 +106,7 @@ def _is_recorded(call: Call) -> bool:
 
 def _chosen(formula: Formula, call: Call, places: torch.Tensor) -> torch.Tensor:
     """The scores of chosen columns of each row, differentiable by torch."""
-    from kernlib.families.formula import reference
+    from kernlib.families.pairwise.formula import reference
 
     plan = operation.spec_of(headline_of(MATRIX, formula, call), call.tensors)
     values = operation.values_of(plan, call.tensors, call.numbers)

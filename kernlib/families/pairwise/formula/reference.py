@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kernlib.descriptors.expression import Node, Operation, names
-from kernlib.families.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, ROW, Spec
+from kernlib.families.pairwise.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, ROW, Spec
 from kernlib.runtime import expressions
 from kernlib.runtime.precision import product
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from kernlib.descriptors.base import refuse_argument
 from kernlib.descriptors.score.kinds import KINDS
-from kernlib.families.formula.descriptor import Formula
-from kernlib.families.formula.spec import AXES, COL, FEATURE, ROW
+from kernlib.families.pairwise.formula.descriptor import Formula, Group
+from kernlib.families.pairwise.formula.spec import AXES, COL, FEATURE, ROW
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_dense
 
@@ -38,15 +39,17 @@ def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axe
     _check_names(formula, values)
     sizes: dict[object, tuple[int, str]] = {}
     tensors, numbers, on_host, floats = [], [], [], []
-    named = [(name, axes, values[name]) for name, axes in formula.axes]
+    for group in formula.groups:
+        _check_features(formula, group, values)
+    named = [(name, axes, bounds, values[name]) for name, axes, bounds in formula.reads]
     if v is not None:
         check_dense(("v",), v=v)
-        named.append(("v", v_axes, v))
+        named.append(("v", v_axes, None, v))
     device = _device(named)
     is_batched = False
-    for name, axes, value in named:
+    for name, axes, bounds, value in named:
         if not axes and not isinstance(value, torch.Tensor):
-            numbers.append(host_value(name, value))
+            numbers.append(_number(name, value))
             on_host.append(name)
             continue
         check_dense((name,), **{name: value})
@@ -57,14 +60,13 @@ def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axe
                 raise ValueError(f"{name} is on {value.device}, others on {device}: move it there")
             value = value.to(device)
         t, has_batch = _placed(name, axes, value)
+        t = t if bounds is None else t[..., bounds[0] : bounds[1]]
         is_batched = is_batched or has_batch
         if axes and value.is_floating_point():
             floats.append(value.dtype)
         for axis, size in zip(("batch", *AXES), _sizes(t, axes), strict=True):
             _meet(sizes, axis, size, name)
         tensors.append(t)
-    for group in formula.groups:
-        _check_features(formula, group, values)
     rows, cols = sizes[ROW][0], sizes[COL][0]
     features = v.shape[-1] if v is not None and FEATURE in v_axes else 1
     batch = sizes.get("batch", (1, ""))[0]
@@ -84,7 +86,7 @@ def _check_names(formula: Formula, values: dict) -> None:
 
 def _device(named: list) -> torch.device:
     """That of the first tensor that has axes."""
-    for name, axes, value in named:
+    for name, axes, _, value in named:
         if axes:
             check_dense((name,), **{name: value})
             return value.device
@@ -126,14 +128,28 @@ def _meet(sizes: dict, axis: str, size: int | None, name: str) -> None:
     sizes[axis] = (before, of)
 
 
-def _check_features(formula: Formula, group: tuple[str, ...], values: dict) -> None:
-    """Raises ValueError unless the tensors of a sum have as many features each."""
-    axes = dict(formula.axes)
-    places = {name: axes[name].index(FEATURE) - len(axes[name]) for name in group}
-    counts = [values[name].shape[places[name]] for name in group]
-    if any(count != counts[0] for count in counts):
-        listed = ", ".join(f"{n} {c}" for n, c in zip(group, counts, strict=True))
+def _check_features(formula: Formula, group: Group, values: dict) -> None:
+    """Raises ValueError unless the tensors of a sum have as many features each, or those of its
+    first and end."""
+    axes, (wide, bounds) = dict(formula.axes), group
+    counts = {}
+    for name in wide:
+        check_dense((name,), **{name: values[name]})
+        place = axes[name].index(FEATURE) - len(axes[name])
+        counts[name] = values[name].shape[place] if -place <= values[name].dim() else None
+    listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+    sizes = [count for count in counts.values() if count is not None]
+    if bounds is None and any(size != sizes[0] for size in sizes):
         raise ValueError(f"tensors of one sum must have as many features each, got {listed}")
+    if bounds is not None and any(size < bounds[1] for size in sizes):
+        raise ValueError(f"a sum reads the features {bounds[0]} to {bounds[1] - 1}, got {listed}")
+
+
+def _number(name: str, value: object) -> float:
+    number = host_value(name, value, 0)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
 
 
 def _widest(dtypes: list[torch.dtype]) -> torch.dtype:

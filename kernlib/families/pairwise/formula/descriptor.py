@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import keyword
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import ClassVar
 
+from kernlib.descriptors.axes import Axes, as_axes
 from kernlib.descriptors.base import Descriptor, explained, render, require, shown
-from kernlib.descriptors.expression import Node, names
+from kernlib.descriptors.expression import Node, Operation, names
 from kernlib.descriptors.score.grammar import SCORE_CONSTANTS
 from kernlib.descriptors.score.kinds import ANY
-from kernlib.families.formula import grammar
-from kernlib.families.formula.spec import AXES, COL, FEATURE, ROW
+from kernlib.families.pairwise.combined import Combined
+from kernlib.families.pairwise.formula import grammar
+from kernlib.families.pairwise.formula.spec import AXES, COL, FEATURE, ROW
 
-Axes = tuple[tuple[str, tuple[str, ...]], ...]
+Bounds = tuple[int, int] | None
+Read = tuple[str, tuple[str, ...], Bounds]
+Group = tuple[tuple[str, ...], Bounds]
 
 # Arguments of calls, beside which the tensors of a formula are passed by their names.
 ARGUMENTS = (
@@ -23,19 +25,21 @@ ARGUMENTS = (
     "feature_map", "lengthscale", "epsilon", "regularization", "row_potential", "col_potential",
     "weights", "row_splits", "col_splits", "radius", "axes",
 )  # fmt: skip
-RESERVED = {*grammar.WORDS, *SCORE_CONSTANTS, *grammar.POSITIONS, *ARGUMENTS}
+_WORDS = (*grammar.WORDS, *SCORE_CONSTANTS, *grammar.POSITIONS)
+RESERVED = dict.fromkeys(ARGUMENTS, "an argument of calls")
+RESERVED |= dict.fromkeys(_WORDS, "a word of the language")
 _EXAMPLE = {"x": ("row", "feature"), "y": ("col", "feature"), "s": "row", "bandwidth": ()}
 
 
 @explained
 @dataclass(frozen=True, slots=True, repr=False)
-class Formula(Descriptor):
+class Formula(Combined, Descriptor):
     """A number of each pair of a row and a column: ``out[m,n] = expression`` of tensors at m, n.
 
     ``expression`` is text: numbers, names of tensors, ``row`` and ``col`` (the places of the pair),
     ``+ - * / // % **``, comparisons, ``and``, ``or``, ``not``, the functions of scores
-    (docs/concepts/scores.md), and ``sum(term)``, which adds a term up over features. There may be
-    several sums, over tensors of different numbers of features.
+    (docs/concepts/scores.md), and ``sum(term)``, which adds a term up over features, or ``sum(term,
+    0, 8)`` over some. There may be several sums, over tensors of different numbers of features.
 
     ``axes`` says of each tensor which axes it has, in its order: of ``"row"``, ``"col"`` and
     ``"feature"``; ``()`` is a number, or a tensor of shape (). A tensor that has features is read
@@ -63,18 +67,28 @@ class Formula(Descriptor):
         tensor([[0.7358, 0.7358]])
     """
 
-    family: ClassVar[str] = "formula"
+    family: ClassVar[str] = "pairwise"
+    package: ClassVar[str] = "formula"
 
     expression: str
     axes: Axes = ()
-    # The names of the tensors of each sum that have features.
-    groups: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
+    # What kernels read: each tensor, and of one that has features each part that a sum adds up.
+    reads: tuple[Read, ...] = field(init=False, repr=False, compare=False)
+    # The tensors of each sum that have features, and their first feature and end.
+    groups: tuple[Group, ...] = field(init=False, repr=False, compare=False)
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if not isinstance(self.expression, str):
             raise TypeError(f"expression must be a string, got {shown(self.expression)}")
-        object.__setattr__(self, "axes", as_axes(self.axes))
+        axes = as_axes(self.axes, AXES, RESERVED, _EXAMPLE)
+        object.__setattr__(self, "axes", axes)
+        for name, of in axes:
+            require(
+                len(of) < len(AXES),
+                f"axes of {name} are {of}: a tensor of rows and columns has no features; add them "
+                "up before",
+            )
         tree = self.tree(tuple((name, ANY) for name in self.names))
         unread = [name for name in self.names if name not in names(tree)]
         require(
@@ -87,13 +101,32 @@ class Formula(Descriptor):
                 f"no tensor of expression {shown(self.expression)} has the axis {axis!r}: each "
                 "pair has a row and a column, whose tensors say how many there are",
             )
-        wide = [name for name, axes in self.axes if FEATURE in axes]
-        groups = (tuple(x for x in wide if x in names(part)) for part in grammar.sums(tree))
-        object.__setattr__(self, "groups", tuple(groups))
+        groups = tuple(self._group(part) for part in grammar.sums(tree))
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "reads", tuple(self._reads(groups)))
         object.__setattr__(self, "text", render(self))
 
     def __hash__(self) -> int:
         return hash(self.text)
+
+    def _group(self, part: Operation) -> Group:
+        read = names(part)
+        wide = [name for name, axes in self.axes if FEATURE in axes and name in read]
+        return tuple(wide), grammar.bounds_of(part)
+
+    def _reads(self, groups: tuple[Group, ...]) -> Iterator[Read]:
+        for name, axes in self.axes:
+            parts = [bounds for wide, bounds in groups if name in wide]
+            yield from ((name, axes, bounds) for bounds in dict.fromkeys(parts or [None]))
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """``a`` and ``b``, where its tensors have these names: they may be passed by place."""
+        return ("a", "b") if {"a", "b"} <= set(self.names) else ()
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name not in self.operands)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,7 +135,7 @@ class Formula(Descriptor):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return self.names
+        return self.required
 
     def tree(self, kinds: tuple[tuple[str, str], ...]) -> Node:
         """The parsed expression, where the tensors have these kinds."""
@@ -111,46 +144,3 @@ class Formula(Descriptor):
 
     def describe(self) -> str:
         return f"Formula({self.expression})"
-
-
-@lru_cache(maxsize=256)
-def _checked(axes: Axes) -> Axes:
-    repeated = [name for i, (name, _) in enumerate(axes) if name in dict(axes[:i])]
-    require(not repeated, f"axes repeat the name(s) {repeated}")
-    for name, of in axes:
-        if not isinstance(name, str) or not name.isascii() or not name.isidentifier():
-            raise ValueError(f"axes: {shown(name)} is not an ASCII identifier")
-        if name in RESERVED or keyword.iskeyword(name):
-            by = "an argument of calls" if name in ARGUMENTS else "a word of the language"
-            raise ValueError(f"axes: the name {name!r} is {by}; choose another")
-        for axis in of:
-            if not isinstance(axis, str) or axis not in AXES:
-                raise ValueError(f"axes of {name} must be of {AXES}, got {shown(axis)}")
-        require(len(set(of)) == len(of), f"axes of {name} repeat one: {of}")
-        if len(of) == len(AXES):
-            raise ValueError(
-                f"axes of {name} are {of}: a tensor of rows and columns has no features; add "
-                "them up before"
-            )
-    return axes
-
-
-def as_axes(value: object) -> Axes:
-    """Pairs of names and axes. Raises TypeError and ValueError for anything else."""
-    if isinstance(value, Mapping):
-        value = tuple(value.items())
-    if not isinstance(value, (tuple, list)):
-        raise TypeError(f"axes must be a dict such as {_EXAMPLE}, got {shown(value)}")
-    pairs = []
-    for pair in value:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"axes must be a dict such as {_EXAMPLE}, got {shown(pair)} in it")
-        name, of = pair
-        of = (of,) if isinstance(of, str) else of
-        if not isinstance(of, (tuple, list)):
-            raise TypeError(f"axes of {shown(name)} must be a tuple of {AXES}, got {shown(of)}")
-        pairs.append((name, tuple(of)))
-    try:
-        return _checked(tuple(pairs))
-    except TypeError:  # what cannot be hashed is no name
-        raise TypeError(f"axes must be a dict such as {_EXAMPLE}, got {shown(value)}") from None

@@ -19,8 +19,8 @@ from kernlib import events
 from kernlib.descriptors.expression import Name, Operation
 from kernlib.descriptors.score.kinds import BOOL, FLOAT, INT, KINDS, LONG
 from kernlib.descriptors.text import from_text as descriptor_from_text
-from kernlib.families.formula import grammar, spec
-from kernlib.families.formula.spec import AXES, COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, Input, Spec
+from kernlib.families.pairwise.formula import grammar, spec
+from kernlib.families.pairwise.formula.spec import AXES, COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, Input, Spec
 from kernlib.lowering.kernel import Gpu
 from kernlib.runtime import devices, rehearsal
 from kernlib.runtime.dtypes import DTYPE_NAMES
@@ -57,13 +57,13 @@ def spec_of(text: str, tensors: Sequence[torch.Tensor]) -> Spec:
 def _spec_of(text: str, dtypes: tuple[str, ...]) -> Spec:
     reduction, on_host, weighted, ranged, formula = text.split("\n", 4)
     descriptor, hosts, following = descriptor_from_text(formula), on_host.split(), iter(dtypes)
-    kinds, inputs = {}, []
-    for name, axes in descriptor.axes:
+    kinds, inputs, places = {}, [], {}
+    for i, (name, axes, bounds) in enumerate(descriptor.reads):
         host = name in hosts
         kinds[name] = FLOAT if host else KINDS[next(following)]
+        places[name, bounds] = f"t{i}"
         inputs.append(Input(tuple(sorted(axes, key=AXES.index)), kinds[name], host))
-    table = {name: f"t{i}" for i, name in enumerate(descriptor.names)}
-    score = grammar.renamed(descriptor.tree(tuple(kinds.items())), table)
+    score = grammar.placed(descriptor.tree(tuple(kinds.items())), places)
     unit = None
     if weighted:
         place = Name(f"t{len(inputs)}")
@@ -94,7 +94,7 @@ def execute(tensors: list, numbers: list, text: str, sizes: Sequence[int]):
     values, ranges = values_of(plan, tensors, numbers), tensors[-2] if plan.ranged else None
     if rehearsal.on_gpu(first.device) and not _is_trivial(plan, values, sizes):
         return _launched(plan, values, ranges, sizes, wide)
-    from kernlib.families.formula import reference  # GPUs need none
+    from kernlib.families.pairwise.formula import reference  # GPUs need none
 
     if events.listening():
         events.emit("torch", "", "", f"formula on {first.device}: no kernel, computed by torch")
@@ -119,8 +119,8 @@ _launches = StepsCache()
 
 def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
     """A request by kernels."""
-    from kernlib.families.formula.lowering import choose  # a CPU needs none
-    from kernlib.families.formula.lowering.problem import Problem
+    from kernlib.families.pairwise.formula.lowering import choose  # a CPU needs none
+    from kernlib.families.pairwise.formula.lowering.problem import Problem
 
     device = next(t.device for t in values if isinstance(t, torch.Tensor))
     values, scalars = _with_scalars(plan, values, device, wide)

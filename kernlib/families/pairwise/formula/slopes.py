@@ -15,8 +15,8 @@ from typing import NamedTuple
 from kernlib.descriptors import derivative as rules
 from kernlib.descriptors.expression import Name, Node, Number, Operation, names
 from kernlib.descriptors.score.kinds import FLOAT
-from kernlib.families.formula.grammar import SUM
-from kernlib.families.formula.spec import (
+from kernlib.families.pairwise.formula.grammar import SUM
+from kernlib.families.pairwise.formula.spec import (
     COL,
     FEATURE,
     LOGSUMEXP,

@@ -4,7 +4,7 @@
 unit(m, n, f)``. The score reads ``terms``, which are sums over features: ``#0`` is the name of the
 first. Inputs are named ``t0, t1, ...`` by their place, so that formulas that differ in names share
 their kernels. The gradients of a reduction by its inputs are reductions again
-(:mod:`kernlib.families.formula.slopes`).
+(:mod:`kernlib.families.pairwise.formula.slopes`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kernlib.descriptors.expression import Integer, Name, Node, Number, Operation, names
-from kernlib.families.formula import grammar
+from kernlib.families.pairwise.formula import grammar
 
 ROW, COL, FEATURE = "row", "col", "feature"
 AXES = (ROW, COL, FEATURE)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.formula import operation
-from kernlib.families.formula.slopes import GRAD, RESULT, slopes
-from kernlib.families.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, ROW, TOTAL
+from kernlib.families.pairwise.formula import operation
+from kernlib.families.pairwise.formula.slopes import GRAD, RESULT, slopes
+from kernlib.families.pairwise.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, ROW, TOTAL
 from kernlib.runtime.operators import register
 from kernlib.runtime.schema import Schema
 
