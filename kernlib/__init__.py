@@ -47,6 +47,7 @@ _NAMES = {
         "rational_quadratic",
         "squared_distance",
     ),
+    "kernlib.families.pairwise.formula.descriptor": ("Formula",),
     "kernlib.families.blocksparse.attention.descriptor": ("BlockSparseAttention",),
     "kernlib.families.blocksparse.descriptor": ("BlockSparseMatmul",),
     "kernlib.families.blocksparse.scaled.descriptor": ("BlockSparseScaledMatmul",),

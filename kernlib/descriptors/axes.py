@@ -11,7 +11,9 @@ from kernlib.descriptors.base import require, shown
 Axes = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def as_axes(value: object, axes: tuple[str, ...], reserved: Mapping[str, str], example: dict) -> Axes:
+def as_axes(
+    value: object, axes: tuple[str, ...], reserved: Mapping[str, str], example: dict
+) -> Axes:
     """Pairs of names and axes of a dict, or of such pairs. ``reserved`` names have a meaning.
     Raises TypeError and ValueError for anything else."""
     if isinstance(value, Mapping):

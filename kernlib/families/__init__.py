@@ -12,6 +12,7 @@ OPERATORS = {
     "kronecker_product": "kronecker_product.operators",
     "kronecker_sparse": "kronecker_sparse.operators",
     "pairwise": "pairwise.operators",
+    "pairwise_formula": "pairwise.formula.operators",
     "pairwise_reduce": "pairwise.reductions.operators",
     "sparse": "sparse.operators",
 }

@@ -335,8 +335,7 @@ def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect
         for name, default, annotation in own
     ]
     parameters += [
-        kinds(x, kinds.KEYWORD_ONLY, default=by_name[x][0], annotation=by_name[x][1])
-        for x in names
+        kinds(x, kinds.KEYWORD_ONLY, default=by_name[x][0], annotation=by_name[x][1]) for x in names
     ]
     return inspect.Signature(parameters, return_annotation="Pairwise")
 

@@ -19,6 +19,7 @@ from kernlib.families.pairwise import feature_map as pairwise_features
 from kernlib.families.pairwise.categories import arguments as category_arguments
 from kernlib.families.pairwise.categories import operators as categories
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.formula import operation as formulas
 from kernlib.families.pairwise.gradients.operators import recorded
 from kernlib.runtime.arguments import tensors_of
 from kernlib.runtime.operators import register
@@ -48,6 +49,12 @@ def run(
     What is wrong with shapes, dtypes and devices is raised here; what is wrong with values, or
     does not fit the descriptor, when the operator runs.
     """
+    if descriptor.package:
+        points = [t for t in (a, b) if t is not None]
+        options = {"feature_map": feature_map, "lengthscale": lengthscale}
+        return formulas.run(
+            descriptor, *points, *more, out=out, debug=debug, **options, **hyperparameters
+        )
     if more:
         checks.refuse_more(descriptor, more)
     if a is None:

@@ -209,5 +209,5 @@ def _outer(descriptor: Pairwise, sums: str) -> str:
         stages.Square: f"({sums}) ** 2",
         stages.Sqrt: f"sqrt({sums})",
         stages.Power: f"({sums}) ** {exponent}",
-        stages.Root: f"({sums}) ** (1 / p)",
+        stages.Root: f"({sums}) ** where(p == 0, 1, 1 / p)",  # 0 counts features that differ
     }[type(descriptor.outer)]

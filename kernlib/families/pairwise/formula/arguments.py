@@ -98,9 +98,7 @@ def _placed(name: str, axes: tuple[str, ...], t: torch.Tensor) -> tuple[torch.Te
     has_batch = t.dim() == len(axes) + 1
     if t.dim() != len(axes) and not has_batch:
         shape = f"({', '.join(axes)})" if axes else "()"
-        raise ValueError(
-            f"{name} must have shape {shape}, or a batch of it, got {tuple(t.shape)}"
-        )
+        raise ValueError(f"{name} must have shape {shape}, or a batch of it, got {tuple(t.shape)}")
     t = t if has_batch else t[None]
     order = sorted(axes, key=AXES.index)
     if order != list(axes):
@@ -160,4 +158,3 @@ def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
     for dtype in dtypes[1:]:
         widest = torch.promote_types(widest, dtype)
     return widest
-

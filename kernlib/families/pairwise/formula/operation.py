@@ -1,188 +1,198 @@
-"""Reductions of formulas of pairs, without a record of gradients: by kernels on GPUs, by torch on a
-CPU.
-
-A request is ``(tensors, numbers, text, sizes)``. The text is that of a spec, or a :func:`headline`
-of a formula, whose spec depends on the tensors' dtypes. Tensors are those of the inputs that are
-not on the host, in their order, each with a batch in front; behind them, of a spec that is
-``ranged``, (M, 2) of rows and (N, 2) of columns. ``sizes`` are batch, rows, columns and features.
-"""
+"""Calls of formulas: what :mod:`kernlib.families.pairwise.functions.reductions` documents, of the
+scores of a :class:`kernlib.Formula`. ``values`` are its tensors and numbers by name; ``ranges``,
+of rows (M, 2) and of columns (N, 2), say which pairs there are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from kernlib import events
-from kernlib.descriptors.expression import Name, Operation
-from kernlib.descriptors.score.kinds import BOOL, FLOAT, INT, KINDS, LONG
-from kernlib.descriptors.text import from_text as descriptor_from_text
-from kernlib.families.pairwise.formula import grammar, spec
-from kernlib.families.pairwise.formula.spec import AXES, COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, Input, Spec
-from kernlib.lowering.kernel import Gpu
-from kernlib.runtime import devices, rehearsal
-from kernlib.runtime.dtypes import DTYPE_NAMES
-from kernlib.runtime.numbers import on_device
-from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.sequence import StepsCache
+from kernlib.descriptors.base import shown
+from kernlib.families.pairwise.formula import arguments, plans
+from kernlib.families.pairwise.formula.arguments import Call
+from kernlib.families.pairwise.formula.descriptor import Formula
+from kernlib.families.pairwise.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, TOTAL
+from kernlib.runtime.tensors import check_out_shape, refuse_any_overlap
 
 if TYPE_CHECKING:
-    from kernlib.lowering.steps import Lowered
+    from kernlib.jit.spec import KernelSpec
+    from kernlib.runtime.ahead import Planned
 
-GREATEST = "max"  # of a headline: the smallest of the negated score
-_NAMES = {torch.int32: "int32", torch.int64: "int64", torch.bool: "bool"} | DTYPE_NAMES
-_ON_DEVICE = {INT: torch.int32, LONG: torch.int64, BOOL: torch.bool}
-
-
-# Texts.
+Ranges = tuple[torch.Tensor, torch.Tensor]
 
 
-def headline(reduction: str, text: str, on_host: str, weighted: str, ranged: bool) -> str:
-    """The text of a reduction of the formula ``text``. ``on_host`` are the names of numbers of the
-    host, with spaces between; ``weighted`` is "" or, where the last input is one that scores are
-    multiplied by, its last axis."""
-    return "\n".join((reduction, on_host, weighted, "ranged" * ranged, text))
+def reduced(reduction: str, formula: Formula, a, b, v, values: dict, **options):
+    """A function that reduces rows, by the name of what it does."""
+    values = mapped(formula, a, b, values)
+    if reduction == "matmul":
+        return matmul(formula, v, values, **options)
+    return {"sum": total, "logsumexp": logsumexp}[reduction](formula, values, **options)
 
 
-def spec_of(text: str, tensors: Sequence[torch.Tensor]) -> Spec:
-    """The spec that a text and the dtypes of tensors make."""
-    if text.startswith("("):
-        return spec.from_text(text)
-    return _spec_of(text, tuple([_NAMES[t.dtype] for t in tensors]))
+def mapped(formula: Formula, a, b, values: dict) -> dict:
+    """The tensors of a call with its points, which a ``feature_map`` or a ``lengthscale`` among
+    them changes first. Raises TypeError for points by place that the formula has not."""
+    values = dict(values)
+    feature_map, lengthscale = (values.pop(x, None) for x in ("feature_map", "lengthscale"))
+    points = [t for t in (a, b) if t is not None]
+    values |= with_points(formula, tuple(points))
+    if feature_map is None and lengthscale is None:
+        return values
+    if not formula.operands or not {"a", "b"} <= values.keys():
+        name = "lengthscale" if feature_map is None else "feature_map"
+        raise TypeError(f"{name} is of points a and b, which {formula.describe()} has not")
+    from kernlib.families.pairwise import feature_map as maps  # most calls need none
+
+    if lengthscale is not None and feature_map is not None:
+        raise ValueError("lengthscale and feature_map exclude each other: multiply them")
+    by = feature_map if lengthscale is None else 1 / lengthscale
+    values["a"], values["b"] = maps.apply(by, values["a"], values["b"], None)
+    return values
 
 
-@lru_cache(maxsize=1024)
-def _spec_of(text: str, dtypes: tuple[str, ...]) -> Spec:
-    reduction, on_host, weighted, ranged, formula = text.split("\n", 4)
-    descriptor, hosts, following = descriptor_from_text(formula), on_host.split(), iter(dtypes)
-    kinds, inputs, places = {}, [], {}
-    for i, (name, axes, bounds) in enumerate(descriptor.reads):
-        host = name in hosts
-        kinds[name] = FLOAT if host else KINDS[next(following)]
-        places[name, bounds] = f"t{i}"
-        inputs.append(Input(tuple(sorted(axes, key=AXES.index)), kinds[name], host))
-    score = grammar.placed(descriptor.tree(tuple(kinds.items())), places)
-    unit = None
-    if weighted:
-        place = Name(f"t{len(inputs)}")
-        axes = (COL,) if weighted == COL else (COL, FEATURE)
-        inputs.append(Input(axes, FLOAT))
-        unit = place if weighted == FEATURE else None
-        score = Operation("*", (score, place)) if unit is None else score
-    if reduction == GREATEST:
-        reduction, score = LEAST, Operation("neg", (score,))
-    return spec.new_spec(reduction, score, tuple(inputs), unit, bool(ranged))
+def run(formula: Formula, *points, out=None, debug: bool = False, **values) -> torch.Tensor:
+    """The scores of all pairs, (M, N), or (L, M, N) where a tensor has a batch of L. ``points`` are
+    a and b."""
+    if len(points) > 2:
+        with_points(formula, points)
+    values = mapped(formula, *(*points, None, None)[:2], values)
+    call = arguments.checked(formula, values)
+    return _written(_reduced(MATRIX, formula, call, debug), call, out, values)
 
 
-def arithmetic(tensors: Sequence[torch.Tensor], inputs: Sequence[Input]) -> torch.dtype:
-    """float64 where a tensor that has axes has it, else float32."""
-    pairs = zip(tensors, (each for each in inputs if not each.on_host), strict=False)
-    is_wide = any(t.dtype is torch.float64 and each.axes for t, each in pairs)
-    return torch.float64 if is_wide else torch.float32
+def matmul(formula: Formula, v, values: dict, out=None, debug=False, ranges: Ranges | None = None):
+    """``sum_n score(m, n) v[n,c]``: (M, C), or (M,) of v (N,)."""
+    axes = (COL, FEATURE) if isinstance(v, torch.Tensor) and v.dim() > 1 else (COL,)
+    call = arguments.checked(formula, values, v, axes)
+    result = _reduced(TOTAL, formula, call, debug, axes[-1], ranges)
+    result = result if FEATURE in axes else result.squeeze(-1)
+    return _written(result, call, out, {**values, "v": v})
 
 
-# Calls.
+def total(formula: Formula, values: dict, debug=False, ranges: Ranges | None = None):
+    """``sum_n score(m, n)``, (M,)."""
+    call = arguments.checked(formula, values)
+    return _written(_reduced(TOTAL, formula, call, debug, "", ranges).squeeze(-1), call)
 
 
-def execute(tensors: list, numbers: list, text: str, sizes: Sequence[int]):
-    """The result of a request in the arithmetic's dtype: (batch, rows, columns) of a matrix, (batch,
-    rows, features) of sums, (batch, rows) of others; of the smallest also places."""
-    plan = spec_of(text, tensors)
-    wide, first = arithmetic(tensors, plan.inputs), tensors[0]
-    values, ranges = values_of(plan, tensors, numbers), tensors[-2] if plan.ranged else None
-    if rehearsal.on_gpu(first.device) and not _is_trivial(plan, values, sizes):
-        return _launched(plan, values, ranges, sizes, wide)
-    from kernlib.families.pairwise.formula import reference  # GPUs need none
-
-    if events.listening():
-        events.emit("torch", "", "", f"formula on {first.device}: no kernel, computed by torch")
-    with torch.no_grad(), without_autocast(first.device):
-        return reference.compute(plan, values, sizes, wide, ranges)
+def logsumexp(formula: Formula, values: dict, debug=False, ranges: Ranges | None = None):
+    """``log sum_n exp(score(m, n))``, (M,)."""
+    call = arguments.checked(formula, values)
+    return _written(_reduced(LOGSUMEXP, formula, call, debug, "", ranges), call)
 
 
-def values_of(plan: Spec, tensors: list, numbers: list) -> list:
-    """The inputs in the order of a spec."""
-    on_device_, on_host = iter(tensors), iter(numbers)
-    return [next(on_host if each.on_host else on_device_) for each in plan.inputs]
+def extreme(
+    formula: Formula, values: dict, largest=False, debug=False, ranges: Ranges | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest, or largest, score of each row and its column, (M,) both."""
+    call = arguments.checked(formula, values)
+    name = plans.GREATEST if largest else LEAST
+    detached = call._replace(tensors=[t.detach() for t in call.tensors])
+    entries, places = _reduced(name, formula, detached, debug, "", ranges)
+    entries = -entries if largest else entries
+    if _is_recorded(call):
+        entries = _chosen(formula, call, places[..., None])[..., 0]
+    return _written(entries, call), places if call.is_batched else places[0]
 
 
-def _is_trivial(plan: Spec, values: list, sizes: Sequence[int]) -> bool:
-    """Whether there is a size of 0, for which nothing is launched."""
-    places = [i for tree in plan.terms for i in plan.features_of(tree)]
-    return 0 in sizes or any(values[i].shape[-1] == 0 for i in places)
+def topk(
+    formula: Formula, values: dict, k: int, largest: bool = False, debug: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k smallest, or largest, scores of each row in order and their columns, (M, k) both."""
+    from kernlib.families.pairwise.formula import blocks  # other calls need none
+
+    call = arguments.checked(formula, values)
+    if not 1 <= k <= call.cols:
+        raise ValueError(f"k must be from 1 to the {call.cols} columns, got {k}")
+    detached = call._replace(tensors=[t.detach() for t in call.tensors])
+    text = headline_of(MATRIX, formula, call)
+    entries, places = blocks.topk(detached, text, k, largest)
+    if _is_recorded(call):
+        entries = _chosen(formula, call, places)
+    return _written(entries, call), places if call.is_batched else places[0]
 
 
-_launches = StepsCache()
+def with_points(formula: Formula, points: tuple) -> dict:
+    """Tensors by place, by the names that they have. Raises TypeError for tensors without one."""
+    names = formula.operands
+    if len(points) > len(names):
+        takes = f"a and b by place, got {len(points)}" if names else "its tensors by name"
+        raise TypeError(f"{formula.describe()} takes {takes}: {formula.call}")
+    return dict(zip(names, points, strict=False))
 
 
-def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
-    """A request by kernels."""
-    from kernlib.families.pairwise.formula.lowering import choose  # a CPU needs none
-    from kernlib.families.pairwise.formula.lowering.problem import Problem
+def headline_of(reduction: str, formula: Formula, call: Call, weighted="", ranged=False) -> str:
+    return plans.headline(reduction, formula.text, " ".join(call.on_host), weighted, ranged)
 
-    device = next(t.device for t in values if isinstance(t, torch.Tensor))
-    values, scalars = _with_scalars(plan, values, device, wide)
-    problem = Problem(
-        plan,
-        tuple("" if each.on_host else _NAMES[t.dtype] for t, each in zip(values, plan.inputs)),
-        _NAMES[wide],
-        *sizes,
-        tuple(values[plan.features_of(term)[0]].shape[-1] for term in plan.terms),
-        tuple(_strides(t, each) for t, each in zip(values, plan.inputs, strict=True)),
+
+def _reduced(reduction: str, formula: Formula, call: Call, debug: bool, weighted="", ranges=None):
+    """The result with its batch, in the dtype of the arithmetic."""
+    from kernlib.families.pairwise.formula import operators  # 10 ms, as torch.library is
+
+    text = headline_of(reduction, formula, call, weighted, ranges is not None)
+    tensors = [*call.tensors, *(ranges or ())]
+    sizes = [call.batch, call.rows, call.cols, call.features]
+    return operators.OF_REDUCTION[reduction](tensors, call.numbers, text, sizes, debug)
+
+
+def _is_recorded(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
+
+
+def _chosen(formula: Formula, call: Call, places: torch.Tensor) -> torch.Tensor:
+    """The scores of chosen columns of each row, differentiable by torch."""
+    from kernlib.families.pairwise.formula import reference
+
+    plan = plans.spec_of(headline_of(MATRIX, formula, call), call.tensors)
+    values = plans.values_of(plan, call.tensors, call.numbers)
+    wide = plans.arithmetic(call.tensors, plan.inputs)
+    return reference.chosen(plan, values, places, wide)
+
+
+def _written(result: torch.Tensor, call: Call, out=None, inputs: dict | None = None):
+    """The result in its dtype, without a batch if no tensor has one, perhaps written to ``out``."""
+    result = (result if call.is_batched else result[0]).to(call.dtype)
+    if out is None:
+        return result
+    if torch.is_grad_enabled() and result.requires_grad:
+        raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
+    check_out_shape(out, tuple(result.shape))
+    tensors = {k: t for k, t in (inputs or {}).items() if isinstance(t, torch.Tensor)}
+    refuse_any_overlap(out, **tensors)
+    return out.copy_(result)
+
+
+RUNS = {Formula: run}
+
+
+# Calls before anybody makes them.
+
+
+def call_of(formula: Formula, tensors: tuple, values: dict) -> Callable:
+    """The call that is meant, which a ``reduction`` among the arguments names."""
+    from kernlib.families.pairwise.operation import reductions
+
+    values, functions = dict(values), reductions()
+    if "reduction" not in values:
+        return partial(run, formula, *tensors, **values)
+    name = values.pop("reduction")
+    name = getattr(name, "__name__", name)
+    if not isinstance(name, str) or name not in functions:
+        raise ValueError(f"reduction must be one of {', '.join(functions)}, got {shown(name)}")
+    return partial(functions[name], formula, *tensors, **values)
+
+
+def planned(formula: Formula, tensors: tuple, values: dict) -> list[Planned]:
+    """Calls of formulas have no plan that can be made before."""
+    return []
+
+
+def variants(formula: Formula, arch: str, dtypes: tuple[torch.dtype, ...]) -> list[KernelSpec]:
+    """Raises ValueError: the kernels of a formula depend on the sizes of its tensors."""
+    raise ValueError(
+        f"the kernels of {formula.describe()} depend on numbers of features: pass the tensors of a "
+        "call, as in kl.compile(formula, specs=(), x=..., y=...)"
     )
-    named = {f"t{i}": t for i, t in enumerate(values) if plan.inputs[i].axes}
-    out = torch.empty(_shape(plan, sizes), dtype=wide, device=device)
-    named |= {"ranges": ranges} if plan.ranged else {}
-    named["out"] = out
-    if plan.reduction == LEAST:
-        named["indices"] = torch.empty(out.shape, dtype=torch.int64, device=device)
-    index = values_device(named)
-
-    def lower() -> Lowered:
-        return devices.lower_on(
-            lambda count: choose.lower(problem, Gpu(devices.arch_of(index), count)), index
-        )
-
-    steps = _launches.of((problem,), tuple(named), device, lower)
-    if device.type == "cuda":
-        steps.launch([t.data_ptr() for t in named.values()], scalars)
-    return (out, named["indices"]) if plan.reduction == LEAST else out
-
-
-def values_device(named: dict[str, torch.Tensor]) -> int:
-    return named["out"].get_device()
-
-
-def _with_scalars(plan: Spec, values: list, device, wide: torch.dtype) -> tuple[list, list]:
-    """The inputs, those without axes on the device in the dtype that kernels read, and the latter
-    as kernels take numbers: a value, and an address that is 0 for those of the host."""
-    values, scalars = list(values), []
-    for i, each in enumerate(plan.inputs):
-        if each.axes:
-            continue
-        if each.on_host:
-            scalars += (values[i], 0)
-            continue
-        dtype = _ON_DEVICE.get(each.kind, wide)
-        values[i] = on_device("a number of the formula", values[i], device, dtype)
-        scalars += (0.0, values[i].data_ptr())
-    return values, scalars
-
-
-def _strides(t, each: Input) -> tuple[int, int, int, int]:
-    """Of batch, rows, columns and features, 0 where there is no step."""
-    if not isinstance(t, torch.Tensor):
-        return 0, 0, 0, 0
-    strides = dict(zip(("batch", *each.axes), t.stride(), strict=True))
-    strides["batch"] = 0 if t.shape[0] == 1 else strides["batch"]
-    return tuple(strides.get(axis, 0) for axis in ("batch", *AXES))
-
-
-def _shape(plan: Spec, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of the result."""
-    batch, rows, cols, features = sizes
-    if plan.reduction == MATRIX:
-        return batch, rows, cols
-    return (batch, rows) if plan.reduction in (LOGSUMEXP, LEAST) else (batch, rows, features)

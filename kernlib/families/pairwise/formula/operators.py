@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from kernlib.families.pairwise.formula import operation
+from kernlib.families.pairwise.formula import plans
 from kernlib.families.pairwise.formula.slopes import GRAD, RESULT, slopes
-from kernlib.families.pairwise.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, ROW, TOTAL
+from kernlib.families.pairwise.formula.spec import (
+    COL,
+    FEATURE,
+    LEAST,
+    LOGSUMEXP,
+    MATRIX,
+    ROW,
+    TOTAL,
+)
 from kernlib.runtime.operators import register
 from kernlib.runtime.schema import Schema
 
 _SCHEMA = Schema("Tensor[] tensors", "float[] numbers", "str text", "SymInt[] sizes", "bool debug")
-_execute = torch.compiler.disable(operation.execute)
+_execute = torch.compiler.disable(plans.execute)
 
 
 def _compute(tensors, numbers, text, sizes, debug):
@@ -23,7 +31,7 @@ def _compute(tensors, numbers, text, sizes, debug):
 
 
 def _wide(tensors, text) -> torch.dtype:
-    return operation.arithmetic(tensors, operation.spec_of(text, tensors).inputs)
+    return plans.arithmetic(tensors, plans.spec_of(text, tensors).inputs)
 
 
 def _fake(tensors, numbers, text, sizes, debug):
@@ -33,7 +41,7 @@ def _fake(tensors, numbers, text, sizes, debug):
 
 
 def _reduction(text, tensors) -> str:
-    return operation.spec_of(text, tensors).reduction
+    return plans.spec_of(text, tensors).reduction
 
 
 def _fake_of_rows(tensors, numbers, text, sizes, debug):
@@ -49,9 +57,9 @@ def _fake_least(tensors, numbers, text, sizes, debug):
 def _backward(saved, grad) -> dict:
     """The gradient by each tensor, a sum of formulas of the same tensors, of the gradient and of
     the result."""
-    plan = operation.spec_of(saved.text, saved.tensors)
-    wide = operation.arithmetic(saved.tensors, plan.inputs)
-    values = operation.values_of(plan, saved.tensors, saved.numbers)
+    plan = plans.spec_of(saved.text, saved.tensors)
+    wide = plans.arithmetic(saved.tensors, plan.inputs)
+    values = plans.values_of(plan, saved.tensors, saved.numbers)
     if plan.reduction == TOTAL and plan.unit is None:
         grad = grad.squeeze(-1)  # one feature
     more = {GRAD: grad, RESULT: saved.outputs[0] if saved.outputs else None}
@@ -110,5 +118,5 @@ OF_REDUCTION = {
     TOTAL: formula,
     LOGSUMEXP: formula_logsumexp,
     LEAST: formula_least,
-    operation.GREATEST: formula_least,
+    plans.GREATEST: formula_least,
 }

@@ -10,7 +10,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from math import inf
-from typing import NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -26,15 +27,18 @@ from kernlib.runtime.tensors import (
     refuse_any_overlap,
 )
 
+if TYPE_CHECKING:
+    from kernlib.families.pairwise.formula.descriptor import Formula
+
 _USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32
 _WIDE_RANGE = (torch.float32, torch.float64, torch.bfloat16)  # float16 has no such points
 
 
 def kernel_matmul(
-    descriptor: Pairwise,
-    a: torch.Tensor,
-    b: torch.Tensor | None,
-    v: torch.Tensor,
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
     row_offset: int = 0,
@@ -81,8 +85,8 @@ def kernel_matmul(
 
 
 def kernel_sum(
-    descriptor: Pairwise,
-    a: torch.Tensor,
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     *,
     row_offset: int = 0,
@@ -106,8 +110,8 @@ def kernel_sum(
 
 
 def kernel_logsumexp(
-    descriptor: Pairwise,
-    a: torch.Tensor,
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     *,
     row_offset: int = 0,
@@ -136,8 +140,8 @@ def kernel_logsumexp(
 
 
 def kernel_min(
-    descriptor: Pairwise,
-    a: torch.Tensor,
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     *,
     row_offset: int = 0,
@@ -162,6 +166,10 @@ def kernel_min(
     if debug is not False:
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
         return _heard(debug, kernel_min, descriptor, a, b, **maps, **hyperparameters)
+    if _is_formula(descriptor):
+        formulas = _formulas(row_offset, col_offset)
+        values = _with_map(hyperparameters, feature_map)
+        return formulas.extreme(descriptor, formulas.mapped(descriptor, a, b, values))
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
     if again is not None:
@@ -178,8 +186,8 @@ def kernel_min(
 
 
 def kernel_argmin(
-    descriptor: Pairwise,
-    a: torch.Tensor,
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     *,
     row_offset: int = 0,
@@ -208,8 +216,8 @@ def kernel_argmin(
 
 
 def kernel_topk(
-    descriptor: Pairwise,
-    a: torch.Tensor,
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     k: int = 1,
     largest: bool = False,
@@ -243,6 +251,10 @@ def kernel_topk(
     arguments.refuse_own_names("kernel_topk", descriptor, ("k", "largest"))
     check_flag("largest", largest)
     k = k if type(k) is int else as_int("k", k)
+    if _is_formula(descriptor):
+        formulas = _formulas(row_offset, col_offset)
+        values = _with_map(hyperparameters, feature_map)
+        return formulas.topk(descriptor, formulas.mapped(descriptor, a, b, values), k, largest)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
     if again is not None:
@@ -265,6 +277,11 @@ def _run(
         call = partial(_run, *request)
         call.__name__ = f"kernel_{reduction}"  # in the line that is written
         return _heard(debug, call)
+    if _is_formula(descriptor):
+        options = {"out": out} if reduction == "matmul" else {}
+        return _formulas(row_offset, col_offset).reduced(
+            reduction, descriptor, a, b, v, _with_map(values, feature_map), **options
+        )
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     again = _respelled(a, b, v, (row_offset, col_offset), values)
     if again is not None:
@@ -281,6 +298,27 @@ def _run(
 
         return gradients.run(*request)
     return operation.run(*request)
+
+
+def _is_formula(descriptor) -> bool:
+    """Whether a descriptor is a :class:`kernlib.Formula`."""
+    return getattr(descriptor, "package", "") == "formula"
+
+
+def _formulas(row_offset: int, col_offset: int) -> ModuleType:
+    """The module that runs formulas. Raises ValueError for offsets, which they do not have."""
+    from kernlib.families.pairwise.formula import operation as formulas  # most calls need none
+
+    if row_offset != 0 or col_offset != 0:
+        raise ValueError(
+            "row_offset and col_offset shift a diagonal that is regularized, and a formula says "
+            "itself where it is: where(row + 5 == col, 0.1, 0)"
+        )
+    return formulas
+
+
+def _with_map(values: dict, feature_map) -> dict:
+    return values if feature_map is None else {**values, "feature_map": feature_map}
 
 
 def _heard(debug: bool, *call, **named):

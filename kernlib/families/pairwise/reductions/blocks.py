@@ -177,7 +177,7 @@ def topk(
     indices = torch.empty(size, dtype=torch.int64, device=device)
     for block, values in each(request, shape, k, whole_rows=True):
         l, m, n = block
-        chosen, places = _first(values, min(k, values.shape[-1]), largest)
+        chosen, places = first(values, min(k, values.shape[-1]), largest)
         places = places + n.start
         if n.start > 0:  # the first block has k columns or more
             chosen = torch.cat((out[l, m], chosen), -1)
@@ -187,7 +187,7 @@ def topk(
     return out, indices
 
 
-def _first(values: torch.Tensor, k: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def first(values: torch.Tensor, k: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`torch.topk` with the first of equal values, where torch may return any."""
     count = values.shape[-1]
     chosen, places = values.topk(min(k + 1, count), largest=largest)
