@@ -1,6 +1,6 @@
 """Calls of formulas: what :mod:`kernlib.families.pairwise.functions.reductions` documents, of the
-scores of a :class:`kernlib.Formula`. ``values`` are its tensors and numbers by name; ``ranges``,
-of rows (M, 2) and of columns (N, 2), say which pairs there are."""
+scores of a :class:`kernlib.Formula`. ``values`` are its tensors and numbers by name; ``pairs`` say
+which pairs there are."""
 
 from __future__ import annotations
 
@@ -14,14 +14,24 @@ from kernlib.descriptors.base import shown
 from kernlib.families.pairwise.formula import arguments, plans
 from kernlib.families.pairwise.formula.arguments import Call
 from kernlib.families.pairwise.formula.descriptor import Formula
-from kernlib.families.pairwise.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, TOTAL
+from kernlib.families.pairwise.formula.pairs import Pairs
+from kernlib.families.pairwise.formula.spec import (
+    COL,
+    FEATURE,
+    LEAST,
+    LOGSUMEXP,
+    MATRIX,
+    ROW,
+    TOTAL,
+)
+from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_out_shape, refuse_any_overlap
+
+MOST_COUNTED = 1 << 24  # columns whose number float32 holds
 
 if TYPE_CHECKING:
     from kernlib.jit.spec import KernelSpec
     from kernlib.runtime.ahead import Planned
-
-Ranges = tuple[torch.Tensor, torch.Tensor]
 
 
 def reduced(reduction: str, formula: Formula, a, b, v, values: dict, **options):
@@ -63,55 +73,100 @@ def run(formula: Formula, *points, out=None, debug: bool = False, **values) -> t
     return _written(_reduced(MATRIX, formula, call, debug), call, out, values)
 
 
-def matmul(formula: Formula, v, values: dict, out=None, debug=False, ranges: Ranges | None = None):
+def matmul(formula: Formula, v, values: dict, out=None, debug=False, pairs: Pairs | None = None):
     """``sum_n score(m, n) v[n,c]``: (M, C), or (M,) of v (N,)."""
     axes = (COL, FEATURE) if isinstance(v, torch.Tensor) and v.dim() > 1 else (COL,)
     call = arguments.checked(formula, values, v, axes)
-    result = _reduced(TOTAL, formula, call, debug, axes[-1], ranges)
+    result = _reduced(TOTAL, formula, call, debug, axes[-1], pairs)
     result = result if FEATURE in axes else result.squeeze(-1)
     return _written(result, call, out, {**values, "v": v})
 
 
-def total(formula: Formula, values: dict, debug=False, ranges: Ranges | None = None):
+def total(formula: Formula, values: dict, debug=False, pairs: Pairs | None = None):
     """``sum_n score(m, n)``, (M,)."""
     call = arguments.checked(formula, values)
-    return _written(_reduced(TOTAL, formula, call, debug, "", ranges).squeeze(-1), call)
+    return _written(_reduced(TOTAL, formula, call, debug, "", pairs).squeeze(-1), call)
 
 
-def logsumexp(formula: Formula, values: dict, debug=False, ranges: Ranges | None = None):
+def logsumexp(formula: Formula, values: dict, debug=False, pairs: Pairs | None = None):
     """``log sum_n exp(score(m, n))``, (M,)."""
     call = arguments.checked(formula, values)
-    return _written(_reduced(LOGSUMEXP, formula, call, debug, "", ranges), call)
+    return _written(_reduced(LOGSUMEXP, formula, call, debug, "", pairs), call)
+
+
+def softmax_matmul(formula: Formula, v, values: dict, debug=False, pairs: Pairs | None = None):
+    """``sum_n p(m, n) v[n,c]`` with ``p(m, n) = exp(score(m, n)) / sum_n exp(score(m, n))``."""
+    plain = arguments.checked(formula, values)
+    normalizer = _reduced(LOGSUMEXP, formula, plain, debug, "", pairs)
+    axes = (COL, FEATURE) if isinstance(v, torch.Tensor) and v.dim() > 1 else (COL,)
+    call = arguments.checked(formula, values, v, axes)
+    result = _reduced(plans.SOFTMAX, formula, call, debug, axes[-1], pairs, normalizer)
+    return _written(result if FEATURE in axes else result.squeeze(-1), call)
+
+
+def count(
+    formula: Formula, values: dict, threshold: float, debug=False, pairs: Pairs | None = None
+) -> torch.Tensor:
+    """How many scores of each row are at most ``threshold``, int64, (M,)."""
+    call = _detached(arguments.checked(formula, values))
+    if call.cols > MOST_COUNTED:
+        raise ValueError(f"counts are of {MOST_COUNTED} columns at most, got {call.cols}")
+    limit = _threshold(formula, call, threshold)
+    counts = _reduced(plans.COUNT, formula, call, debug, "", pairs, limit).squeeze(-1)
+    counts = counts.round().long()
+    return counts if call.is_batched else counts[0]
+
+
+def neighbors(
+    formula: Formula, values: dict, threshold: float, pairs: Pairs | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Splits (M + 1,), columns and scores of the pairs whose score is at most ``threshold``."""
+    from kernlib.families.pairwise.formula import blocks  # other calls need none
+
+    recorded = arguments.checked(formula, values)
+    if recorded.is_batched:
+        raise ValueError("neighbours are of tensors without a batch: pass pairs=kl.Pairs(...)")
+    call = _detached(recorded)
+    limit = _threshold(formula, call, threshold)
+    ranges = None if pairs is None else _ranges(call, pairs)[0]
+    rows, cols, scores = blocks.below(call, headline_of(MATRIX, formula, call), limit, ranges)
+    counts = torch.zeros(call.rows + 1, dtype=torch.int64, device=rows.device)
+    splits = counts.index_add_(0, rows + 1, torch.ones_like(rows)).cumsum(0)
+    if _is_recorded(recorded):
+        scores = _of_pairs(formula, recorded, rows, cols)
+    return splits, cols, scores.to(call.dtype)
 
 
 def extreme(
-    formula: Formula, values: dict, largest=False, debug=False, ranges: Ranges | None = None
+    formula: Formula, values: dict, largest=False, debug=False, pairs: Pairs | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest, or largest, score of each row and its column, (M,) both."""
     call = arguments.checked(formula, values)
     name = plans.GREATEST if largest else LEAST
-    detached = call._replace(tensors=[t.detach() for t in call.tensors])
-    entries, places = _reduced(name, formula, detached, debug, "", ranges)
+    detached = _detached(call)
+    entries, places = _reduced(name, formula, detached, debug, "", pairs)
     entries = -entries if largest else entries
-    if _is_recorded(call):
-        entries = _chosen(formula, call, places[..., None])[..., 0]
+    if _is_recorded(call) and call.cols:
+        entries = _recorded_entries(formula, call, entries[..., None], places[..., None])[..., 0]
     return _written(entries, call), places if call.is_batched else places[0]
 
 
 def topk(
-    formula: Formula, values: dict, k: int, largest: bool = False, debug: bool = False
+    formula: Formula, values: dict, k: int, largest: bool = False, pairs: Pairs | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k smallest, or largest, scores of each row in order and their columns, (M, k) both."""
+    """The k smallest, or largest, scores of each row in order and their columns, (M, k) both. A row
+    that has less than k pairs has infinite ones behind them, of column -1."""
     from kernlib.families.pairwise.formula import blocks  # other calls need none
 
     call = arguments.checked(formula, values)
     if not 1 <= k <= call.cols:
         raise ValueError(f"k must be from 1 to the {call.cols} columns, got {k}")
-    detached = call._replace(tensors=[t.detach() for t in call.tensors])
+    detached = _detached(call)
     text = headline_of(MATRIX, formula, call)
-    entries, places = blocks.topk(detached, text, k, largest)
+    ranges = None if pairs is None else _ranges(call, pairs)[0]
+    entries, places = blocks.topk(detached, text, k, largest, ranges)
     if _is_recorded(call):
-        entries = _chosen(formula, call, places)
+        entries = _recorded_entries(formula, call, entries, places)
     return _written(entries, call), places if call.is_batched else places[0]
 
 
@@ -128,28 +183,82 @@ def headline_of(reduction: str, formula: Formula, call: Call, weighted="", range
     return plans.headline(reduction, formula.text, " ".join(call.on_host), weighted, ranged)
 
 
-def _reduced(reduction: str, formula: Formula, call: Call, debug: bool, weighted="", ranges=None):
+def _reduced(
+    reduction: str, formula: Formula, call: Call, debug: bool, weighted="", pairs=None, more=None
+):
     """The result with its batch, in the dtype of the arithmetic."""
     from kernlib.families.pairwise.formula import operators  # 10 ms, as torch.library is
 
-    text = headline_of(reduction, formula, call, weighted, ranges is not None)
-    tensors = [*call.tensors, *(ranges or ())]
+    text = headline_of(reduction, formula, call, weighted, pairs is not None)
+    tensors = list(call.tensors)
+    if more is not None:
+        tensors.insert(len(tensors) - bool(weighted), more)
+    tensors += () if pairs is None else _ranges(call, pairs)
     sizes = [call.batch, call.rows, call.cols, call.features]
     return operators.OF_REDUCTION[reduction](tensors, call.numbers, text, sizes, debug)
+
+
+def _ranges(call: Call, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raises TypeError and ValueError for pairs that do not fit a call."""
+    if not isinstance(pairs, Pairs):
+        raise TypeError(f"pairs must be a kl.Pairs, as from_splits makes, got {shown(pairs)}")
+    if pairs.shape != (call.rows, call.cols):
+        raise ValueError(
+            f"pairs are of {pairs.shape[0]} rows and {pairs.shape[1]} columns, and the tensors "
+            f"have {call.rows} and {call.cols}"
+        )
+    if call.is_batched:
+        raise ValueError("pairs are batches already: pass tensors without a batch in front")
+    device = call.tensors[0].device
+    if pairs.rows.device != device:
+        raise ValueError(
+            f"pairs are on {pairs.rows.device}, the tensors on {device}: pairs.to(...)"
+        )
+    return pairs.rows, pairs.cols
+
+
+def _detached(call: Call) -> Call:
+    return call._replace(tensors=[t.detach() for t in call.tensors])
+
+
+def _threshold(formula: Formula, call: Call, threshold: float) -> torch.Tensor:
+    """A number as the kernels' input."""
+    value = host_value("threshold", threshold, 0)
+    if value is None:
+        return threshold.detach().reshape(1).to(call.tensors[0].device)
+    plan = plans.spec_of(headline_of(MATRIX, formula, call), call.tensors)
+    wide = plans.arithmetic(call.tensors, plan.inputs)
+    return torch.full((1,), value, dtype=wide, device=call.tensors[0].device)
 
 
 def _is_recorded(call: Call) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
 
 
-def _chosen(formula: Formula, call: Call, places: torch.Tensor) -> torch.Tensor:
-    """The scores of chosen columns of each row, differentiable by torch."""
+def _recorded_entries(formula: Formula, call: Call, entries, places: torch.Tensor):
+    """The scores of chosen columns of each row, differentiable by torch; those of no column, and
+    infinite ones, as they are."""
     from kernlib.families.pairwise.formula import reference
 
     plan = plans.spec_of(headline_of(MATRIX, formula, call), call.tensors)
     values = plans.values_of(plan, call.tensors, call.numbers)
     wide = plans.arithmetic(call.tensors, plan.inputs)
-    return reference.chosen(plan, values, places, wide)
+    recorded = reference.chosen(plan, values, places.clamp(min=0), wide)
+    return torch.where(entries.isinf(), entries, recorded)
+
+
+def _of_pairs(formula: Formula, call: Call, rows: torch.Tensor, cols: torch.Tensor):
+    """The scores of pairs by their rows and columns, differentiable by torch."""
+    from kernlib.families.pairwise.formula import reference
+
+    plan = plans.spec_of(headline_of(MATRIX, formula, call), call.tensors)
+    of = [each for each in plan.inputs if not each.on_host]
+    tensors = [
+        t[:, rows] if ROW in x.axes else t for t, x in zip(call.tensors, of, strict=True)
+    ]  # each pair a row
+    values = plans.values_of(plan, tensors, call.numbers)
+    wide = plans.arithmetic(call.tensors, plan.inputs)
+    return reference.chosen(plan, values, cols[None, :, None], wide, rows)[0, :, 0]
 
 
 def _written(result: torch.Tensor, call: Call, out=None, inputs: dict | None = None):

@@ -119,4 +119,6 @@ OF_REDUCTION = {
     LOGSUMEXP: formula_logsumexp,
     LEAST: formula_least,
     plans.GREATEST: formula_least,
+    plans.SOFTMAX: formula,
+    plans.COUNT: formula,
 }

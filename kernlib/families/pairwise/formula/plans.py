@@ -4,7 +4,8 @@ CPU.
 A request is ``(tensors, numbers, text, sizes)``. The text is that of a spec, or a :func:`headline`
 of a formula, whose spec depends on the tensors' dtypes. Tensors are those of the inputs that are
 not on the host, in their order, each with a batch in front; behind them, of a spec that is
-``ranged``, (M, 2) of rows and (N, 2) of columns. ``sizes`` are batch, rows, columns and features.
+``ranged``, rows (P, M, 2) and columns (Q, N, 2) of :class:`kernlib.Pairs`. ``sizes`` are batch,
+rows, columns and features.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernlib import events
-from kernlib.descriptors.expression import Name, Operation
+from kernlib.descriptors.expression import Name, Node, Number, Operation
 from kernlib.descriptors.score.kinds import BOOL, FLOAT, INT, KINDS, LONG
 from kernlib.descriptors.text import from_text as descriptor_from_text
 from kernlib.families.pairwise.formula import grammar, spec
@@ -27,6 +28,8 @@ from kernlib.families.pairwise.formula.spec import (
     LEAST,
     LOGSUMEXP,
     MATRIX,
+    ROW,
+    TOTAL,
     Input,
     Spec,
 )
@@ -40,7 +43,9 @@ from kernlib.runtime.sequence import StepsCache
 if TYPE_CHECKING:
     from kernlib.lowering.steps import Lowered
 
-GREATEST = "max"  # of a headline: the smallest of the negated score
+# Of a headline. The smallest of the negated score; the sum of exponentials over a number of each
+# row, which is the last input but one; how many scores are at most the last input.
+GREATEST, SOFTMAX, COUNT = "max", "softmax", "count"
 _NAMES = {torch.int32: "int32", torch.int64: "int64", torch.bool: "bool"} | DTYPE_NAMES
 _ON_DEVICE = {INT: torch.int32, LONG: torch.int64, BOOL: torch.bool}
 
@@ -73,6 +78,8 @@ def _spec_of(text: str, dtypes: tuple[str, ...]) -> Spec:
         places[name, bounds] = f"t{i}"
         inputs.append(Input(tuple(sorted(axes, key=AXES.index)), kinds[name], host))
     score = grammar.placed(descriptor.tree(tuple(kinds.items())), places)
+    if reduction in (SOFTMAX, COUNT):
+        reduction, score = TOTAL, _special(reduction, score, inputs)
     unit = None
     if weighted:
         place = Name(f"t{len(inputs)}")
@@ -83,6 +90,18 @@ def _spec_of(text: str, dtypes: tuple[str, ...]) -> Spec:
     if reduction == GREATEST:
         reduction, score = LEAST, Operation("neg", (score,))
     return spec.new_spec(reduction, score, tuple(inputs), unit, bool(ranged))
+
+
+def _special(reduction: str, score: Node, inputs: list[Input]) -> Node:
+    """The score of a reduction that has one more input, which is added to these."""
+    more = Name(f"t{len(inputs)}")
+    if reduction == COUNT:
+        inputs.append(Input((), FLOAT))
+        return Operation("where", (Operation("<=", (score, more)), Number(1.0), Number(0.0)))
+    inputs.append(Input((ROW,), FLOAT))
+    share = Operation("exp", (Operation("-", (score, more)),))
+    is_empty = Operation("==", (more, Number(float("-inf"))))
+    return Operation("where", (is_empty, Number(0.0), share))
 
 
 def arithmetic(tensors: Sequence[torch.Tensor], inputs: Sequence[Input]) -> torch.dtype:
@@ -99,16 +118,48 @@ def execute(tensors: list, numbers: list, text: str, sizes: Sequence[int]):
     """The result of a request in the arithmetic's dtype: (batch, rows, columns) of a matrix, (batch,
     rows, features) of sums, (batch, rows) of others; of the smallest also places."""
     plan = spec_of(text, tensors)
-    wide, first = arithmetic(tensors, plan.inputs), tensors[0]
-    values, ranges = values_of(plan, tensors, numbers), tensors[-2] if plan.ranged else None
-    if rehearsal.on_gpu(first.device) and not _is_trivial(plan, values, sizes):
+    wide = arithmetic(tensors, plan.inputs)
+    values = values_of(plan, tensors, numbers)
+    if not plan.ranged:
+        return _computed(plan, values, None, sizes, wide)
+    parts = [_computed(plan, values, ranges, sizes, wide) for ranges in tensors[-2]]
+    return parts[0] if len(parts) == 1 else _JOINED[plan.reduction](parts)
+
+
+def _computed(plan: Spec, values: list, ranges: torch.Tensor | None, sizes, wide: torch.dtype):
+    """Of one range of columns of each row, (M, 2), or of all columns."""
+    device = next(t.device for t in values if isinstance(t, torch.Tensor))
+    if rehearsal.on_gpu(device) and not _is_trivial(plan, values, sizes):
         return _launched(plan, values, ranges, sizes, wide)
     from kernlib.families.pairwise.formula import reference  # GPUs need none
 
     if events.listening():
-        events.emit("torch", "", "", f"formula on {first.device}: no kernel, computed by torch")
-    with torch.no_grad(), without_autocast(first.device):
+        events.emit("torch", "", "", f"formula on {device}: no kernel, computed by torch")
+    with torch.no_grad(), without_autocast(device):
         return reference.compute(plan, values, sizes, wide, ranges)
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _least(parts: list[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranges of a row follow each other, so the first of equal entries is that of the first."""
+    least, place = parts[0]
+    for value, at in parts[1:]:
+        better = (value < least) | (value.isnan() & ~least.isnan())
+        least, place = torch.where(better, value, least), torch.where(better, at, place)
+    return least, place
+
+
+_JOINED = {
+    TOTAL: _sum,
+    LOGSUMEXP: lambda parts: torch.stack(parts).logsumexp(0),
+    LEAST: _least,
+}
 
 
 def values_of(plan: Spec, tensors: list, numbers: list) -> list:
@@ -147,7 +198,7 @@ def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
     named["out"] = out
     if plan.reduction == LEAST:
         named["indices"] = torch.empty(out.shape, dtype=torch.int64, device=device)
-    index = values_device(named)
+    index = device.index if device.type == "cuda" else -1
 
     def lower() -> Lowered:
         return devices.lower_on(
@@ -158,10 +209,6 @@ def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
     if device.type == "cuda":
         steps.launch([t.data_ptr() for t in named.values()], scalars)
     return (out, named["indices"]) if plan.reduction == LEAST else out
-
-
-def values_device(named: dict[str, torch.Tensor]) -> int:
-    return named["out"].get_device()
 
 
 def _with_scalars(plan: Spec, values: list, device, wide: torch.dtype) -> tuple[list, list]:

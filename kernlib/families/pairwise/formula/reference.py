@@ -53,7 +53,7 @@ def compute(spec: Spec, tensors: Sequence, sizes: Sequence[int], wide: torch.dty
     """The result of a spec: ``sizes`` are batch, rows, columns and features; numbers of the host
     stand among the tensors. ``ranges`` (M, 2) are each row's first and end column. Of the smallest
     of a row also its place."""
-    batch, rows, cols, features = sizes
+    batch, features = sizes[0], sizes[3]
     parts = []
     for at, of in _blocks(spec, sizes, tensors, ranges):
         values = Values(spec, _values(spec, tensors, at, of), wide)
@@ -142,10 +142,14 @@ def _in_four(t: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
     return t
 
 
-def chosen(spec: Spec, tensors: Sequence, places: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """The scores of the columns ``places`` (batch, rows, K) of each row, recorded by torch."""
+def chosen(
+    spec: Spec, tensors: Sequence, places: torch.Tensor, wide: torch.dtype, at=None
+) -> torch.Tensor:
+    """The scores of the columns ``places`` (batch, rows, K) of each row, recorded by torch. Rows
+    are counted from 0 on, or are the places ``at``."""
     batch, rows, count = places.shape
-    at = torch.arange(rows, dtype=torch.int64, device=places.device)
+    if at is None:
+        at = torch.arange(rows, dtype=torch.int64, device=places.device)
     values = {ROW: at[None, :, None, None], COL: places[..., None]}
     for i, (t, each) in enumerate(zip(tensors, spec.inputs, strict=True)):
         if isinstance(t, torch.Tensor):
