@@ -48,6 +48,13 @@ _NAMES = {
         "squared_distance",
     ),
     "kernlib.families.pairwise.formula.descriptor": ("Formula",),
+    "kernlib.families.pairwise.formula.pairs": ("Pairs",),
+    "kernlib.families.pairwise.functions.of_formulas": (
+        "kernel_count",
+        "kernel_mean",
+        "kernel_neighbors",
+        "kernel_softmax_matmul",
+    ),
     "kernlib.families.blocksparse.attention.descriptor": ("BlockSparseAttention",),
     "kernlib.families.blocksparse.descriptor": ("BlockSparseMatmul",),
     "kernlib.families.blocksparse.scaled.descriptor": ("BlockSparseScaledMatmul",),

@@ -1,5 +1,5 @@
-"""Reductions by blocks of rows of the matrix, which kernels leave to torch: the k smallest scores of
-each row, and the pairs below a threshold."""
+"""Reductions by blocks of rows of the matrix, which kernels leave to torch: the k smallest scores
+of each row, and the pairs below a threshold."""
 
 from __future__ import annotations
 

@@ -34,12 +34,16 @@ if TYPE_CHECKING:
     from kernlib.runtime.ahead import Planned
 
 
-def reduced(reduction: str, formula: Formula, a, b, v, values: dict, **options):
-    """A function that reduces rows, by the name of what it does."""
-    values = mapped(formula, a, b, values)
+def reduced(reduction: str, formula: Formula, v, values: dict, **options) -> torch.Tensor:
+    """The result of a function that reduces rows, by the name of what it does."""
     if reduction == "matmul":
         return matmul(formula, v, values, **options)
     return {"sum": total, "logsumexp": logsumexp}[reduction](formula, values, **options)
+
+
+def columns_of(formula: Formula, values: dict) -> int:
+    """How many columns a call has."""
+    return arguments.checked(formula, values).cols
 
 
 def mapped(formula: Formula, a, b, values: dict) -> dict:

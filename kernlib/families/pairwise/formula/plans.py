@@ -115,8 +115,8 @@ def arithmetic(tensors: Sequence[torch.Tensor], inputs: Sequence[Input]) -> torc
 
 
 def execute(tensors: list, numbers: list, text: str, sizes: Sequence[int]):
-    """The result of a request in the arithmetic's dtype: (batch, rows, columns) of a matrix, (batch,
-    rows, features) of sums, (batch, rows) of others; of the smallest also places."""
+    """The result of a request in the arithmetic's dtype: (batch, rows, columns) of a matrix,
+    (batch, rows, features) of sums, (batch, rows) of others; of the smallest also places."""
     plan = spec_of(text, tensors)
     wide = arithmetic(tensors, plan.inputs)
     values = values_of(plan, tensors, numbers)
@@ -186,7 +186,7 @@ def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
     values, scalars = _with_scalars(plan, values, device, wide)
     problem = Problem(
         plan,
-        tuple("" if each.on_host else _NAMES[t.dtype] for t, each in zip(values, plan.inputs)),
+        tuple([_NAMES[t.dtype] if isinstance(t, torch.Tensor) else "" for t in values]),
         _NAMES[wide],
         *sizes,
         tuple(values[plan.features_of(term)[0]].shape[-1] for term in plan.terms),

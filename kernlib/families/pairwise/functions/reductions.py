@@ -29,6 +29,7 @@ from kernlib.runtime.tensors import (
 
 if TYPE_CHECKING:
     from kernlib.families.pairwise.formula.descriptor import Formula
+    from kernlib.families.pairwise.formula.pairs import Pairs
 
 _USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32
 _WIDE_RANGE = (torch.float32, torch.float64, torch.bfloat16)  # float16 has no such points
@@ -44,6 +45,7 @@ def kernel_matmul(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    pairs: Pairs | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
@@ -59,6 +61,7 @@ def kernel_matmul(
     - ``feature_map``: a weight for each feature, (K,), or a matrix (K, K2), by which the points are
       multiplied first (:func:`kernlib.families.pairwise.feature_map.apply`);
       ``lengthscale``: a value for each feature, (K,), by which they are divided first.
+    - ``pairs``: a :class:`kernlib.Pairs`, ragged batches or blocks of pairs, by default all pairs.
     - ``row_offset``, ``col_offset``: ints by which the diagonal that ``regularization`` is added to
       is shifted. ``debug=True`` writes a line to stderr for each event.
 
@@ -81,7 +84,9 @@ def kernel_matmul(
     if v is None:
         raise TypeError("v must be a tensor, got NoneType")
     offsets = row_offset, col_offset
-    return _run("matmul", descriptor, a, b, v, out, *offsets, feature_map, hyperparameters, debug)
+    return _run(
+        "matmul", descriptor, a, b, v, out, *offsets, feature_map, hyperparameters, pairs, debug
+    )
 
 
 def kernel_sum(
@@ -92,13 +97,14 @@ def kernel_sum(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    pairs: Pairs | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """``out[l,m] = sum_n K[l,m,n]``, (M,) or (L, M): the product with ones.
 
-    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
-    ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients and what
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients and what
     it raises. After the Sum reduction of the KeOps project.
 
     Example:
@@ -106,7 +112,9 @@ def kernel_sum(
         tensor([2.])
     """
     offsets = row_offset, col_offset
-    return _run("sum", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters, debug)
+    return _run(
+        "sum", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters, pairs, debug
+    )
 
 
 def kernel_logsumexp(
@@ -117,6 +125,7 @@ def kernel_logsumexp(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    pairs: Pairs | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
@@ -124,8 +133,8 @@ def kernel_logsumexp(
     no n. Values of ``gaussian()`` and its like are exponentials already: for the logarithm of a sum
     of kernel values pass their exponent, ``squared_distance(epilogue=Custom("-s * v", ("s",)))``.
 
-    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
-    ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients and what
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients and what
     it raises. float64 on a GPU goes by blocks of K from 11 features on, and where powers take
     logarithms. After the LogSumExp reduction of the KeOps project.
 
@@ -147,6 +156,7 @@ def kernel_min(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    pairs: Pairs | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,8 +164,8 @@ def kernel_min(
     indices, both (M,) or (L, M). The lowest index of equal ones; a NaN is smaller than any number,
     as in ``torch.min``.
 
-    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
-    ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises, and
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises, and
     ValueError where b has no points. Blocks of K are those of :func:`kernel_logsumexp`. Values are
     differentiable, each by its own pair. After the Min_ArgMin reduction of the KeOps project.
 
@@ -165,11 +175,12 @@ def kernel_min(
     """
     if debug is not False:
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
+        maps |= {"pairs": pairs}
         return _heard(debug, kernel_min, descriptor, a, b, **maps, **hyperparameters)
-    if _is_formula(descriptor):
-        formulas = _formulas(row_offset, col_offset)
-        values = _with_map(hyperparameters, feature_map)
-        return formulas.extreme(descriptor, formulas.mapped(descriptor, a, b, values))
+    if pairs is not None or _is_formula(descriptor):
+        request = descriptor, a, b, row_offset, col_offset, feature_map, hyperparameters
+        formulas, formula, values = _formula(*request)
+        return formulas.extreme(formula, values, pairs=pairs)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
     if again is not None:
@@ -193,14 +204,15 @@ def kernel_argmin(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    pairs: Pairs | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
     """The column of the smallest entry of each row of K, int64, (M,) or (L, M): the nearest point,
     for a distance.
 
-    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
-    ``hyperparameters`` are those of :func:`kernel_matmul`. The indices are those of
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`. The indices are those of
     :func:`kernel_min`, which says what is raised: a call raises the same.
 
     Example:
@@ -208,6 +220,7 @@ def kernel_argmin(
         tensor([1])
     """
     maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
+    maps |= {"pairs": pairs}
     if debug is not False:
         return _heard(debug, kernel_argmin, descriptor, a, b, **maps, **hyperparameters)
     # What Dynamo records within torch.no_grad() leaves gradients off where it raises (torch 2.13).
@@ -225,6 +238,7 @@ def kernel_topk(
     row_offset: int = 0,
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
+    pairs: Pairs | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,8 +249,8 @@ def kernel_topk(
     features fewer, as shared memory has room) are kept beside the distances, without storing an
     entry of K; more, and float64, are found by sorting blocks of it.
 
-    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``debug`` and
-    ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises, and
+    ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises, and
     ValueError for a k that is not from 1 to N. Values are differentiable, each by its own pair.
     After the KMin_ArgKMin reduction of the KeOps project.
 
@@ -247,14 +261,15 @@ def kernel_topk(
     """
     if debug is not False:
         maps = {"row_offset": row_offset, "col_offset": col_offset, "feature_map": feature_map}
+        maps |= {"pairs": pairs}
         return _heard(debug, kernel_topk, descriptor, a, b, k, largest, **maps, **hyperparameters)
     arguments.refuse_own_names("kernel_topk", descriptor, ("k", "largest"))
     check_flag("largest", largest)
     k = k if type(k) is int else as_int("k", k)
-    if _is_formula(descriptor):
-        formulas = _formulas(row_offset, col_offset)
-        values = _with_map(hyperparameters, feature_map)
-        return formulas.topk(descriptor, formulas.mapped(descriptor, a, b, values), k, largest)
+    if pairs is not None or _is_formula(descriptor):
+        request = descriptor, a, b, row_offset, col_offset, feature_map, hyperparameters
+        formulas, formula, values = _formula(*request)
+        return formulas.topk(formula, values, k, largest, pairs)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
     if again is not None:
@@ -269,19 +284,31 @@ def kernel_topk(
 
 
 def _run(
-    reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values, debug=False
+    reduction,
+    descriptor,
+    a,
+    b,
+    v,
+    out,
+    row_offset,
+    col_offset,
+    feature_map,
+    values,
+    pairs=None,
+    debug=False,
 ) -> torch.Tensor:
     """A reduction that has one tensor for its result."""
     if debug is not False:
         request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values)
-        call = partial(_run, *request)
+        call = partial(_run, *request, pairs)
         call.__name__ = f"kernel_{reduction}"  # in the line that is written
         return _heard(debug, call)
-    if _is_formula(descriptor):
-        options = {"out": out} if reduction == "matmul" else {}
-        return _formulas(row_offset, col_offset).reduced(
-            reduction, descriptor, a, b, v, _with_map(values, feature_map), **options
+    if pairs is not None or _is_formula(descriptor):
+        formulas, formula, values = _formula(
+            descriptor, a, b, row_offset, col_offset, feature_map, values
         )
+        options = {"out": out} if reduction == "matmul" else {}
+        return formulas.reduced(reduction, formula, v, values, pairs=pairs, **options)
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     again = _respelled(a, b, v, (row_offset, col_offset), values)
     if again is not None:
@@ -305,20 +332,22 @@ def _is_formula(descriptor) -> bool:
     return getattr(descriptor, "package", "") == "formula"
 
 
-def _formulas(row_offset: int, col_offset: int) -> ModuleType:
-    """The module that runs formulas. Raises ValueError for offsets, which they do not have."""
-    from kernlib.families.pairwise.formula import operation as formulas  # most calls need none
+def _formula(
+    descriptor, a, b, row_offset: int, col_offset: int, feature_map, values: dict
+) -> tuple[ModuleType, Formula, dict]:
+    """The module that runs formulas, a descriptor as one, and its tensors. Raises ValueError for
+    offsets, which formulas do not have."""
+    from kernlib.families.pairwise.formula import algebra, operation  # most calls need none
 
     if row_offset != 0 or col_offset != 0:
         raise ValueError(
             "row_offset and col_offset shift a diagonal that is regularized, and a formula says "
             "itself where it is: where(row + 5 == col, 0.1, 0)"
         )
-    return formulas
-
-
-def _with_map(values: dict, feature_map) -> dict:
-    return values if feature_map is None else {**values, "feature_map": feature_map}
+    formula = algebra.formula_of(descriptor)
+    b = a if b is None and getattr(descriptor, "symmetric", False) else b
+    values = values if feature_map is None else {**values, "feature_map": feature_map}
+    return operation, formula, operation.mapped(formula, a, b, values)
 
 
 def _heard(debug: bool, *call, **named):

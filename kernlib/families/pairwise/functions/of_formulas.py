@@ -1,0 +1,152 @@
+"""Reductions that all descriptors of pairs go as formulas for: softmax-weighted sums, means, counts
+below a threshold, and neighbours within a radius."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernlib.families.pairwise.formula import operation
+from kernlib.families.pairwise.formula.algebra import formula_of
+
+if TYPE_CHECKING:
+    from kernlib.families.pairwise.descriptor import Pairwise
+    from kernlib.families.pairwise.formula.descriptor import Formula
+    from kernlib.families.pairwise.formula.pairs import Pairs
+
+
+def kernel_softmax_matmul(
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    pairs: Pairs | None = None,
+    debug: bool = False,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """``out[m,c] = sum_n p[m,n] v[n,c]`` with ``p[m,n] = exp(K[m,n]) / sum_n exp(K[m,n])``: a mean
+    of v by weights that add up to 1, with no overflow on the way, and without storing K.
+
+    - ``a`` (M, K), ``b`` (N, K), ``hyperparameters`` and ``debug`` are those of
+      :func:`kernlib.kernel_matmul`, for a :class:`kernlib.Formula` too.
+    - ``v`` (N,), (N, C) or (L, N, C). The result is (M,), (M, C) or (L, M, C).
+    - ``pairs``: a :class:`kernlib.Pairs`, by default all. A row without pairs, or all of whose
+      values are -inf, is 0.
+
+    It is a log-sum-exp, which both passes of gradients share, and a sum. Gradients of every order
+    go to all tensors. Raises ValueError and TypeError that name the argument. After the
+    SumSoftMaxWeight reduction of the KeOps project.
+
+    Example:
+        >>> a, b, v = torch.zeros(1, 2), torch.eye(2), torch.tensor([1.0, 3.0])
+        >>> kl.kernel_softmax_matmul(kl.squared_distance(), a, b, v)
+        tensor([2.])
+    """
+    formula = formula_of(descriptor)
+    if v is None:
+        raise TypeError("v must be a tensor, got NoneType")
+    values = operation.mapped(formula, a, _second(descriptor, a, b), hyperparameters)
+    return operation.softmax_matmul(formula, v, values, debug, pairs)
+
+
+def kernel_mean(
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    pairs: Pairs | None = None,
+    debug: bool = False,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """``out[m] = sum_n K[m,n] / N``, or with v ``sum_n K[m,n] v[n,c] / N``; of a row's ``pairs``
+    where they are given, and NaN for a row that has none.
+
+    Arguments, dtypes and errors are those of :func:`kernlib.kernel_matmul`, of a
+    :class:`kernlib.Formula` too; ``pairs`` is a :class:`kernlib.Pairs`. Gradients of every order go
+    to all tensors.
+
+    Example:
+        >>> kl.kernel_mean(kl.l1_distance(), torch.zeros(1, 2), torch.tensor([[1.0, 1], [0, 4]]))
+        tensor([3.])
+    """
+    formula = formula_of(descriptor)
+    values = operation.mapped(formula, a, _second(descriptor, a, b), hyperparameters)
+    if v is None:
+        result = operation.total(formula, values, debug, pairs)
+    else:
+        result = operation.matmul(formula, v, values, None, debug, pairs)
+    if pairs is None:
+        return result / operation.columns_of(formula, values)
+    counts = (pairs.rows[..., 1] - pairs.rows[..., 0]).clamp(min=0).sum(0).to(result.dtype)
+    return result / (counts if v is None or v.dim() == 1 else counts[:, None])
+
+
+def kernel_count(
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    *,
+    threshold: float | torch.Tensor,
+    pairs: Pairs | None = None,
+    debug: bool = False,
+    **hyperparameters: float | torch.Tensor,
+) -> torch.Tensor:
+    """``out[m]``, int64: how many n have ``K[m,n] <= threshold``; of a distance, how many points
+    lie within a radius.
+
+    ``a``, ``b``, ``debug`` and ``hyperparameters`` are those of :func:`kernlib.kernel_matmul`, of a
+    :class:`kernlib.Formula` too; ``threshold`` is a number or a tensor of shape (); ``pairs`` is a
+    :class:`kernlib.Pairs`. A NaN is not counted. Raises ValueError and TypeError that name the
+    argument, and for more than 16,777,216 columns.
+
+    Example:
+        >>> a, b = torch.zeros(1, 2), torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+        >>> kl.kernel_count(kl.l2_distance(), a, b, threshold=2.0)
+        tensor([1])
+    """
+    formula = formula_of(descriptor)
+    values = operation.mapped(formula, a, _second(descriptor, a, b), hyperparameters)
+    return operation.count(formula, values, threshold, debug, pairs)
+
+
+def kernel_neighbors(
+    descriptor: Pairwise | Formula,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    *,
+    threshold: float | torch.Tensor,
+    pairs: Pairs | None = None,
+    debug: bool = False,
+    **hyperparameters: float | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All n with ``K[m,n] <= threshold`` of each row m, as ``(splits, columns, values)``: those of
+    row m are ``columns[splits[m]:splits[m + 1]]``, in order. Splits (M + 1,) and columns are int64,
+    values of the inputs' dtype. They are the parts of a ``torch.sparse_csr_tensor``.
+
+    ``a``, ``b``, ``debug`` and ``hyperparameters`` are those of :func:`kernlib.kernel_matmul`, of a
+    :class:`kernlib.Formula` too; ``threshold`` is a number or a tensor of shape (); ``pairs`` is a
+    :class:`kernlib.Pairs`. Memory is that of the result and of a block of 64 MB. On a GPU it waits
+    for the number of neighbours of each block. Values are differentiable, each by its own pair.
+    Raises ValueError and TypeError that name the argument.
+
+    Example:
+        >>> a, b = torch.zeros(2, 2), torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+        >>> kl.kernel_neighbors(kl.l2_distance(), a, b, threshold=2.0)
+        (tensor([0, 1, 2]), tensor([1, 1]), tensor([2., 2.]))
+    """
+    if debug is not False:
+        from kernlib.debug import heard  # most calls need none
+
+        named = {"threshold": threshold, "pairs": pairs, **hyperparameters}
+        return heard(debug, kernel_neighbors, descriptor, a, b, **named)
+    formula = formula_of(descriptor)
+    values = operation.mapped(formula, a, _second(descriptor, a, b), hyperparameters)
+    return operation.neighbors(formula, values, threshold, pairs)
+
+
+def _second(descriptor: Pairwise | Formula, a, b):
+    """The points of the columns: those of the rows where a symmetric descriptor has no others."""
+    return a if b is None and getattr(descriptor, "symmetric", False) else b
