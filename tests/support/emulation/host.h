@@ -243,6 +243,7 @@ inline double __longlong_as_double(long long bits) {
 }
 inline float __int_as_float(int bits) { return __uint_as_float(unsigned(bits)); }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline double __dmul_rn(double x, double y) { return x * y; }
 inline float __fmul_rd(float x, float y) {
     float product = x * y;
     return product > double(x) * double(y) ? std::nextafter(product, -INFINITY) : product;

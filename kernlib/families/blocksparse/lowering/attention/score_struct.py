@@ -9,22 +9,17 @@ read once a function, at its beginning.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 from kernlib.descriptors.derivative import derivative
 from kernlib.descriptors.expression import VALUE, Integer, Name, Node, Operation, names
 from kernlib.descriptors.score.expression import ScoreExpression, Trees
-from kernlib.descriptors.score.kinds import BOOL, COMPARISONS, FLOAT, INT, LONG, kind_of
+from kernlib.descriptors.score.kinds import kind_of
 from kernlib.families.blocksparse.lowering.attention.problem import Score
 from kernlib.families.blocksparse.lowering.attention.score_source import CAPTURED
-from kernlib.lowering.epilogue_source import ExpressionSource
+from kernlib.lowering.typed_source import TypedSource
 
 SMALLEST = 1e-38  # near the least float that is normal
-_TYPES = {FLOAT: "float", INT: "int", LONG: "i64", BOOL: "bool"}
-_FUNCTIONS = {"//": "floor_quotient", "%": "floor_rest", "sign": "sign_of", "tanh": "fast_tanh"}
-_INFINITY = "infinity(0.0f)"
-_NOT_FINITE = {"inf": _INFINITY, "-inf": f"(-{_INFINITY})", "nan": f"({_INFINITY} - {_INFINITY})"}
-# Operations that show the last bit of a quotient or a product: 41 * (1 / 41) is below 1.
-_JUMPS = ("floor", "sign", *COMPARISONS)
 _OF_MATRIX = ("batch", "head")  # what is the same for a whole matrix
 _INLINE = "__device__ __forceinline__"
 _ALWAYS = Operation("==", (Integer(0, 32), Integer(0, 32)))
@@ -55,24 +50,25 @@ def score_of(
     return Score(text, dtypes, has_score=score is not None, has_mask=mask is not None)
 
 
-class _Source(ExpressionSource):
+class _Source(TypedSource):
     """Text of the trees of one expression; ``types`` are those of the members."""
 
     arithmetic = "float"
+    functions: ClassVar = {**TypedSource.functions, "tanh": "fast_tanh"}
+    infinity = "infinity(0.0f)"
+    product = "__fmul_rn"
 
     def __init__(self, expression: ScoreExpression, dtypes: tuple[str, ...], packed: frozenset):
-        super().__init__()
-        self._kinds = expression.kinds(dtypes)
+        super().__init__(expression.kinds(dtypes))
         self._elements: dict[str, str] = {}  # names of values of a row and column, and their text
         self._constants: dict[str, str] = {}
         self.types: dict[str, str] = {}
-        self._is_exact = False  # within one of _JUMPS
         for index, (name, axes) in enumerate(expression.captured):
             cuda = CAPTURED[dtypes[index]]
             at = f"captured[{index}].from<{cuda}>(batch, head)"
             if {"row", "col"}.isdisjoint(axes):
                 value = f"captured_value({at})"
-                kind = _TYPES[self._kinds[name]]
+                kind = self._type_of(self._kinds[name])
                 self._constants[name] = self._add_member(f"captured_{index}", kind, value)
             else:
                 place = [self._add_member(f"at_{index}", f"const {cuda}*", at)]
@@ -97,7 +93,7 @@ class _Source(ExpressionSource):
         result = self._render(tree)
         used = [name for name in self._elements if name in names(tree)]
         values = "".join(
-            f"        const {_TYPES[self._kinds[name]]} {self._name(name)} = "
+            f"        const {self._type_of(self._kinds[name])} {self._name(name)} = "
             f"{self._elements[name]};\n"
             for name in used
         )
@@ -119,57 +115,10 @@ class _Source(ExpressionSource):
         return names[0] if names else self._add_member(f"constant_{len(self.members)}", cuda, text)
 
     def _render(self, node: Node) -> str:
-        if isinstance(node, Integer):
-            return _integer(node)
         if isinstance(node, Operation) and names(node) and self._is_constant(node):
             kind = kind_of(node, self._kinds)
-            return self._member_of(self._operation(node), _TYPES[kind])
+            return self._member_of(self._operation(node), self._type_of(kind))
         return super()._render(node)
-
-    def _literal(self, value: float) -> str:
-        return _NOT_FINITE.get(repr(value)) or super()._literal(value)
-
-    def _operation(self, node: Operation) -> str:
-        operator = node.operator
-        if operator in _JUMPS and not self._is_exact:
-            self._is_exact = True
-            text = self._operation(node)
-            self._is_exact = False
-            return text
-        if self._is_exact and operator in ("*", "/") and kind_of(node, self._kinds) == FLOAT:
-            return self._rounded(operator, *node.operands)
-        if operator in _FUNCTIONS:
-            node = Operation(_FUNCTIONS[operator], node.operands)
-        if operator not in ("and", "or", "not", "where", *COMPARISONS, FLOAT, LONG):
-            return super()._operation(node)
-        parts = [self._render(operand) for operand in node.operands]
-        if operator in (FLOAT, LONG):
-            return f"{_TYPES[operator]}({parts[0]})"
-        if operator == "not":
-            return f"(!{parts[0]})"
-        if operator == "where":
-            return f"({parts[0]} ? {parts[1]} : {parts[2]})"
-        # Not && and ||: what is cheap costs less than a branch, and all elements are read before.
-        sign = {"and": "&", "or": "|"}.get(operator, operator)
-        return f"({f' {sign} '.join(parts)})"
-
-    def _rounded(self, operator: str, left: Node, right: Node) -> str:
-        """A product or a quotient as the reference has it: rounded before what is added to it, and
-        without a reciprocal."""
-        if operator == "*":
-            return f"__fmul_rn({self._render(left)}, {self._render(right)})"
-        if isinstance(right, Operation) and right.operator == "*":
-            first, second = right.operands
-            return self._rounded("/", Operation("/", (left, first)), second)
-        return f"({self._render(left)} / {self._render(right)})"
-
-
-def _integer(node: Integer) -> str:
-    if node.bits == 32:
-        return f"int({node.value})"
-    if node.value == -(2**63):  # whose magnitude no literal has
-        return "(-9223372036854775807ll - 1)"
-    return f"i64({node.value}ll)"
 
 
 def _struct(source: _Source, expression: ScoreExpression, trees: Trees, by: frozenset[str]) -> str:

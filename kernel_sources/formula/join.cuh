@@ -1,0 +1,73 @@
+// Partial results of the columns of a row, which several blocks leave, put together in one order.
+// Bytes: each partial result once.
+//
+// Facts: class Join of kernlib/families/formula/kernels/join.py.
+#pragma once
+
+#include "common/math.cuh"
+#include "common/types.cuh"
+
+using AccT = Config::AccT;
+constexpr int THREADS = Config::THREADS;
+
+constexpr i64 NO_COLUMN = 0x7fffffffffffffffll;
+
+struct Parameters {
+    const AccT* parts;  // (splits, count)
+    const i64* places;
+    AccT* out;
+    i64* indices;
+    Fixed fixed;
+};
+
+struct JoinSums {
+    static __device__ __forceinline__ void store(const Parameters& given, i64 at) {
+        AccT total = AccT(0), rest = AccT(0);
+#pragma unroll 4
+        for (i64 part = 0; part < given.fixed.splits; ++part) {
+            rest += given.parts[part * given.fixed.count + at];
+            total = add_chain(total, rest);
+        }
+        given.out[at] = total;
+    }
+};
+
+struct JoinLogSumExps {
+    static __device__ __forceinline__ void store(const Parameters& given, i64 at) {
+        AccT largest = -infinity(AccT(0)), total = AccT(0);
+        for (i64 part = 0; part < given.fixed.splits; ++part)
+            largest = maximum(largest, given.parts[part * given.fixed.count + at]);
+        if (absolute(largest) < infinity(largest)) {
+            for (i64 part = 0; part < given.fixed.splits; ++part)
+                total += exp(given.parts[part * given.fixed.count + at] - largest);
+            largest += log(total);
+        }
+        given.out[at] = largest;
+    }
+};
+
+// The first NaN if there is one.
+struct JoinMinima {
+    static __device__ __forceinline__ void store(const Parameters& given, i64 at) {
+        AccT least = infinity(AccT(0));
+        i64 place = NO_COLUMN;
+        for (i64 part = 0; part < given.fixed.splits; ++part) {
+            AccT x = given.parts[part * given.fixed.count + at];
+            i64 column = given.places[part * given.fixed.count + at];
+            bool better = least == least && (x != x || x < least);
+            if (better || (x == least && column < place)) {
+                least = x;
+                place = column;
+            }
+        }
+        given.out[at] = least;
+        given.indices[at] = place == NO_COLUMN ? 0 : place;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+formula_join(const __grid_constant__ Parameters given) {
+    i64 step = i64(gridDim.x) * THREADS;
+    for (i64 at = i64(blockIdx.x) * THREADS + threadIdx.x; at < given.fixed.count; at += step)
+        Config::Join::store(given, at);
+}
