@@ -104,8 +104,8 @@ def kernel_sum(
     """``out[l,m] = sum_n K[l,m,n]``, (M,) or (L, M): the product with ones.
 
     ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
-    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients and what
-    it raises. After the Sum reduction of the KeOps project.
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients
+    and what it raises. After the Sum reduction of the KeOps project.
 
     Example:
         >>> kl.kernel_sum(kl.l1_distance(), torch.zeros(1, 2), torch.eye(2))
@@ -134,9 +134,9 @@ def kernel_logsumexp(
     of kernel values pass their exponent, ``squared_distance(epilogue=Custom("-s * v", ("s",)))``.
 
     ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
-    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients and what
-    it raises. float64 on a GPU goes by blocks of K from 11 features on, and where powers take
-    logarithms. After the LogSumExp reduction of the KeOps project.
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients
+    and what it raises. float64 on a GPU goes by blocks of K from 11 features on, and where powers
+    take logarithms. After the LogSumExp reduction of the KeOps project.
 
     Example:
         >>> kl.kernel_logsumexp(kl.l1_distance(), torch.zeros(1, 2), torch.eye(2))  # ln(2 e)
@@ -165,9 +165,9 @@ def kernel_min(
     as in ``torch.min``.
 
     ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
-    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises, and
-    ValueError where b has no points. Blocks of K are those of :func:`kernel_logsumexp`. Values are
-    differentiable, each by its own pair. After the Min_ArgMin reduction of the KeOps project.
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises,
+    and ValueError where b has no points. Blocks of K are those of :func:`kernel_logsumexp`. Values
+    are differentiable, each by its own pair. After the Min_ArgMin reduction of the KeOps project.
 
     Example:
         >>> kl.kernel_min(kl.l2_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0], [0, 2]]))
@@ -250,8 +250,8 @@ def kernel_topk(
     entry of K; more, and float64, are found by sorting blocks of it.
 
     ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
-    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises, and
-    ValueError for a k that is not from 1 to N. Values are differentiable, each by its own pair.
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`. Raises what that raises,
+    and ValueError for a k that is not from 1 to N. Values are differentiable, each by its own pair.
     After the KMin_ArgKMin reduction of the KeOps project.
 
     Example:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kernlib.descriptors.expression import Name, Node, Number, Operation
-from kernlib.families.formula.spec import COL, FEATURE, ROW, Spec
+from kernlib.families.pairwise.formula.spec import COL, FEATURE, ROW, Spec
 
 THREAD, PAIR = "thread", "pair"
 LEVELS = (THREAD, ROW, COL, PAIR)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kernlib.descriptors.score.kinds import BOOL, FLOAT, INT, LONG
-from kernlib.families.formula.spec import COL, FEATURE, LEAST, ROW, Spec
+from kernlib.families.pairwise.formula.spec import COL, FEATURE, LEAST, ROW, Spec
 from kernlib.lowering.config import Fact
 from kernlib.lowering.dtypes import DTYPES
 from kernlib.lowering.parameters import Fields

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from kernlib.descriptors.score.kinds import KINDS
-from kernlib.families.formula import grammar
-from kernlib.families.formula.lowering import choose
-from kernlib.families.formula.lowering.problem import Problem
-from kernlib.families.formula.spec import AXES, Input, Spec, new_spec
+from kernlib.families.pairwise.formula import grammar
+from kernlib.families.pairwise.formula.lowering import choose
+from kernlib.families.pairwise.formula.lowering.problem import Problem
+from kernlib.families.pairwise.formula.spec import AXES, Input, Spec, new_spec
 from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import NUMBER, Lowered
 from kernlib.runtime import expressions

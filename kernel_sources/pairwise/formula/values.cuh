@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "formula/math.cuh"
+#include "pairwise/formula/math.cuh"
 
 // Chooses a function of a formula: of a term, or of a group of terms.
 template <int I>

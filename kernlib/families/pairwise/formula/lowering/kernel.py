@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kernlib.families.formula.lowering.problem import Problem, facts, fields, pointers_text
-from kernlib.families.formula.spec import LOGSUMEXP, TOTAL
+from kernlib.families.pairwise.formula.lowering.problem import Problem, facts, fields, pointers_text
+from kernlib.families.pairwise.formula.spec import LOGSUMEXP, TOTAL
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import round_up
 from kernlib.lowering.config import Fact
@@ -44,7 +44,7 @@ class FormulaKernel(Kernel):
             fields(problem).text(),
             text,
         )
-        names = "formula/values.cuh", "pairwise/reduce/kinds.cuh"
+        names = "pairwise/formula/values.cuh", "pairwise/reduce/kinds.cuh"
         source = self.source({**facts(problem), **more}, *texts, includes=names)
         spec = problem.spec
         words = [spec.reduction, *["ranged"] * spec.ranged, problem.result, *words]

@@ -15,7 +15,7 @@
 // less than a pair, which words are computed from.
 #pragma once
 
-#include "formula/values.cuh"
+#include "pairwise/formula/values.cuh"
 
 using AccT = Config::AccT;               // arithmetic: float or double
 constexpr bool RANGED = Config::RANGED;  // whether rows have a first and an end column

@@ -3,9 +3,17 @@
 import pytest
 import torch
 
-from kernlib.families.formula.lowering import choose
+from kernlib.families.pairwise.formula.lowering import choose
 from kernlib.lowering.kernel import Gpu
-from tests.families.formula.lowering.cases import COL, FEATURE, ROW, Case, normal, points, positive
+from tests.families.pairwise.formula.lowering.cases import (
+    COL,
+    FEATURE,
+    ROW,
+    Case,
+    normal,
+    points,
+    positive,
+)
 
 SCALED = "exp(-sum((x - y) ** 2) / (s * t)) * w"
 SIZES = [(1, 1, 1), (3, 65, 2), (129, 300, 3), (1100, 40, 3)]

@@ -7,10 +7,10 @@
 // special-function operation, 16 a clock and SM. 100000 x 100000, K = 3: 3.0 and 2.4 ms. In double
 // 2 K + 17 operations of the FP64 lanes, 64 a clock and SM. Bytes: each point once a block.
 //
-// Facts: class Small of kernlib/families/formula/kernels/small.py.
+// Facts: class Small of kernlib/families/pairwise/formula/kernels/small.py.
 #pragma once
 
-#include "formula/part.cuh"
+#include "pairwise/formula/part.cuh"
 
 constexpr int THREADS = Config::THREADS;
 constexpr int ROWS = Config::ROWS;          // of a thread

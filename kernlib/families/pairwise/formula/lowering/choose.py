@@ -3,12 +3,12 @@ number, ``matrix`` what stores a value of each pair."""
 
 from __future__ import annotations
 
-from kernlib.families.formula.lowering.problem import Problem
+from kernlib.families.pairwise.formula.lowering.problem import Problem
 from kernlib.lowering import kernel
 from kernlib.lowering.kernel import Gpu
 from kernlib.lowering.steps import Lowered
 
-KERNELS = "kernlib.families.formula.kernels"
+KERNELS = "kernlib.families.pairwise.formula.kernels"
 
 
 def lower(problem: Problem, gpu: Gpu) -> Lowered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kernlib.families.formula.lowering.problem import MAX_BLOCKS, Problem
+from kernlib.families.pairwise.formula.lowering.problem import MAX_BLOCKS, Problem
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.dtypes import DTYPES
@@ -28,7 +28,7 @@ class Join(Kernel):
 
     role = "join"
     name = "join"
-    header = "formula/join.cuh"
+    header = "pairwise/formula/join.cuh"
     entry = "formula_join"
     Variant = Variant
     threads = 256
@@ -51,7 +51,7 @@ class Join(Kernel):
             "THREADS": self.threads,
             "Join": _JOINS[variant.reduction],
         }
-        source = self.source(facts, _FIELDS.text(), includes=("formula/joins.cuh",))
+        source = self.source(facts, _FIELDS.text(), includes=("pairwise/formula/joins.cuh",))
         line = f"formula join {variant.reduction} {variant.dtype}"
         return named(KernelSpec("formula", source, self.entry, self.threads, description=line),
                      *variant)  # fmt: skip

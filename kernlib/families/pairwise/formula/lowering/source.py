@@ -1,4 +1,5 @@
-"""CUDA text of a formula: ``struct Formula``, as kernel_sources/formula/formula.cuh describes it.
+"""CUDA text of a formula: ``struct Formula``, as kernel_sources/pairwise/formula/formula.cuh
+describes it.
 
 Values that depend on a row alone are computed once a row, and so are those of columns and those of
 neither: they become words of arrays, which the text of a pair reads by their places.
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from kernlib.descriptors.expression import Integer, Name, Node, Number, Operation, names
 from kernlib.descriptors.score.kinds import FLOAT, INT, LONG, kind_of
-from kernlib.families.formula.lowering.hoist import (
+from kernlib.families.pairwise.formula.lowering.hoist import (
     FOR_EXP2,
     PAIR,
     THREAD,
@@ -18,8 +19,8 @@ from kernlib.families.formula.lowering.hoist import (
     factors_of,
     product,
 )
-from kernlib.families.formula.lowering.problem import Problem, axes_text
-from kernlib.families.formula.spec import COL, ROW, place_of
+from kernlib.families.pairwise.formula.lowering.problem import Problem, axes_text
+from kernlib.families.pairwise.formula.spec import COL, ROW, place_of
 from kernlib.lowering.typed_source import TypedSource
 
 LOG2_E = 1.4426950408889634

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kernlib.families.formula.kernels.join import JOIN
-from kernlib.families.formula.lowering import division
-from kernlib.families.formula.lowering.kernel import FormulaKernel, reducer_of, results
-from kernlib.families.formula.lowering.problem import (
+from kernlib.families.pairwise.formula.kernels.join import JOIN
+from kernlib.families.pairwise.formula.lowering import division
+from kernlib.families.pairwise.formula.lowering.kernel import FormulaKernel, reducer_of, results
+from kernlib.families.pairwise.formula.lowering.problem import (
     MAX_BATCH_BLOCKS,
     THREADS,
     Problem,
     fixed,
     pointers,
 )
-from kernlib.families.formula.lowering.source import Text, by_size, formula
-from kernlib.families.formula.spec import MATRIX
+from kernlib.families.pairwise.formula.lowering.source import Text, by_size, formula
+from kernlib.families.pairwise.formula.spec import MATRIX
 from kernlib.lowering.arithmetic import ceil_div, round_up
 from kernlib.lowering.kernel import Choice, Gpu
 from kernlib.lowering.steps import Lowered, Step
@@ -57,7 +57,7 @@ class Small(FormulaKernel):
     """Of formulas whose loops are short, and that read no matrices."""
 
     name = "small"
-    header = "formula/small.cuh"
+    header = "pairwise/formula/small.cuh"
     entry = "formula_small"
 
     def takes(self, problem: Problem, arch: str) -> bool:

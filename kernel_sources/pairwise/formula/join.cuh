@@ -1,7 +1,7 @@
 // Partial results of the columns of a row, which several blocks leave, put together in one order.
 // Bytes: each partial result once.
 //
-// Facts: class Join of kernlib/families/formula/kernels/join.py.
+// Facts: class Join of kernlib/families/pairwise/formula/kernels/join.py.
 #pragma once
 
 #include "common/math.cuh"

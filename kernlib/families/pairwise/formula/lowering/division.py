@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernlib.errors import UnsupportedError
-from kernlib.families.formula.lowering.problem import MAX_BLOCKS, THREADS, Problem
+from kernlib.families.pairwise.formula.lowering.problem import MAX_BLOCKS, THREADS, Problem
 from kernlib.lowering.arithmetic import ceil_div
 from kernlib.lowering.division import MAX_PLACES, Sums, split
 
