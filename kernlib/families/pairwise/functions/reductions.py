@@ -144,7 +144,17 @@ def kernel_logsumexp(
     """
     offsets = row_offset, col_offset
     return _run(
-        "logsumexp", descriptor, a, b, None, None, *offsets, feature_map, hyperparameters, debug
+        "logsumexp",
+        descriptor,
+        a,
+        b,
+        None,
+        None,
+        *offsets,
+        feature_map,
+        hyperparameters,
+        pairs,
+        debug,
     )
 
 
