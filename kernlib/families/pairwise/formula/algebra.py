@@ -13,6 +13,7 @@ from kernlib.descriptors.epilogues import Custom, Epilogue
 from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import stages
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.families.pairwise.formula import plain
 from kernlib.families.pairwise.formula.descriptor import Formula
 from kernlib.families.pairwise.formula.spec import COL, FEATURE, ROW
 
@@ -46,7 +47,12 @@ def formula_of(
         text = _with_value(epilogue.expression, text)
         axes |= dict(axes_of(epilogue))
     numbers = [*descriptor.required, *(name for each in epilogues for name in each.parameters)]
-    return Formula(text, tuple((POINTS | dict.fromkeys(numbers, ()) | axes).items()))
+    formula = Formula(text, tuple((POINTS | dict.fromkeys(numbers, ()) | axes).items()))
+    if not axes.keys() - POINTS.keys() and not epilogues:
+        names = tuple((name, name) for name in descriptor.required)
+        places = None if features is None else tuple(sorted(features))
+        plain.note(formula.text, (plain.Factor(descriptor, places, names),))
+    return formula
 
 
 def of_call(function: Callable, values: tuple, fields: dict) -> Formula:
@@ -106,7 +112,11 @@ def combined(operator: str, left: object, right: object) -> Formula:
             )
     sides = [_parsed(p.expression) if isinstance(p, Formula) else _number(p) for p in parts]
     tree = ast.BinOp(sides[0], _OPERATORS[operator], sides[1])
-    return Formula(ast.unparse(tree), tuple(axes.items()))
+    formula = Formula(ast.unparse(tree), tuple(axes.items()))
+    factors = [plain.factors_of(part.text) for part in parts if isinstance(part, Formula)]
+    if operator == "*" and len(factors) == 2 and all(factors):
+        plain.note(formula.text, (*factors[0], *factors[1]))
+    return formula
 
 
 def _part(value: object) -> Formula | float:
@@ -152,7 +162,14 @@ def _renamed(formula: Formula, numbers: list[str], counts: dict[str, int]) -> Fo
         if isinstance(node, ast.Name) and node.id in table:
             node.id = table[node.id]
     axes = tuple((table.get(name, name), of) for name, of in formula.axes)
-    return Formula(ast.unparse(tree), axes)
+    renamed = Formula(ast.unparse(tree), axes)
+    factors = [
+        factor._replace(names=tuple((own, table.get(name, name)) for own, name in factor.names))
+        for factor in plain.factors_of(formula.text)
+    ]
+    if factors:
+        plain.note(renamed.text, tuple(factors))
+    return renamed
 
 
 # Stages as text.

@@ -15,6 +15,7 @@ from kernlib.families.pairwise.formula import arguments, plans
 from kernlib.families.pairwise.formula.arguments import Call
 from kernlib.families.pairwise.formula.descriptor import Formula
 from kernlib.families.pairwise.formula.pairs import Pairs
+from kernlib.families.pairwise.formula.plain import plain_of
 from kernlib.families.pairwise.formula.spec import (
     COL,
     FEATURE,
@@ -24,6 +25,7 @@ from kernlib.families.pairwise.formula.spec import (
     ROW,
     TOTAL,
 )
+from kernlib.run import run_kernel
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_out_shape, refuse_any_overlap
 
@@ -74,6 +76,8 @@ def run(formula: Formula, *points, out=None, debug: bool = False, **values) -> t
         with_points(formula, points)
     values = mapped(formula, *(*points, None, None)[:2], values)
     call = arguments.checked(formula, values)
+    if (plain := plain_of(formula.text, values)) is not None:
+        return run_kernel(plain.descriptor, plain.a, plain.b, out=out, debug=debug, **plain.values)
     return _written(_reduced(MATRIX, formula, call, debug), call, out, values)
 
 

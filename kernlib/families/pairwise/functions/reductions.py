@@ -190,6 +190,9 @@ def kernel_min(
     if pairs is not None or _is_formula(descriptor):
         request = descriptor, a, b, row_offset, col_offset, feature_map, hyperparameters
         formulas, formula, values = _formula(*request)
+        if pairs is None and (plain := formulas.plain_of(formula.text, values)) is not None:
+            formulas.arguments.checked(formula, values)
+            return kernel_min(plain.descriptor, plain.a, plain.b, **plain.values)
         return formulas.extreme(formula, values, pairs=pairs)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
@@ -279,6 +282,9 @@ def kernel_topk(
     if pairs is not None or _is_formula(descriptor):
         request = descriptor, a, b, row_offset, col_offset, feature_map, hyperparameters
         formulas, formula, values = _formula(*request)
+        if pairs is None and (plain := formulas.plain_of(formula.text, values)) is not None:
+            formulas.arguments.checked(formula, values)
+            return kernel_topk(plain.descriptor, plain.a, plain.b, k, largest, **plain.values)
         return formulas.topk(formula, values, k, largest, pairs)
     a, b, hyperparameters = _placed(descriptor, feature_map, a, b, hyperparameters)
     again = _respelled(a, b, None, (row_offset, col_offset), hyperparameters)
@@ -317,6 +323,10 @@ def _run(
         formulas, formula, values = _formula(
             descriptor, a, b, row_offset, col_offset, feature_map, values
         )
+        if pairs is None and (plain := formulas.plain_of(formula.text, values)) is not None:
+            formulas.arguments.checked(formula, values)
+            points = plain.descriptor, plain.a, plain.b
+            return _run(reduction, *points, v, out, 0, 0, None, plain.values)
         options = {"out": out} if reduction == "matmul" else {}
         return formulas.reduced(reduction, formula, v, values, pairs=pairs, **options)
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
