@@ -27,7 +27,6 @@ from kernlib.families.pairwise.formula.spec import (
     FEATURE,
     LEAST,
     LOGSUMEXP,
-    MATRIX,
     ROW,
     TOTAL,
     Input,
@@ -129,6 +128,9 @@ def execute(tensors: list, numbers: list, text: str, sizes: Sequence[int]):
 def _computed(plan: Spec, values: list, ranges: torch.Tensor | None, sizes, wide: torch.dtype):
     """Of one range of columns of each row, (M, 2), or of all columns."""
     device = next(t.device for t in values if isinstance(t, torch.Tensor))
+    if 0 in sizes[:2]:
+        none = torch.zeros(plan.shape(sizes), dtype=wide, device=device)
+        return (none, none.long()) if plan.reduction == LEAST else none
     if rehearsal.on_gpu(device) and not _is_trivial(plan, values, sizes):
         return _launched(plan, values, ranges, sizes, wide)
     from kernlib.families.pairwise.formula import reference  # GPUs need none
@@ -193,7 +195,7 @@ def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
         tuple(_strides(t, each) for t, each in zip(values, plan.inputs, strict=True)),
     )
     named = {f"t{i}": t for i, t in enumerate(values) if plan.inputs[i].axes}
-    out = torch.empty(_shape(plan, sizes), dtype=wide, device=device)
+    out = torch.empty(plan.shape(sizes), dtype=wide, device=device)
     named |= {"ranges": ranges} if plan.ranged else {}
     named["out"] = out
     if plan.reduction == LEAST:
@@ -234,11 +236,3 @@ def _strides(t, each: Input) -> tuple[int, int, int, int]:
     strides = dict(zip(("batch", *each.axes), t.stride(), strict=True))
     strides["batch"] = 0 if t.shape[0] == 1 else strides["batch"]
     return tuple(strides.get(axis, 0) for axis in ("batch", *AXES))
-
-
-def _shape(plan: Spec, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of the result."""
-    batch, rows, cols, features = sizes
-    if plan.reduction == MATRIX:
-        return batch, rows, cols
-    return (batch, rows) if plan.reduction in (LOGSUMEXP, LEAST) else (batch, rows, features)

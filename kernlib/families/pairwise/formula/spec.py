@@ -10,6 +10,7 @@ their kernels. The gradients of a reduction by its inputs are reductions again
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,6 +43,13 @@ class Spec(NamedTuple):
     unit: Node | None = None
     inputs: tuple[Input, ...] = ()
     ranged: bool = False
+
+    def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Of the result, for batch, rows, columns and features."""
+        batch, rows, cols, features = sizes
+        if self.reduction == MATRIX:
+            return batch, rows, cols
+        return (batch, rows) if self.reduction in (LOGSUMEXP, LEAST) else (batch, rows, features)
 
     def canonical(self) -> str:
         """A text that :func:`from_text` reads."""

@@ -7,6 +7,7 @@ from tests.gpu import sanitizer
 CALLS = (
     "sanitized_direct",
     "sanitized_few",
+    "sanitized_formulas",
     "sanitized_double",
     "sanitized_small",
     "sanitized_products",
