@@ -6,12 +6,14 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import refuse_argument
 from kernlib.descriptors.score.kinds import KINDS
-from kernlib.families.pairwise.formula.descriptor import Formula, Group
+from kernlib.families.pairwise.formula.descriptor import Bounds, Formula, Group
 from kernlib.families.pairwise.formula.spec import AXES, COL, FEATURE, ROW
 from kernlib.runtime.numbers import host_value
+from kernlib.runtime.schema import placed
 from kernlib.runtime.tensors import check_dense
 
 _DTYPES = {getattr(torch, name): kind for name, kind in KINDS.items()}
@@ -33,12 +35,73 @@ class Call(NamedTuple):
     dtype: torch.dtype  # of the result
 
 
+class _View(NamedTuple):
+    """How a tensor of the caller becomes one that has a batch and then axes in the order of AXES:
+    or, with no ``rank``, that it is a number of the host."""
+
+    name: str
+    rank: int | None = None  # of dimensions behind a batch that it lacks, else -1
+    order: tuple[int, ...] = ()  # of its dimensions behind the batch, if it is another
+    bounds: Bounds = None
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        if self.rank >= 0:
+            t = t.unsqueeze(0)
+        if self.order:
+            t = t.permute(self.order)
+        return t if self.bounds is None else t[..., self.bounds[0] : self.bounds[1]]
+
+
+class _Recipe(NamedTuple):
+    """What tensors of some shapes, dtypes and devices make: a call without its tensors."""
+
+    views: tuple[_View, ...]
+    call: Call
+    device: torch.device
+
+
+_recipes: dict[tuple, _Recipe] = {}
+MOST_RECIPES = 4096
+
+
 def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axes=()) -> Call:
     """The tensors of a call. ``v`` has axes ``v_axes``. Raises TypeError and ValueError that name
     the argument."""
+    key = None if is_dynamo_compiling() else _key(formula, values, v, v_axes)
+    recipe = _recipes.get(key)
+    if recipe is None:
+        recipe = _new_recipe(formula, values, v, v_axes)
+        if key is not None and len(_recipes) < MOST_RECIPES:
+            _recipes[key] = recipe
+    tensors, numbers = [], []
+    for view in recipe.views:
+        value = v if view.name == "v" else values[view.name]
+        if view.rank is None:
+            numbers.append(_number(view.name, value))
+            continue
+        tensors.append(view.of(placed(value, recipe.device)))
+    return recipe.call._replace(tensors=tensors, numbers=numbers)
+
+
+def _key(formula: Formula, values: dict, v, v_axes: tuple) -> tuple | None:
+    """What a recipe depends on; None of what is looked at each time."""
+    key = [formula.text, v_axes, v is None]
+    for name, value in (*values.items(), *[("v", v)] * (v is not None)):
+        if isinstance(value, (int, float)):
+            key += (name, None)
+        elif type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+            key += (name, value.shape, value.dtype, value.device)
+        else:
+            return None
+    try:
+        hash(key := tuple(key))
+    except TypeError:  # of symbols in a trace
+        return None
+    return key
+
+
+def _new_recipe(formula: Formula, values: dict, v: torch.Tensor | None, v_axes) -> _Recipe:
     _check_names(formula, values)
-    sizes: dict[object, tuple[int, str]] = {}
-    tensors, numbers, on_host, floats = [], [], [], []
     for group in formula.groups:
         _check_features(formula, group, values)
     named = [(name, axes, bounds, values[name]) for name, axes, bounds in formula.reads]
@@ -46,32 +109,32 @@ def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axe
         check_dense(("v",), v=v)
         named.append(("v", v_axes, None, v))
     device = _device(named)
-    is_batched = False
+    sizes: dict[str, tuple[int, str]] = {}
+    views, floats, is_batched = [], [], False
     for name, axes, bounds, value in named:
         if not axes and not isinstance(value, torch.Tensor):
-            numbers.append(_number(name, value))
-            on_host.append(name)
+            _number(name, value)
+            views.append(_View(name))
             continue
         check_dense((name,), **{name: value})
         if value.dtype not in _DTYPES:
             raise TypeError(f"{name} must be of {', '.join(KINDS)}, got {value.dtype}")
-        if value.device != device:
-            if axes or value.device.type != "cpu":
-                raise ValueError(f"{name} is on {value.device}, others on {device}: move it there")
-            value = value.to(device)
-        t, has_batch = _placed(name, axes, value)
-        t = t if bounds is None else t[..., bounds[0] : bounds[1]]
-        is_batched = is_batched or has_batch
+        if value.device != device and (axes or value.device.type != "cpu"):
+            raise ValueError(f"{name} is on {value.device}, others on {device}: move it there")
+        view = _view(name, axes, bounds, value)
+        is_batched = is_batched or view.rank < 0
         if axes and value.is_floating_point():
             floats.append(value.dtype)
-        for axis, size in zip(("batch", *AXES), _sizes(t, axes), strict=True):
+        for axis, size in zip(("batch", *AXES), _sizes(view.of(value), axes), strict=True):
             _meet(sizes, axis, size, name)
-        tensors.append(t)
-    rows, cols = sizes[ROW][0], sizes[COL][0]
+        views.append(view)
     features = v.shape[-1] if v is not None and FEATURE in v_axes else 1
-    batch = sizes.get("batch", (1, ""))[0]
-    dtype = _widest(floats)
-    return Call(tensors, numbers, on_host, batch, rows, cols, features, is_batched, dtype)
+    call = Call(
+        [], [], [view.name for view in views if view.rank is None],
+        sizes.get("batch", (1, ""))[0], sizes[ROW][0], sizes[COL][0], features, is_batched,
+        _widest(floats),
+    )  # fmt: skip
+    return _Recipe(tuple(views), call, device)
 
 
 def _check_names(formula: Formula, values: dict) -> None:
@@ -93,17 +156,14 @@ def _device(named: list) -> torch.device:
     raise AssertionError("a formula has rows and columns")
 
 
-def _placed(name: str, axes: tuple[str, ...], t: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A tensor with a batch in front and its axes in the order of AXES."""
-    has_batch = t.dim() == len(axes) + 1
-    if t.dim() != len(axes) and not has_batch:
+def _view(name: str, axes: tuple[str, ...], bounds: Bounds, t: torch.Tensor) -> _View:
+    """How a tensor gets a batch in front and its axes in the order of AXES."""
+    if t.dim() not in (len(axes), len(axes) + 1):
         shape = f"({', '.join(axes)})" if axes else "()"
         raise ValueError(f"{name} must have shape {shape}, or a batch of it, got {tuple(t.shape)}")
-    t = t if has_batch else t[None]
     order = sorted(axes, key=AXES.index)
-    if order != list(axes):
-        t = t.permute(0, *(1 + axes.index(axis) for axis in order))
-    return t, has_batch
+    places = (0, *(1 + axes.index(axis) for axis in order)) if order != list(axes) else ()
+    return _View(name, len(axes) if t.dim() == len(axes) else -1, places, bounds)
 
 
 def _sizes(t: torch.Tensor, axes: tuple[str, ...]) -> tuple[int | None, ...]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from kernlib.descriptors.base import shown
 from kernlib.families.pairwise.formula import arguments, plans
@@ -26,6 +27,7 @@ from kernlib.families.pairwise.formula.spec import (
     TOTAL,
 )
 from kernlib.run import run_kernel
+from kernlib.runtime import rehearsal
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_out_shape, refuse_any_overlap
 
@@ -195,14 +197,17 @@ def _reduced(
     reduction: str, formula: Formula, call: Call, debug: bool, weighted="", pairs=None, more=None
 ):
     """The result with its batch, in the dtype of the arithmetic."""
-    from kernlib.families.pairwise.formula import operators  # 10 ms, as torch.library is
-
     text = headline_of(reduction, formula, call, weighted, pairs is not None)
     tensors = list(call.tensors)
     if more is not None:
         tensors.insert(len(tensors) - bool(weighted), more)
     tensors += () if pairs is None else _ranges(call, pairs)
     sizes = [call.batch, call.rows, call.cols, call.features]
+    is_plain = not (debug or rehearsal.is_traced() or _are_functorch_transforms_active())
+    if is_plain and not (torch.is_grad_enabled() and any([t.requires_grad for t in tensors])):
+        return plans.execute(tensors, call.numbers, text, sizes)
+    from kernlib.families.pairwise.formula import operators  # 10 ms, as torch.library is
+
     return operators.OF_REDUCTION[reduction](tensors, call.numbers, text, sizes, debug)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -36,11 +36,15 @@ from kernlib.lowering.kernel import Gpu
 from kernlib.runtime import devices, rehearsal
 from kernlib.runtime.dtypes import DTYPE_NAMES
 from kernlib.runtime.numbers import on_device
+from kernlib.runtime.plan import PlanCache
 from kernlib.runtime.precision import without_autocast
-from kernlib.runtime.sequence import StepsCache
+from kernlib.runtime.sequence import load_lowered
+from kernlib.runtime.tensors import is_lazy, materialised
 
 if TYPE_CHECKING:
     from kernlib.lowering.steps import Lowered
+    from kernlib.runtime.plan import Plan
+    from kernlib.runtime.sequence import Silence, Steps
 
 # Of a headline. The smallest of the negated score; the sum of exponentials over a number of each
 # row, which is the last input but one; how many scores are at most the last input.
@@ -116,29 +120,77 @@ def arithmetic(tensors: Sequence[torch.Tensor], inputs: Sequence[Input]) -> torc
 def execute(tensors: list, numbers: list, text: str, sizes: Sequence[int]):
     """The result of a request in the arithmetic's dtype: (batch, rows, columns) of a matrix,
     (batch, rows, features) of sums, (batch, rows) of others; of the smallest also places."""
+    if is_lazy(*tensors):
+        tensors = [materialised(t) for t in tensors]
+    device = tensors[0].device
+    key = (text, *sizes, *[(t.shape, t.stride(), t.dtype) for t in tensors], device)
+    call = _calls.find(key)
+    if call is None:
+        call = _new_call(tensors, text, sizes, device)
+        if device.type == "cuda":
+            _calls.keep(key, call)
+    if not call.plan.ranged:
+        return _computed(call, tensors, numbers, None)
+    parts = [_computed(call, tensors, numbers, ranges) for ranges in tensors[-2]]
+    return parts[0] if len(parts) == 1 else _JOINED[call.plan.reduction](parts)
+
+
+class Call(NamedTuple):
+    """What a request of one signature needs besides its tensors and numbers."""
+
+    plan: Spec
+    wide: torch.dtype
+    device: torch.device
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]  # of the result
+    pointers: tuple[int, ...]  # places among the tensors of those that have axes
+    # Of each number: its place among the numbers of the host and None, or its place among the
+    # tensors and the dtype that kernels read.
+    scalars: tuple[tuple[int, torch.dtype | None], ...]
+    launches: Plan | Steps | Silence | None  # None where torch computes it
+
+
+_calls = PlanCache()
+
+
+def _new_call(tensors: list, text: str, sizes: Sequence[int], device: torch.device) -> Call:
     plan = spec_of(text, tensors)
     wide = arithmetic(tensors, plan.inputs)
-    values = values_of(plan, tensors, numbers)
-    if not plan.ranged:
-        return _computed(plan, values, None, sizes, wide)
-    parts = [_computed(plan, values, ranges, sizes, wide) for ranges in tensors[-2]]
-    return parts[0] if len(parts) == 1 else _JOINED[plan.reduction](parts)
+    pointers, scalars, hosts, place = [], [], 0, 0
+    for each in plan.inputs:
+        if each.on_host:
+            scalars.append((hosts, None))
+            hosts += 1
+            continue
+        if each.axes:
+            pointers.append(place)
+        else:
+            scalars.append((place, _ON_DEVICE.get(each.kind, wide)))
+        place += 1
+    call = Call(
+        plan, wide, device, tuple(sizes), plan.shape(sizes), tuple(pointers), tuple(scalars), None
+    )
+    values = values_of(plan, tensors, [0.0] * hosts)
+    if not rehearsal.on_gpu(device) or _is_trivial(plan, values, sizes):
+        return call
+    return call._replace(launches=_loaded(call, values))
 
 
-def _computed(plan: Spec, values: list, ranges: torch.Tensor | None, sizes, wide: torch.dtype):
+def _computed(call: Call, tensors: list, numbers: list, ranges: torch.Tensor | None):
     """Of one range of columns of each row, (M, 2), or of all columns."""
-    device = next(t.device for t in values if isinstance(t, torch.Tensor))
-    if 0 in sizes[:2]:
-        none = torch.zeros(plan.shape(sizes), dtype=wide, device=device)
+    if call.launches is not None:
+        return _launched(call, tensors, numbers, ranges)
+    plan, wide, device = call.plan, call.wide, call.device
+    if 0 in call.sizes[:2]:
+        none = torch.zeros(call.shape, dtype=wide, device=device)
         return (none, none.long()) if plan.reduction == LEAST else none
-    if rehearsal.on_gpu(device) and not _is_trivial(plan, values, sizes):
-        return _launched(plan, values, ranges, sizes, wide)
     from kernlib.families.pairwise.formula import reference  # GPUs need none
 
     if events.listening():
         events.emit("torch", "", "", f"formula on {device}: no kernel, computed by torch")
+    values = values_of(plan, tensors, numbers)
     with torch.no_grad(), without_autocast(device):
-        return reference.compute(plan, values, sizes, wide, ranges)
+        return reference.compute(plan, values, call.sizes, wide, ranges)
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -176,30 +228,25 @@ def _is_trivial(plan: Spec, values: list, sizes: Sequence[int]) -> bool:
     return 0 in sizes or any(values[i].shape[-1] == 0 for i in places)
 
 
-_launches = StepsCache()
-
-
-def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
-    """A request by kernels."""
+def _loaded(call: Call, values: list) -> Plan | Steps | Silence:
+    """The launches of a call, their kernels loaded."""
     from kernlib.families.pairwise.formula.lowering import choose  # a CPU needs none
     from kernlib.families.pairwise.formula.lowering.problem import Problem
 
-    device = next(t.device for t in values if isinstance(t, torch.Tensor))
-    values, scalars = _with_scalars(plan, values, device, wide)
+    plan, device = call.plan, call.device
     problem = Problem(
         plan,
-        tuple([_NAMES[t.dtype] if isinstance(t, torch.Tensor) else "" for t in values]),
-        _NAMES[wide],
-        *sizes,
+        tuple(
+            _NAMES[t.dtype] if each.axes else ""
+            for t, each in zip(values, plan.inputs, strict=True)
+        ),
+        _NAMES[call.wide],
+        *call.sizes,
         tuple(values[plan.features_of(term)[0]].shape[-1] for term in plan.terms),
         tuple(_strides(t, each) for t, each in zip(values, plan.inputs, strict=True)),
     )
-    named = {f"t{i}": t for i, t in enumerate(values) if plan.inputs[i].axes}
-    out = torch.empty(plan.shape(sizes), dtype=wide, device=device)
-    named |= {"ranges": ranges} if plan.ranged else {}
-    named["out"] = out
-    if plan.reduction == LEAST:
-        named["indices"] = torch.empty(out.shape, dtype=torch.int64, device=device)
+    names = [f"t{i}" for i, each in enumerate(plan.inputs) if each.axes]
+    names += ["ranges"] * plan.ranged + ["out"] + ["indices"] * (plan.reduction == LEAST)
     index = device.index if device.type == "cuda" else -1
 
     def lower() -> Lowered:
@@ -207,26 +254,31 @@ def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
             lambda count: choose.lower(problem, Gpu(devices.arch_of(index), count)), index
         )
 
-    steps = _launches.of((problem,), tuple(named), device, lower)
-    if device.type == "cuda":
-        steps.launch([t.data_ptr() for t in named.values()], scalars)
-    return (out, named["indices"]) if plan.reduction == LEAST else out
+    rehearsal.note_lowering(lower, index)
+    return load_lowered(lower(), tuple(names), device)
 
 
-def _with_scalars(plan: Spec, values: list, device, wide: torch.dtype) -> tuple[list, list]:
-    """The inputs, those without axes on the device in the dtype that kernels read, and the latter
-    as kernels take numbers: a value, and an address that is 0 for those of the host."""
-    values, scalars = list(values), []
-    for i, each in enumerate(plan.inputs):
-        if each.axes:
+def _launched(call: Call, tensors: list, numbers: list, ranges: torch.Tensor | None):
+    """A request by kernels."""
+    out = torch.empty(call.shape, dtype=call.wide, device=call.device)
+    pointers = [tensors[place].data_ptr() for place in call.pointers]
+    if ranges is not None:
+        pointers.append(ranges.data_ptr())
+    pointers.append(out.data_ptr())
+    indices = None
+    if call.plan.reduction == LEAST:
+        indices = torch.empty(call.shape, dtype=torch.int64, device=call.device)
+        pointers.append(indices.data_ptr())
+    scalars, converted = [], []
+    for place, dtype in call.scalars:
+        if dtype is None:
+            scalars += (numbers[place], 0)
             continue
-        if each.on_host:
-            scalars += (values[i], 0)
-            continue
-        dtype = _ON_DEVICE.get(each.kind, wide)
-        values[i] = on_device("a number of the formula", values[i], device, dtype)
-        scalars += (0.0, values[i].data_ptr())
-    return values, scalars
+        number = on_device("a number of the formula", tensors[place], call.device, dtype)
+        converted.append(number)  # the stream orders the reuse of its memory
+        scalars += (0.0, number.data_ptr())
+    call.launches.launch(tuple(pointers), scalars)
+    return out if indices is None else (out, indices)
 
 
 def _strides(t, each: Input) -> tuple[int, int, int, int]:
