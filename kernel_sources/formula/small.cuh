@@ -37,6 +37,20 @@ __shared__ int ends[2 * THREADS / 32];
 __device__ __forceinline__ int slot() { return PARTNERS == 1 ? threadIdx.x : threadIdx.x % SLOTS; }
 __device__ __forceinline__ int partner() { return PARTNERS == 1 ? 0 : threadIdx.x / SLOTS; }
 
+// The words of feature k of a group.
+template <int G, class Word>
+__device__ __forceinline__ Word* of_thread(Word* t, int k) {
+    return t + Formula::T_AT[G] + k * Formula::T_WIDTH[G];
+}
+template <int G, class Word>
+__device__ __forceinline__ Word* of_row(Word* r, int k) {
+    return r + Formula::R_AT[G] + k * Formula::R_WIDTH[G];
+}
+template <int G, class Word>
+__device__ __forceinline__ Word* of_col(Word* c, int k) {
+    return c + Formula::C_AT[G] + k * Formula::C_WIDTH[G];
+}
+
 // What does not change in a thread's walk.
 struct Walk {
     const Parameters& given;
@@ -57,8 +71,8 @@ struct Walk {
             if constexpr (Formula::T_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::thread_feature(Nth<G>(), t + Formula::T_AT[G] + k * Formula::T_WIDTH[G],
-                                            t, given, l, 0, feature<G>(k));
+                    Formula::thread_feature(Nth<G>(), of_thread<G>(t, k), t, given, l, 0,
+                                            feature<G>(k));
             }
             fill_thread<G + 1>();
         }
@@ -71,8 +85,8 @@ struct Walk {
             if constexpr (Formula::R_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::row_feature(Nth<G>(), r + Formula::R_AT[G] + k * Formula::R_WIDTH[G], t,
-                                         given, l, row, feature<G>(k));
+                    Formula::row_feature(Nth<G>(), of_row<G>(r, k), t, given, l, row,
+                                         feature<G>(k));
             }
             fill_row<G + 1>(r, row);
         }
@@ -85,8 +99,8 @@ struct Walk {
             if constexpr (Formula::C_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::col_feature(Nth<G>(), c + Formula::C_AT[G] + k * Formula::C_WIDTH[G], t,
-                                         given, l, col, feature<G>(k));
+                    Formula::col_feature(Nth<G>(), of_col<G>(c, k), t, given, l, col,
+                                         feature<G>(k));
             }
             fill_col<G + 1>(c, col);
         }
@@ -101,11 +115,8 @@ struct Walk {
                 AccT sum = AccT(0);
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    sum += Formula::term(Nth<I>(), t, r, c,
-                                         t + Formula::T_AT[G] + k * Formula::T_WIDTH[G],
-                                         r + Formula::R_AT[G] + k * Formula::R_WIDTH[G],
-                                         c + Formula::C_AT[G] + k * Formula::C_WIDTH[G], given, l,
-                                         row, col, k);
+                    sum += Formula::term(Nth<I>(), t, r, c, of_thread<G>(t, k), of_row<G>(r, k),
+                                         of_col<G>(c, k), given, l, row, col, k);
                 sums[I] = sum;
             }
             add_terms<I + 1>(sums, r, c, row, col);
@@ -122,10 +133,8 @@ struct Walk {
             AccT unit[AT_LEAST_ONE<Reducer::COLUMNS>];
 #pragma unroll
             for (int k = 0; k < Reducer::COLUMNS; ++k)
-                unit[k] = Formula::unit(t, r, c, t + Formula::T_AT[G] + k * Formula::T_WIDTH[G],
-                                        r + Formula::R_AT[G] + k * Formula::R_WIDTH[G],
-                                        c + Formula::C_AT[G] + k * Formula::C_WIDTH[G], given, l, row,
-                                        col, feature<G>(k));
+                unit[k] = Formula::unit(t, r, c, of_thread<G>(t, k), of_row<G>(r, k),
+                                        of_col<G>(c, k), given, l, row, col, feature<G>(k));
             reducer.add(score, place, unit);
         } else {
             reducer.add(score, place, nullptr);

@@ -25,7 +25,7 @@ from kernlib.lowering.steps import Lowered, Step
 WIDTH = 16  # features of a unit that a block has
 MOST_FEATURES = 64  # of all loops, which are unrolled
 MOST_ROW, MOST_LINE = 64, 96  # words of a row, and of a column
-REGISTERS = 80  # of rows and their sums, that leave a thread enough for the rest
+REGISTERS = 96  # of rows, their sums and a line: from there on some spill
 STAGE_BYTES = 32 << 10
 
 
@@ -121,5 +121,5 @@ def _stage(line_bytes: int) -> int:
 def _rows_of(problem: Problem, shape: Shape) -> int:
     """Rows of a thread: each read of a column serves them all, but their words are registers."""
     words = (shape.row + 2 * max(1, shape.width) + 2) * problem.bytes // 4
-    fixed_words = shape.thread * problem.bytes // 4
-    return next((rows for rows in (4, 2) if rows * words + fixed_words <= REGISTERS), 1)
+    shared_words = (shape.thread + shape.line) * problem.bytes // 4
+    return next((rows for rows in (4, 2) if rows * words + shared_words < REGISTERS), 1)
