@@ -6,8 +6,8 @@
 // together in one order: no atomics, the same bits each time. A block has WIDTH features of a unit.
 #pragma once
 
+#include "common/reducers.cuh"
 #include "formula/formula.cuh"
-#include "pairwise/reduce/reducers.cuh"
 
 using Reducer = Config::Reducer;  // a struct of reducers.cuh
 

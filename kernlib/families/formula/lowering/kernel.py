@@ -44,7 +44,7 @@ class FormulaKernel(Kernel):
             fields(problem).text(),
             text,
         )
-        names = "formula/values.cuh", "pairwise/reduce/kinds.cuh"
+        names = "formula/values.cuh", "common/reducer_names.cuh"
         source = self.source({**facts(problem), **more}, *texts, includes=names)
         spec = problem.spec
         words = [spec.reduction, *["ranged"] * spec.ranged, problem.result, *words]
