@@ -51,6 +51,28 @@ __device__ __forceinline__ Word* of_col(Word* c, int k) {
     return c + Formula::C_AT[G] + k * Formula::C_WIDTH[G];
 }
 
+// Whether the columns from `first` to `end` are those of all rows of a thread, of some or of none.
+enum class RunOf { ALL, SOME, NONE };
+
+__device__ __forceinline__ RunOf kind_of_run(const Columns (&columns)[ROWS], int first, int end) {
+    bool all = true, none = RANGED;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        all &= columns[i].first <= first && end <= columns[i].last;
+        none &= columns[i].last <= first || end <= columns[i].first;
+    }
+    return none ? RunOf::NONE : (all || !RANGED ? RunOf::ALL : RunOf::SOME);
+}
+
+__device__ __forceinline__ void read_line(AccT (&to)[LINE], const AccT* line) {
+#pragma unroll
+    for (int c = 0; c < LINE; c += CHUNK) {
+        auto chunk = load_vector<AccT, CHUNK>(line + c);
+#pragma unroll
+        for (int e = 0; e < CHUNK; ++e) to[c + e] = chunk.element[e];
+    }
+}
+
 // What does not change in a thread's walk.
 struct Walk {
     const Parameters& given;
@@ -140,6 +162,27 @@ struct Walk {
             reducer.add(score, place, nullptr);
         }
     }
+
+    // Adds the columns of the stage from `run` to `end` that are this partner's. CHECKED: of each
+    // row those that it has.
+    template <bool CHECKED>
+    __device__ __forceinline__ void add_run(Reducer (&reducers)[ROWS],
+                                            const AccT (&r)[ROWS][R_SIZE], const int (&rows)[ROWS],
+                                            const Columns (&columns)[ROWS], int run, int end,
+                                            int n0, int base) const {
+        const AccT* stage = reinterpret_cast<const AccT*>(room);
+#pragma unroll UNROLL
+        for (int n = run + partner(); n < end; n += PARTNERS) {
+            AccT line[LINE];
+            read_line(line, stage + n * LINE);
+            int col = n0 + n;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                if (CHECKED && (col < columns[i].first || col >= columns[i].last)) continue;
+                add(reducers[i], r[i], line, rows[i], col, base + n);
+            }
+        }
+    }
 };
 
 // What the partners of a row have, put together: half of them hand it on to the others, until one
@@ -164,15 +207,6 @@ __device__ __forceinline__ void meet(Reducer& reducer) {
             memcpy(&other, words, sizeof(Reducer));
             reducer.merge(other);
         }
-    }
-}
-
-__device__ __forceinline__ void read_line(AccT (&to)[LINE], const AccT* line) {
-#pragma unroll
-    for (int c = 0; c < LINE; c += CHUNK) {
-        auto chunk = load_vector<AccT, CHUNK>(line + c);
-#pragma unroll
-        for (int e = 0; e < CHUNK; ++e) to[c + e] = chunk.element[e];
     }
 }
 
@@ -225,17 +259,12 @@ formula_small(const __grid_constant__ Parameters given) {
 #pragma unroll 1
             for (int run = 0; run < count; run += RUN) {
                 int end = min(run + RUN, count);
-#pragma unroll UNROLL
-                for (int n = run + partner(); n < end; n += PARTNERS) {
-                    AccT line[LINE];
-                    read_line(line, stage + n * LINE);
-                    int col = int(n0) + n;
-#pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-                        if (RANGED && (col < columns[i].first || col >= columns[i].last)) continue;
-                        walk.add(reducers[i], r[i], line, rows[i], col, base + n);
-                    }
-                }
+                RunOf kind = kind_of_run(columns, int(n0) + run, int(n0) + end);
+                if (kind == RunOf::NONE) continue;
+                if (RANGED && kind == RunOf::SOME)
+                    walk.add_run<true>(reducers, r, rows, columns, run, end, int(n0), base);
+                else
+                    walk.add_run<false>(reducers, r, rows, columns, run, end, int(n0), base);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) reducers[i].settle();
             }

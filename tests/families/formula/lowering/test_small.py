@@ -67,6 +67,14 @@ def test_ranges(emulator, reduction):
     Case(SCALED, points(300, 200, 2), reduction, ranges=ranges).check(emulator)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "logsumexp"])
+def test_ranges_of_clusters(emulator, reduction):
+    """Runs of columns that all rows of a thread have, and that none has."""
+    place = torch.arange(3000)[:, None] // 1100 * 150
+    ranges = place + torch.tensor([[3, 150]])
+    Case(SCALED, points(3000, 450, 2), reduction, ranges=ranges).check(emulator)
+
+
 def test_a_minimum_is_the_first_of_equals_and_a_nan(emulator):
     tensors = {"s": ((ROW,), torch.tensor([[0.0, torch.inf, torch.nan]])),
                "t": ((COL,), torch.zeros(1, 500))}  # fmt: skip
