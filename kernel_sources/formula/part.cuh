@@ -8,8 +8,9 @@
 
 #include "common/reducers.cuh"
 #include "formula/formula.cuh"
+#include "formula/log_sums.cuh"
 
-using Reducer = Config::Reducer;  // a struct of reducers.cuh
+using Reducer = Config::Reducer;  // a struct of reducers.cuh, or LogSums
 
 constexpr int NOWHERE = 0x7fffffff;  // the place of a minimum of no columns
 constexpr i64 NO_COLUMN = 0x7fffffffffffffffll;

@@ -145,11 +145,15 @@ struct Walk {
         }
     }
 
-    __device__ __forceinline__ void add(Reducer& reducer, const AccT* r, const AccT* c, int row,
-                                        int col, int place) const {
+    __device__ __forceinline__ AccT score(const AccT* r, const AccT* c, int row, int col) const {
         AccT sums[SUMS];
         add_terms(sums, r, c, row, col);
-        AccT score = Formula::score(t, r, c, sums, given, l, row, col);
+        return Formula::score(t, r, c, sums, given, l, row, col);
+    }
+
+    __device__ __forceinline__ void add(Reducer& reducer, const AccT* r, const AccT* c, int row,
+                                        int col, int place) const {
+        AccT value = score(r, c, row, col);
         if constexpr (Reducer::COLUMNS > 0) {
             constexpr int G = Formula::UNIT;
             AccT unit[AT_LEAST_ONE<Reducer::COLUMNS>];
@@ -157,10 +161,28 @@ struct Walk {
             for (int k = 0; k < Reducer::COLUMNS; ++k)
                 unit[k] = Formula::unit(t, r, c, of_thread<G>(t, k), of_row<G>(r, k),
                                         of_col<G>(c, k), given, l, row, col, feature<G>(k));
-            reducer.add(score, place, unit);
+            reducer.add(value, place, unit);
         } else {
-            reducer.add(score, place, nullptr);
+            reducer.add(value, place, nullptr);
         }
+    }
+
+    // Adds COUNT columns of the stage from n on that are a partner's, of rows that have them all.
+    template <int COUNT, class Groups>
+    __device__ __forceinline__ void add_group(Groups (&reducers)[ROWS],
+                                              const AccT (&r)[ROWS][R_SIZE],
+                                              const int (&rows)[ROWS], int n, int n0) const {
+        AccT scores[ROWS][COUNT];
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            AccT line[LINE];
+            int at = n + e * PARTNERS;
+            read_line(line, reinterpret_cast<const AccT*>(room) + at * LINE);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) scores[i][e] = score(r[i], line, rows[i], n0 + at);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) reducers[i].add_group(scores[i]);
     }
 
     // Adds the columns of the stage from `run` to `end` that are this partner's. CHECKED: of each
@@ -171,8 +193,14 @@ struct Walk {
                                             const Columns (&columns)[ROWS], int run, int end,
                                             int n0, int base) const {
         const AccT* stage = reinterpret_cast<const AccT*>(room);
+        int n = run + partner();
+        if constexpr (TAKES_GROUPS<Reducer> && !CHECKED) {
+#pragma unroll 1
+            for (; n + (UNROLL - 1) * PARTNERS < end; n += UNROLL * PARTNERS)
+                add_group<UNROLL>(reducers, r, rows, n, n0);
+        }
 #pragma unroll UNROLL
-        for (int n = run + partner(); n < end; n += PARTNERS) {
+        for (; n < end; n += PARTNERS) {
             AccT line[LINE];
             read_line(line, stage + n * LINE);
             int col = n0 + n;
