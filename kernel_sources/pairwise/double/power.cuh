@@ -4,7 +4,7 @@
 // 1.7971e308, 0.03 % below the largest number, is infinite. Bases may be denormal.
 #pragma once
 
-#include "pairwise/double/exponential.cuh"
+#include "common/double_exponential.cuh"
 #include "pairwise/double/reciprocal.cuh"
 
 // With s = (m - 1) / (m + 1), log2(m) = TWO_LOG2_E s + s^3 P(s^2): P for m from sqrt(1/2) to

@@ -42,8 +42,8 @@ struct Columns {
 __device__ __forceinline__ Columns columns_of(const Parameters& given, int row, i64 first,
                                               i64 last) {
     if (RANGED) {
-        first = max(first, given.ranges[2 * i64(row)]);
-        last = min(last, given.ranges[2 * i64(row) + 1]);
+        first = min(max(first, given.ranges[2 * i64(row)]), last);
+        last = max(min(last, given.ranges[2 * i64(row) + 1]), first);
     }
-    return {int(first), int(max(first, last))};
+    return {int(first), int(last)};
 }

@@ -2,10 +2,10 @@
 // that are summed as soon as they are there.
 #pragma once
 
+#include "common/approximate.cuh"
+#include "common/double_exponential.cuh"
 #include "common/math.cuh"
 #include "common/whole_numbers.cuh"
-#include "pairwise/double/exponential.cuh"
-#include "pairwise/reduce/math.cuh"
 
 __device__ __forceinline__ double fast_exp(double x) { return branchless::exp(x); }
 __device__ __forceinline__ double quotient(double x, double y) { return x / y; }

@@ -6,10 +6,11 @@
 // together in one order: no atomics, the same bits each time. A block has WIDTH features of a unit.
 #pragma once
 
+#include "common/reducers.cuh"
 #include "pairwise/formula/formula.cuh"
-#include "pairwise/reduce/reducers.cuh"
+#include "pairwise/formula/log_sums.cuh"
 
-using Reducer = Config::Reducer;  // a struct of reducers.cuh
+using Reducer = Config::Reducer;  // a struct of reducers.cuh, or LogSums
 
 constexpr int NOWHERE = 0x7fffffff;  // the place of a minimum of no columns
 constexpr i64 NO_COLUMN = 0x7fffffffffffffffll;

@@ -37,6 +37,42 @@ __shared__ int ends[2 * THREADS / 32];
 __device__ __forceinline__ int slot() { return PARTNERS == 1 ? threadIdx.x : threadIdx.x % SLOTS; }
 __device__ __forceinline__ int partner() { return PARTNERS == 1 ? 0 : threadIdx.x / SLOTS; }
 
+// The words of feature k of a group.
+template <int G, class Word>
+__device__ __forceinline__ Word* of_thread(Word* t, int k) {
+    return t + Formula::T_AT[G] + k * Formula::T_WIDTH[G];
+}
+template <int G, class Word>
+__device__ __forceinline__ Word* of_row(Word* r, int k) {
+    return r + Formula::R_AT[G] + k * Formula::R_WIDTH[G];
+}
+template <int G, class Word>
+__device__ __forceinline__ Word* of_col(Word* c, int k) {
+    return c + Formula::C_AT[G] + k * Formula::C_WIDTH[G];
+}
+
+// Whether the columns from `first` to `end` are those of all rows of a thread, of some or of none.
+enum class RunOf { ALL, SOME, NONE };
+
+__device__ __forceinline__ RunOf kind_of_run(const Columns (&columns)[ROWS], int first, int end) {
+    bool all = true, none = RANGED;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        all &= columns[i].first <= first && end <= columns[i].last;
+        none &= columns[i].last <= first || end <= columns[i].first;
+    }
+    return none ? RunOf::NONE : (all || !RANGED ? RunOf::ALL : RunOf::SOME);
+}
+
+__device__ __forceinline__ void read_line(AccT (&to)[LINE], const AccT* line) {
+#pragma unroll
+    for (int c = 0; c < LINE; c += CHUNK) {
+        auto chunk = load_vector<AccT, CHUNK>(line + c);
+#pragma unroll
+        for (int e = 0; e < CHUNK; ++e) to[c + e] = chunk.element[e];
+    }
+}
+
 // What does not change in a thread's walk.
 struct Walk {
     const Parameters& given;
@@ -57,8 +93,8 @@ struct Walk {
             if constexpr (Formula::T_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::thread_feature(Nth<G>(), t + Formula::T_AT[G] + k * Formula::T_WIDTH[G],
-                                            t, given, l, 0, feature<G>(k));
+                    Formula::thread_feature(Nth<G>(), of_thread<G>(t, k), t, given, l, 0,
+                                            feature<G>(k));
             }
             fill_thread<G + 1>();
         }
@@ -71,8 +107,8 @@ struct Walk {
             if constexpr (Formula::R_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::row_feature(Nth<G>(), r + Formula::R_AT[G] + k * Formula::R_WIDTH[G], t,
-                                         given, l, row, feature<G>(k));
+                    Formula::row_feature(Nth<G>(), of_row<G>(r, k), t, given, l, row,
+                                         feature<G>(k));
             }
             fill_row<G + 1>(r, row);
         }
@@ -85,8 +121,8 @@ struct Walk {
             if constexpr (Formula::C_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::col_feature(Nth<G>(), c + Formula::C_AT[G] + k * Formula::C_WIDTH[G], t,
-                                         given, l, col, feature<G>(k));
+                    Formula::col_feature(Nth<G>(), of_col<G>(c, k), t, given, l, col,
+                                         feature<G>(k));
             }
             fill_col<G + 1>(c, col);
         }
@@ -101,34 +137,78 @@ struct Walk {
                 AccT sum = AccT(0);
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    sum += Formula::term(Nth<I>(), t, r, c,
-                                         t + Formula::T_AT[G] + k * Formula::T_WIDTH[G],
-                                         r + Formula::R_AT[G] + k * Formula::R_WIDTH[G],
-                                         c + Formula::C_AT[G] + k * Formula::C_WIDTH[G], given, l,
-                                         row, col, k);
+                    sum += Formula::term(Nth<I>(), t, r, c, of_thread<G>(t, k), of_row<G>(r, k),
+                                         of_col<G>(c, k), given, l, row, col, k);
                 sums[I] = sum;
             }
             add_terms<I + 1>(sums, r, c, row, col);
         }
     }
 
-    __device__ __forceinline__ void add(Reducer& reducer, const AccT* r, const AccT* c, int row,
-                                        int col, int place) const {
+    __device__ __forceinline__ AccT score(const AccT* r, const AccT* c, int row, int col) const {
         AccT sums[SUMS];
         add_terms(sums, r, c, row, col);
-        AccT score = Formula::score(t, r, c, sums, given, l, row, col);
+        return Formula::score(t, r, c, sums, given, l, row, col);
+    }
+
+    __device__ __forceinline__ void add(Reducer& reducer, const AccT* r, const AccT* c, int row,
+                                        int col, int place) const {
+        AccT value = score(r, c, row, col);
         if constexpr (Reducer::COLUMNS > 0) {
             constexpr int G = Formula::UNIT;
             AccT unit[AT_LEAST_ONE<Reducer::COLUMNS>];
 #pragma unroll
             for (int k = 0; k < Reducer::COLUMNS; ++k)
-                unit[k] = Formula::unit(t, r, c, t + Formula::T_AT[G] + k * Formula::T_WIDTH[G],
-                                        r + Formula::R_AT[G] + k * Formula::R_WIDTH[G],
-                                        c + Formula::C_AT[G] + k * Formula::C_WIDTH[G], given, l, row,
-                                        col, feature<G>(k));
-            reducer.add(score, place, unit);
+                unit[k] = Formula::unit(t, r, c, of_thread<G>(t, k), of_row<G>(r, k),
+                                        of_col<G>(c, k), given, l, row, col, feature<G>(k));
+            reducer.add(value, place, unit);
         } else {
-            reducer.add(score, place, nullptr);
+            reducer.add(value, place, nullptr);
+        }
+    }
+
+    // Adds COUNT columns of the stage from n on that are a partner's, of rows that have them all.
+    template <int COUNT, class Groups>
+    __device__ __forceinline__ void add_group(Groups (&reducers)[ROWS],
+                                              const AccT (&r)[ROWS][R_SIZE],
+                                              const int (&rows)[ROWS], int n, int n0) const {
+        AccT scores[ROWS][COUNT];
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            AccT line[LINE];
+            int at = n + e * PARTNERS;
+            read_line(line, reinterpret_cast<const AccT*>(room) + at * LINE);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) scores[i][e] = score(r[i], line, rows[i], n0 + at);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) reducers[i].add_group(scores[i]);
+    }
+
+    // Adds the columns of the stage from `run` to `end` that are this partner's. CHECKED: of each
+    // row those that it has.
+    template <bool CHECKED>
+    __device__ __forceinline__ void add_run(Reducer (&reducers)[ROWS],
+                                            const AccT (&r)[ROWS][R_SIZE], const int (&rows)[ROWS],
+                                            const Columns (&columns)[ROWS], int run, int end,
+                                            int n0, int base) const {
+        const AccT* stage = reinterpret_cast<const AccT*>(room);
+        int n = run + partner();
+        if constexpr (TAKES_GROUPS<Reducer> && !CHECKED) {
+#pragma unroll 1
+            for (; n + (UNROLL - 1) * PARTNERS < end; n += UNROLL * PARTNERS)
+                add_group<UNROLL>(reducers, r, rows, n, n0);
+        }
+#pragma unroll UNROLL
+        for (; n < end; n += PARTNERS) {
+            AccT line[LINE];
+            read_line(line, stage + n * LINE);
+            int col = n0 + n;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                if (CHECKED && (col < columns[i].first || col >= columns[i].last)) continue;
+                add(reducers[i], r[i], line, rows[i], col, base + n);
+            }
         }
     }
 };
@@ -155,15 +235,6 @@ __device__ __forceinline__ void meet(Reducer& reducer) {
             memcpy(&other, words, sizeof(Reducer));
             reducer.merge(other);
         }
-    }
-}
-
-__device__ __forceinline__ void read_line(AccT (&to)[LINE], const AccT* line) {
-#pragma unroll
-    for (int c = 0; c < LINE; c += CHUNK) {
-        auto chunk = load_vector<AccT, CHUNK>(line + c);
-#pragma unroll
-        for (int e = 0; e < CHUNK; ++e) to[c + e] = chunk.element[e];
     }
 }
 
@@ -216,17 +287,12 @@ formula_small(const __grid_constant__ Parameters given) {
 #pragma unroll 1
             for (int run = 0; run < count; run += RUN) {
                 int end = min(run + RUN, count);
-#pragma unroll UNROLL
-                for (int n = run + partner(); n < end; n += PARTNERS) {
-                    AccT line[LINE];
-                    read_line(line, stage + n * LINE);
-                    int col = int(n0) + n;
-#pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-                        if (RANGED && (col < columns[i].first || col >= columns[i].last)) continue;
-                        walk.add(reducers[i], r[i], line, rows[i], col, base + n);
-                    }
-                }
+                RunOf kind = kind_of_run(columns, int(n0) + run, int(n0) + end);
+                if (kind == RunOf::NONE) continue;
+                if (RANGED && kind == RunOf::SOME)
+                    walk.add_run<true>(reducers, r, rows, columns, run, end, int(n0), base);
+                else
+                    walk.add_run<false>(reducers, r, rows, columns, run, end, int(n0), base);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) reducers[i].settle();
             }

@@ -13,7 +13,8 @@ constexpr int VECTOR = SIDE * sizeof(AccT) <= 16 ? SIDE : 16 / sizeof(AccT);
 constexpr int PAD = 16 / sizeof(AccT);  // that leaves lines aligned, and in other banks
 constexpr int LINE = TILE + PAD;
 
-// Words of a term's chunk, (words, KC, LINE) of rows, then of columns, then (words, KC) of a thread.
+// Words of a term's chunk: (words, KC, LINE) of rows, then of columns, then (words, KC) of a
+// thread.
 template <int I>
 struct Chunk {
     static constexpr int OTHERS = Chunk<I + 1>::WORDS, T = Formula::T_WIDTH[I];

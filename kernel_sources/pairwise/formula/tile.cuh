@@ -3,9 +3,9 @@
 // which a block has 16 * SPAN features; other reductions stay in registers, and threads of a row
 // put them together in one order.
 //
-// Floors: a term of K features takes 2 K issue slots a pair, squares of differences, or K, products,
-// and a unit of F features F, of 132 SM x 128 lanes x 1.98 GHz of an H200. 16384 x 16384, K = 64, F
-// = 64: 1.5 ms. Bytes: each column once a block.
+// Floors: a term of K features takes 2 K issue slots a pair, squares of differences, or K,
+// products, and a unit of F features F, of 132 SM x 128 lanes x 1.98 GHz of an H200. 16384 x 16384,
+// K = F = 64: 1.5 ms. Bytes: each column once a block.
 //
 // Facts: class Tile of kernlib/families/pairwise/formula/kernels/tile.py.
 #pragma once
@@ -109,7 +109,8 @@ struct Products {
             AccT weights[SIDE], c[AT_LEAST_ONE<Formula::C>], cf[SPANS][AT_LEAST_ONE<C>];
             load_run(weights, all + n * LINE + in_tile(band(), 0));
 #pragma unroll
-            for (int word = 0; word < Formula::C; ++word) c[word] = tile.col_words()[word * TILE + n];
+            for (int word = 0; word < Formula::C; ++word)
+                c[word] = tile.col_words()[word * TILE + n];
 #pragma unroll
             for (int word = 0; word < C; ++word) {
                 AccT values[SPANS];

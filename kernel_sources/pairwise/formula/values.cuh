@@ -1,5 +1,5 @@
-// What generated formulas read: elements of tensors, scalars, and words of arrays in which values of
-// a row, a column or a thread lie.
+// What generated formulas read: elements of tensors, scalars, and words of arrays in which values
+// of a row, a column or a thread lie.
 #pragma once
 
 #include "common/types.cuh"

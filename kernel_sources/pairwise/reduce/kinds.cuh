@@ -1,9 +1,6 @@
-// The names of reducers, which struct Config may have one of: see reduce/reducers.cuh.
+// The names of reducers, which struct Config may have one of.
 #pragma once
 
-template <int WIDTH>
-struct Matmul;
-struct RowSum;
-struct LogSumExp;
-struct Minimum;
+#include "common/reducer_names.cuh"
+
 struct Nearest;  // topk/nearest.cuh

@@ -11,9 +11,9 @@
 
 #include "pairwise/mend.cuh"
 #include "pairwise/reduce/parameters.cuh"
-#include "pairwise/reduce/reducers.cuh"
+#include "common/reducers.cuh"
 
-using Reducer = Config::Reducer;                   // a struct of reduce/reducers.cuh
+using Reducer = Config::Reducer;                   // a struct of common/reducers.cuh
 constexpr bool REGULARIZED = Config::REGULARIZED;  // whether the regularization is given
 
 constexpr int WEIGHTS = Reducer::COLUMNS > 0 ? Reducer::COLUMNS : 1;

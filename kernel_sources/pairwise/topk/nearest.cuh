@@ -1,4 +1,4 @@
-// A list as a reducer of reduce/reducers.cuh, for split/reduce.cuh: four neighbouring threads share
+// A list as a reducer of common/reducers.cuh, for split/reduce.cuh: four neighbouring threads share
 // a row, and each keeps a list of what it computes.
 #pragma once
 

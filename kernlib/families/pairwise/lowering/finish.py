@@ -1,6 +1,6 @@
 """CUDA text of what follows a pairwise sum: the struct ``Finish``, outer stage and epilogue. That
 of reductions is in the arithmetic of values that are summed as soon as they are there
-(``kernel_sources/pairwise/reduce/math.cuh``)."""
+(``kernel_sources/common/approximate.cuh``)."""
 
 from __future__ import annotations
 
@@ -158,8 +158,9 @@ def finish_reduced(
 
 
 def finish_double(descriptor: Pairwise, variant) -> str:
-    """The same of reductions in float64, by the exponential of ``double/exponential.cuh`` and the
-    powers of ``double/power.cuh``, of which :func:`takes_powers` says whether there are any."""
+    """The same of reductions in float64, by the exponential of ``common/double_exponential.cuh``
+    and the powers of ``double/power.cuh``, of which :func:`takes_powers` says whether there are
+    any."""
     return f"""#include "pairwise/double/power.cuh"
 namespace branchless {{
 {finish(descriptor, variant, epsilon=variant.epsilon)}}}

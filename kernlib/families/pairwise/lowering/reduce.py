@@ -47,7 +47,7 @@ FEW_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # each of those; how many such launches torch's functions take.
 FILLING, MEETING, JOINING, JOIN = 600, 150, 1500, 40
 JOINS = {"logsumexp": 10, "min": 3}
-# By the name of a reduction, the reducer of reduce/reducers.cuh, and whether it reads v.
+# By the name of a reduction, the reducer of common/reducers.cuh, and whether it reads v.
 REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
 # Numbers of a row beside its features, as many as leave no register of 4 rows to memory, of those
 # that keep more in double than sums.

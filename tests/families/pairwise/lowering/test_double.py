@@ -196,7 +196,7 @@ def test_values_of_a_gaussian_go_through_the_pipe_side_by_side():
 
 
 EXPONENTIAL = """#include "common/types.cuh"
-#include "pairwise/double/exponential.cuh"
+#include "common/double_exponential.cuh"
 
 constexpr int THREADS = 32;
 struct Numbers { const double* x; double* y; long long count; };

@@ -51,7 +51,7 @@ class Join(Kernel):
             "THREADS": self.threads,
             "Join": _JOINS[variant.reduction],
         }
-        source = self.source(facts, _FIELDS.text(), includes=("pairwise/formula/joins.cuh",))
+        source = self.source(facts, _FIELDS.text(), includes=("pairwise/formula/names.cuh",))
         line = f"formula join {variant.reduction} {variant.dtype}"
         return named(KernelSpec("formula", source, self.entry, self.threads, description=line),
                      *variant)  # fmt: skip

@@ -24,23 +24,24 @@ from kernlib.lowering.steps import Lowered, Step
 
 WIDTH = 16  # features of a unit that a block has
 MOST_FEATURES = 64  # of all loops, which are unrolled
-MOST_ROW, MOST_LINE = 64, 96  # words of a row, and of a column
-REGISTERS = 80  # of rows and their sums, that leave a thread enough for the rest
-STAGE_BYTES = 32 << 10
+MOST_ROW, MOST_LINE = 48, 96  # registers of a row, above which some spill; words of a column
+REGISTERS = 96  # of rows, their sums and a line: from there on some spill
 
 
 class Shape(NamedTuple):
-    """What a formula takes, for one width of its unit."""
+    """What a formula takes, for one width of its unit: words of a row, a column and a thread, and
+    registers of the first and the last."""
 
     text: Text
     width: int
     row: int
     line: int
     thread: int
+    registers: int
 
     @property
     def fits(self) -> bool:
-        return self.row + self.thread <= MOST_ROW and self.line <= MOST_LINE
+        return self.registers <= MOST_ROW and self.line <= MOST_LINE
 
 
 @lru_cache(maxsize=256)
@@ -49,8 +50,8 @@ def shape_of(problem: Problem) -> Shape:
     width = min(problem.features, WIDTH)
     groups = by_size(problem, width)
     text = formula(problem, groups, sums_of_pairs=False)
-    totals = (each.total(groups) for each in (text.row, text.col, text.thread))
-    return Shape(text, width, *totals)
+    row, line, thread = (each.total(groups) for each in (text.row, text.col, text.thread))
+    return Shape(text, width, row, line, thread, (row + thread) * problem.bytes // 4)
 
 
 class Small(FormulaKernel):
@@ -73,11 +74,9 @@ class Small(FormulaKernel):
         shape = shape_of(problem)
         chunks = ceil_div(problem.outputs, shape.width)
         line_bytes = round_up(max(1, shape.line) * problem.bytes, 16)
-        stage = _stage(line_bytes)
         slots = (2 * sum(problem.sizes) + 4 + shape.width + 8) * (2 if problem.bytes == 8 else 1)
         work = division.Work(
-            problem.rows, division.sums_of(problem), chunks, slots, line_bytes, stage,
-            gpu.multiprocessors,
+            problem.rows, division.sums_of(problem), chunks, slots, line_bytes, gpu.multiprocessors,
         )  # fmt: skip
         cut = division.cut(work, _rows_of(problem, shape))
         cut = cut._replace(**{name: value for name, value in choice.items() if name != "kind"})
@@ -90,7 +89,7 @@ class Small(FormulaKernel):
             "THREADS": THREADS,
             "ROWS": cut.rows,
             "PARTNERS": cut.partners,
-            "STAGE": stage,
+            "STAGE": work.stage(cut.partners),
             "CHUNKED": chunks > 1,
         }
         words = [f"rows={cut.rows}", f"partners={cut.partners}"]
@@ -110,16 +109,8 @@ class Small(FormulaKernel):
         return [{}]
 
 
-def _stage(line_bytes: int) -> int:
-    """Columns in shared memory."""
-    columns = THREADS
-    while columns > 32 and columns * line_bytes > STAGE_BYTES:
-        columns //= 2
-    return columns
-
-
 def _rows_of(problem: Problem, shape: Shape) -> int:
     """Rows of a thread: each read of a column serves them all, but their words are registers."""
     words = (shape.row + 2 * max(1, shape.width) + 2) * problem.bytes // 4
-    fixed_words = shape.thread * problem.bytes // 4
-    return next((rows for rows in (4, 2) if rows * words + fixed_words <= REGISTERS), 1)
+    shared_words = (shape.thread + shape.line) * problem.bytes // 4
+    return next((rows for rows in (4, 2) if rows * words + shared_words < REGISTERS), 1)

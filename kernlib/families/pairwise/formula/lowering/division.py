@@ -13,6 +13,8 @@ RESIDENT = 2  # blocks of a multiprocessor, as __launch_bounds__ promises
 # Where whole rows make few blocks: rows of a thread, and threads that share a row's columns.
 SHAPES = ((2, 1), (2, 8), (2, 32), (1, 32))
 FEWEST_COLUMNS = 16  # of a block
+STAGE_BYTES, MOST_STAGE = 32 << 10, 2048  # of columns in shared memory
+FEW_STAGES = (THREADS, THREADS // 2, THREADS // 4, 32, 16)
 FEW_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # What Work.duration counts beside pairs, in issue slots of the warps of a block, as measured for
 # pairwise reductions: a wait for a stage, each time that partners meet, a launch that joins partial
@@ -30,16 +32,22 @@ class Cut(NamedTuple):
 
 class Work(NamedTuple):
     """What is divided: the columns of ``sums`` for ``rows`` rows, of which a pair takes ``slots``
-    issue slots, and a column ``line_bytes`` of shared memory, in stages of so many columns;
-    ``chunks`` are blocks that have other features of the same pairs."""
+    issue slots, and a column ``line_bytes`` of shared memory; ``chunks`` are blocks that have other
+    features of the same pairs."""
 
     rows: int
     sums: Sums
     chunks: int
     slots: int
     line_bytes: int
-    stage: int
     multiprocessors: int
+
+    def stage(self, partners: int) -> int:
+        """Columns in shared memory: of partners many, so that a block waits for few stages."""
+        fit = STAGE_BYTES // self.line_bytes
+        if partners > 1 and fit >= THREADS:
+            return min(MOST_STAGE, fit // THREADS * THREADS)
+        return next(columns for columns in FEW_STAGES if columns <= max(FEW_STAGES[-1], fit))
 
     def row_blocks(self, rows: int, partners: int) -> int:
         return ceil_div(self.rows, rows * THREADS // partners)
@@ -54,7 +62,7 @@ class Work(NamedTuple):
         columns = ceil_div(cut.per_split, cut.partners)
         busy = columns * (cut.rows * self.slots + self.line_bytes // 16)
         busy += ceil_div(cut.per_split, THREADS) * self.line_bytes  # to fill a stage
-        waiting = ceil_div(cut.per_split, self.stage) * FILLING
+        waiting = ceil_div(cut.per_split, self.stage(cut.partners)) * FILLING
         waiting += (cut.partners.bit_length() - 1) * MEETING
         joining = JOINING + splits * JOIN if splits > 1 else 0
         return busy * each + waiting * ceil_div(each, RESIDENT) + joining
@@ -69,12 +77,13 @@ def sums_of(problem: Problem) -> Sums:
 def cut(work: Work, rows: int) -> Cut:
     """The cut that is done first: of large problems that of ``rows`` and whole stages, else one of
     :data:`SHAPES` too."""
-    whole = Cut(rows, 1, work.stage)
+    stage = work.stage(1)
+    whole = Cut(rows, 1, stage)
     enough = work.blocks(whole) >= 4 * RESIDENT * work.multiprocessors
     if work.rows > (rows - 1) * THREADS and enough:
         blocks = work.row_blocks(rows, 1) * work.chunks
         slots = RESIDENT * work.multiprocessors
-        return whole._replace(per_split=split(work.sums, blocks, work.stage, slots))
+        return whole._replace(per_split=split(work.sums, blocks, stage, slots))
     shapes = dict.fromkeys([(rows, 1), *((min(few, rows), many) for few, many in SHAPES)])
     cuts = (
         Cut(few, partners, columns)

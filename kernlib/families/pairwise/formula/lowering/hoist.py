@@ -110,3 +110,30 @@ def product(number: float, factors: Iterable[tuple[Node, bool]]) -> Node:
     if not math.isfinite(number):
         raise ValueError(f"a factor of {number}")
     return Operation(BOUNDED if bounded else "*", (Number(number), result))
+
+
+def outside_unit(spec: Spec) -> Spec:
+    """The spec whose unit has no factors that all features share: they are the score's."""
+    if spec.unit is None:
+        return spec
+    inside: list[tuple[Node, bool]] = []
+    score, stack = spec.score, [(spec.unit, False)]
+    while stack:
+        node, divides = stack.pop()
+        operator = node.operator if isinstance(node, Operation) else ""
+        if FEATURE not in spec.axes_of(node):
+            score = Operation("/" if divides else "*", (score, node))
+        elif operator == "neg":
+            score = Operation("neg", (score,))
+            stack.append((node.operands[0], divides))
+        elif operator in ("*", "/"):
+            left, right = node.operands
+            stack += [(right, divides != (operator == "/")), (left, divides)]
+        else:
+            inside.append((node, divides))
+    if not inside:  # a unit of one feature
+        return spec
+    unit = Number(1.0) if inside[0][1] else inside[0][0]
+    for node, divides in inside[0 if inside[0][1] else 1 :]:
+        unit = Operation("/" if divides else "*", (unit, node))
+    return spec._replace(score=score, unit=unit)

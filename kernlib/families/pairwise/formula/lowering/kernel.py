@@ -44,7 +44,11 @@ class FormulaKernel(Kernel):
             fields(problem).text(),
             text,
         )
-        names = "pairwise/formula/values.cuh", "pairwise/reduce/kinds.cuh"
+        names = (
+            "pairwise/formula/values.cuh",
+            "common/reducer_names.cuh",
+            "pairwise/formula/names.cuh",
+        )
         source = self.source({**facts(problem), **more}, *texts, includes=names)
         spec = problem.spec
         words = [spec.reduction, *["ranged"] * spec.ranged, problem.result, *words]
@@ -58,7 +62,8 @@ def reducer_of(problem: Problem, width: int) -> str:
     spec = problem.spec
     if spec.unit is not None:
         return f"Matmul<{width}>"
-    return {TOTAL: "RowSum", LOGSUMEXP: "LogSumExp"}.get(spec.reduction, "Minimum")
+    sums = "LogSumExp" if problem.result == "float64" else "LogSums"
+    return {TOTAL: "RowSum", LOGSUMEXP: sums}.get(spec.reduction, "Minimum")
 
 
 Operand = tuple[str, int]

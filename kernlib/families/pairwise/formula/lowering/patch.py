@@ -18,8 +18,8 @@ FEW_SUMS = 40  # of which leave room for two blocks of a multiprocessor
 
 
 class Patch(NamedTuple):
-    """``side`` by ``side`` pairs of a thread, ``span`` features of the unit that it has, blocks of
-    a multiprocessor and bytes of shared memory."""
+    """``side`` by ``side`` pairs of a thread, of which it has ``span`` features of the unit; blocks
+    of a multiprocessor; bytes of shared memory."""
 
     text: Text
     side: int

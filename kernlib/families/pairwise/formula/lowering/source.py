@@ -177,6 +177,8 @@ class _Source(TypedSource):
         return self._operation(node)
 
     def _power(self, base: Node, exponent: Node) -> str:
+        if _is(exponent, "neg") and isinstance(exponent.operands[0], Number):
+            exponent = Number(-exponent.operands[0].value)
         if self._level == PAIR and not self._is_exact and isinstance(exponent, Number):
             if exponent.value == 0.5:
                 return f"fast_sqrt({self._render(base)})"

@@ -98,8 +98,8 @@ class Case(NamedTuple):
             values[f"t{index}"] = value if is_bool else value.double() if is_float else value.long()
 
         def of(node, features=1):
-            x = expressions._evaluate_score(node, values, torch.float64)
-            return torch.as_tensor(x, dtype=torch.float64).expand(*shape, features)
+            like = torch.zeros(*shape, features, dtype=torch.float64)
+            return expressions.score(node, like, values)
 
         for index, term in enumerate(spec.terms):
             size = self.size(FEATURE, spec.features_of(term))

@@ -75,6 +75,14 @@ def test_ranges(emulator, reduction):
     Case(SCALED, points(300, 200, 2), reduction, ranges=ranges).check(emulator)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "logsumexp"])
+def test_ranges_of_clusters(emulator, reduction):
+    """Runs of columns that all rows of a thread have, and that none has."""
+    place = torch.arange(3000)[:, None] // 1100 * 150
+    ranges = place + torch.tensor([[3, 150]])
+    Case(SCALED, points(3000, 450, 2), reduction, ranges=ranges).check(emulator)
+
+
 def test_a_minimum_is_the_first_of_equals_and_a_nan(emulator):
     tensors = {"s": ((ROW,), torch.tensor([[0.0, torch.inf, torch.nan]])),
                "t": ((COL,), torch.zeros(1, 500))}  # fmt: skip
@@ -103,3 +111,13 @@ def test_few_rows_share_their_columns_among_threads_and_blocks(emulator):
     steps = choose.lower(case.problem(), Gpu("sm_90a", 4)).steps
     assert len(steps) == 2 and "PARTNERS = 32" in steps[0].spec.source
     case.check(emulator)
+
+
+@pytest.mark.parametrize("result", ["float32", "float64"])
+def test_log_sum_exps_of_any_size(emulator, result):
+    """Of scores in thousands, of infinite ones, and a NaN."""
+    rows = torch.tensor([[0.0, -3000.0, 1e6, -torch.inf, torch.inf, torch.nan]])
+    tensors = {"s": ((ROW,), rows.to(getattr(torch, result))),
+               "t": ((COL,), normal(1, 1, 700, dtype=result) * 300)}  # fmt: skip
+    results = Case("s + t", tensors, "logsumexp", result=result).check(emulator)
+    assert results[0, 3] == -torch.inf and results[0, 4] == torch.inf and results[0, 5].isnan()

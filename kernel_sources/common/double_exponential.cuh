@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/math.cuh"
-#include "pairwise/double/chosen.cuh"
+#include "common/chosen.cuh"
 
 // e^r - 1 - r over r^2, to 2.9e-16 e^r / r^2 up to log(2) / 2: a minimax polynomial.
 constexpr double EXPONENTIAL[] = {

@@ -14,9 +14,9 @@
 // value is added for what does not exist: an epilogue makes anything of a zero.
 #pragma once
 
+#include "common/approximate.cuh"
+#include "common/double_exponential.cuh"
 #include "common/math.cuh"
-#include "pairwise/double/exponential.cuh"
-#include "pairwise/reduce/math.cuh"
 
 using AccT = Config::AccT;  // arithmetic: float or double
 

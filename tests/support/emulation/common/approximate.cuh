@@ -1,4 +1,4 @@
-// pairwise/reduce/math.cuh of kernel_sources, without PTX.
+// common/approximate.cuh of kernel_sources, without PTX.
 #pragma once
 
 #include "common/math.cuh"

@@ -1,6 +1,0 @@
-// Ways to put partial results together, for struct Config to name.
-#pragma once
-
-struct JoinSums;
-struct JoinLogSumExps;
-struct JoinMinima;
