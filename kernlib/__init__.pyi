@@ -75,6 +75,7 @@ from kernlib.families.pairwise.descriptor import squared_distance as squared_dis
 from kernlib.families.pairwise.functions.agop import agop as agop
 from kernlib.families.pairwise.functions.expadd import cdist_expadd as cdist_expadd
 from kernlib.families.pairwise.functions.expadd import cdist_grad_expadd as cdist_grad_expadd
+from kernlib.families.pairwise.formula.descriptor import Formula as Formula
 from kernlib.families.pairwise.functions.reductions import kernel_argmin as kernel_argmin
 from kernlib.families.pairwise.functions.reductions import kernel_logsumexp as kernel_logsumexp
 from kernlib.families.pairwise.functions.reductions import kernel_matmul as kernel_matmul
@@ -102,7 +103,7 @@ __version__: str
 __all__ = [
     "Abs", "Add", "Bias", "BlockSparseAttention", "BlockSparseMatmul", "BlockSparseScaledMatmul",
     "BlockSparseSoftmax", "CaptureError", "Cauchy", "CompileError", "ConvergenceWarning", "Custom",
-    "DistributedError", "ExpPower", "Gate", "Gaussian", "Gelu", "Identity", "KernlibError",
+    "DistributedError", "ExpPower", "Formula", "Gate", "Gaussian", "Gelu", "Identity", "KernlibError",
     "KernlibWarning", "KroneckerProduct", "KroneckerSparse", "KroneckerSparseChain", "Laplace",
     "LeakyRelu", "Matern", "NotCachedError", "Pairwise", "Polynomial", "Power", "PowerExponential",
     "PowerLog", "RationalQuadratic", "Relu", "Root", "Scale", "Sigmoid", "Silu", "SparseMatmul",

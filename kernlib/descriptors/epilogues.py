@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 from kernlib.descriptors.base import Descriptor, Part, Value, as_number, require, shown, whole
-from kernlib.descriptors.expression import LANGUAGE, RESERVED, names, parse
+from kernlib.descriptors.expression import LANGUAGE, RESERVED, Node, names, parse
 
 
 class Epilogue(Part):
@@ -486,13 +486,20 @@ class Custom(Epilogue):
         object.__setattr__(self, "parameters", tuple(self.parameters))
         _check_parameters(self.parameters)
         if self.axes:
-            object.__setattr__(self, "axes", _checked_axes(self.axes, self.parameters))
+            from kernlib.descriptors.axes import of_epilogue  # most epilogues need none
+
+            object.__setattr__(self, "axes", of_epilogue(self.axes, self.parameters))
         read = {*self.parameters, *(name for name, _ in self.axes)}
         unused = read - names(self.tree())
         if unused:
             raise ValueError(f"expression {shown(self.expression)} does not use {sorted(unused)}")
 
-    def tree(self):
+    def __setstate__(self, state: list) -> None:
+        """Pickles of the time before ``axes`` hold none."""
+        for name, value in zip(("expression", "parameters", "axes"), (*state, ()), strict=False):
+            object.__setattr__(self, name, value)
+
+    def tree(self) -> Node:
         """The parsed expression. Tensors are of any kind in it."""
         if not self.axes:
             return parse(self.expression, self.parameters)
@@ -500,14 +507,6 @@ class Custom(Epilogue):
 
         names = (*self.parameters, *(name for name, _ in self.axes))
         return grammar.parse_epilogue(self.expression, names)
-
-
-def _checked_axes(value: object, parameters: tuple[str, ...]) -> tuple:
-    from kernlib.descriptors.axes import as_axes  # most epilogues need none
-
-    reserved = dict.fromkeys(RESERVED, "a word of the language or an argument of calls")
-    reserved |= dict.fromkeys(parameters, "a parameter")
-    return as_axes(value, ("row", "col"), reserved, {"s": "row", "w": ("row", "col")})
 
 
 def _check_parameters(parameters: tuple[str, ...]) -> None:
@@ -537,11 +536,9 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
                 f"{shown(epilogue)}{advice_on(epilogue)}"
             )
         if getattr(epilogue, "axes", ()):
-            raise ValueError(
-                f"{epilogue!r} reads tensors of rows and columns, which pairs of points have: pass "
-                "it to kl.squared_distance(epilogue=...) or another distance by its name, or write "
-                "a kl.Formula"
-            )
+            from kernlib.descriptors.axes import refuse  # most epilogues need none
+
+            refuse(epilogue)
         if epilogue.summands and not summands:
             raise ValueError(
                 f"{epilogue!r} takes a tensor of the result's shape, which of all kernels those of "

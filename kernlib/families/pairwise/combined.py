@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from kernlib.families.pairwise.formula.descriptor import Formula
 
 
-def _combined(operator: str, left: object, right: object) -> Formula:
-    from kernlib.families.pairwise.formula import algebra  # most descriptors are not combined
+def algebra() -> ModuleType:
+    """The module that makes formulas of descriptors, by its name: it knows the descriptors, and
+    most of them are not combined."""
+    return import_module("kernlib.families.pairwise.formula.algebra")
 
-    return algebra.combined(operator, left, right)
+
+def _combined(operator: str, left: object, right: object) -> Formula:
+    return algebra().combined(operator, left, right)
+
+
+def reads_tensors(epilogue: object) -> bool:
+    """Whether one of some epilogues reads tensors of rows and columns, and makes a formula."""
+    several = epilogue if isinstance(epilogue, (tuple, list)) else (epilogue,)
+    return any([getattr(each, "axes", ()) for each in several])
 
 
 class Combined:

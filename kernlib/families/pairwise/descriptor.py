@@ -29,7 +29,7 @@ from kernlib.descriptors.epilogues import (
     refuse_vectors,
 )
 from kernlib.families.pairwise import stages as norms
-from kernlib.families.pairwise.combined import Combined
+from kernlib.families.pairwise.combined import Combined, algebra, reads_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -291,10 +291,8 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
         def new(*values, **fields):
             if len(values) > len(positional) or not accepted.issuperset(fields):
                 _refuse(function, values[len(positional) :], fields, listed, accepted)
-            if "features" in fields or _reads_tensors(fields.get("epilogue")):
-                from kernlib.families.pairwise.formula import algebra  # most are no formulas
-
-                return algebra.of_call(function, values, fields)
+            if "features" in fields or reads_tensors(fields.get("epilogue")):
+                return algebra().of_call(function, values, fields)
             return function(*values, **fields)
 
         cached = functools.lru_cache(maxsize=64, typed=True)(new)  # 1 is not True
@@ -316,12 +314,6 @@ def _named(*more: str) -> Callable[[_Function], _Function]:
         return make
 
     return decorate
-
-
-def _reads_tensors(epilogue: object) -> bool:
-    """Whether one of some epilogues reads tensors of rows and columns."""
-    several = epilogue if isinstance(epilogue, (tuple, list)) else (epilogue,)
-    return True in [bool(getattr(each, "axes", ())) for each in several]
 
 
 @functools.cache  # each takes 30 us of a first call

@@ -128,14 +128,14 @@ def _number(value: float) -> ast.expr:
 def _numbered(formulas: list[Formula], parts: list) -> list:
     """The parts, numbers of the same name numbered."""
     numbers = [[name for name, axes in part.axes if not axes] for part in formulas]
-    bases = [{_base(name) for name in names} for names in numbers]
+    bases = [{_unnumbered(name) for name in names} for names in numbers]
     shared = set.intersection(*bases) if len(bases) == 2 else set()
     counts = dict.fromkeys(shared, 0)
     renamed = iter([_renamed(p, n, counts) for p, n in zip(formulas, numbers, strict=True)])
     return [next(renamed) if isinstance(part, Formula) else part for part in parts]
 
 
-def _base(name: str) -> str:
+def _unnumbered(name: str) -> str:
     match = _NUMBERED.fullmatch(name)
     return match[1] if match else name
 
@@ -143,7 +143,7 @@ def _base(name: str) -> str:
 def _renamed(formula: Formula, numbers: list[str], counts: dict[str, int]) -> Formula:
     table = {}
     for name in numbers:
-        base = _base(name)
+        base = _unnumbered(name)
         if base in counts:
             counts[base] += 1
             table[name] = f"{base}_{counts[base]}"

@@ -46,7 +46,7 @@ def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axe
         check_dense(("v",), v=v)
         named.append(("v", v_axes, None, v))
     device = _device(named)
-    is_batched = False
+    is_batched, alone = False, ""
     for name, axes, bounds, value in named:
         if not axes and not isinstance(value, torch.Tensor):
             numbers.append(_number(name, value))
@@ -61,13 +61,17 @@ def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axe
             value = value.to(device)
         t, has_batch = _placed(name, axes, value)
         t = t if bounds is None else t[..., bounds[0] : bounds[1]]
-        is_batched = is_batched or has_batch
+        is_batched = is_batched or (has_batch and bool(axes))
+        alone = name if has_batch and not axes else alone
         if axes and value.is_floating_point():
             floats.append(value.dtype)
         for axis, size in zip(("batch", *AXES), _sizes(t, axes), strict=True):
             _meet(sizes, axis, size, name)
         tensors.append(t)
     rows, cols = sizes[ROW][0], sizes[COL][0]
+    if alone and not is_batched:
+        _check_alone(alone, sizes["batch"][0], rows, cols)
+        is_batched = True
     features = v.shape[-1] if v is not None and FEATURE in v_axes else 1
     batch = sizes.get("batch", (1, ""))[0]
     dtype = _widest(floats)
@@ -97,7 +101,7 @@ def _placed(name: str, axes: tuple[str, ...], t: torch.Tensor) -> tuple[torch.Te
     """A tensor with a batch in front and its axes in the order of AXES."""
     has_batch = t.dim() == len(axes) + 1
     if t.dim() != len(axes) and not has_batch:
-        shape = f"({', '.join(axes)})" if axes else "()"
+        shape = f"({', '.join(axes)}{',' * (len(axes) == 1)})"
         raise ValueError(f"{name} must have shape {shape}, or a batch of it, got {tuple(t.shape)}")
     t = t if has_batch else t[None]
     order = sorted(axes, key=AXES.index)
@@ -121,9 +125,20 @@ def _meet(sizes: dict, axis: str, size: int | None, name: str) -> None:
     if axis == "batch" and 1 in (before, size):
         before, of = (before, of) if size == 1 else (size, name)
     elif before != size:
-        what = {"batch": "a batch of", ROW: "the rows", COL: "the columns"}[axis]
-        raise ValueError(f"{name} has {size} for {what}, and {of} has {before}: they must be equal")
+        what = {"batch": "batch", ROW: "rows", COL: "columns"}[axis]
+        raise ValueError(f"{name} has {what} {size}, and {of} has {before}: they must be equal")
     sizes[axis] = (before, of)
+
+
+def _check_alone(name: str, batch: int, rows: int, cols: int) -> None:
+    """Raises ValueError where nothing but numbers has a batch, of as many as there are rows or
+    columns: then they may be meant for these."""
+    for axis, size in ((ROW, rows), (COL, cols)):
+        if batch == size > 1:
+            raise ValueError(
+                f"{name} must have shape (), got ({batch},), as many as {axis}s: for a number of "
+                f"each its axes are {axis!r}; for a batch of formulas give another tensor a batch"
+            )
 
 
 def _check_features(formula: Formula, group: Group, values: dict) -> None:

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernlib.descriptors.base import shown
+from kernlib.families.pairwise.checks import check_result
 from kernlib.families.pairwise.formula import arguments, plans
 from kernlib.families.pairwise.formula.arguments import Call
 from kernlib.families.pairwise.formula.descriptor import Formula
 from kernlib.families.pairwise.formula.spec import COL, FEATURE, LEAST, LOGSUMEXP, MATRIX, TOTAL
-from kernlib.runtime.tensors import check_out_shape, refuse_any_overlap
+from kernlib.runtime.tensors import check_dense, check_memory, refuse_any_overlap
 
 if TYPE_CHECKING:
     from kernlib.jit.spec import KernelSpec
@@ -37,8 +39,10 @@ def mapped(formula: Formula, a, b, values: dict) -> dict:
     them changes first. Raises TypeError for points by place that the formula has not."""
     values = dict(values)
     feature_map, lengthscale = (values.pop(x, None) for x in ("feature_map", "lengthscale"))
-    points = [t for t in (a, b) if t is not None]
-    values |= with_points(formula, tuple(points))
+    for name, t in (("a", a), ("b", b)):
+        if t is not None and name not in formula.names:
+            with_points(formula, (a, b))
+        values |= {} if t is None else {name: t}
     if feature_map is None and lengthscale is None:
         return values
     if not formula.operands or not {"a", "b"} <= values.keys():
@@ -53,12 +57,10 @@ def mapped(formula: Formula, a, b, values: dict) -> dict:
     return values
 
 
-def run(formula: Formula, *points, out=None, debug: bool = False, **values) -> torch.Tensor:
+def run(formula: Formula, /, *points, out=None, debug: bool = False, **values) -> torch.Tensor:
     """The scores of all pairs, (M, N), or (L, M, N) where a tensor has a batch of L. ``points`` are
     a and b."""
-    if len(points) > 2:
-        with_points(formula, points)
-    values = mapped(formula, *(*points, None, None)[:2], values)
+    values = mapped(formula, None, None, with_points(formula, points) | values)
     call = arguments.checked(formula, values)
     return _written(_reduced(MATRIX, formula, call, debug), call, out, values)
 
@@ -159,7 +161,9 @@ def _written(result: torch.Tensor, call: Call, out=None, inputs: dict | None = N
         return result
     if torch.is_grad_enabled() and result.requires_grad:
         raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
-    check_out_shape(out, tuple(result.shape))
+    check_dense(("out",), out=out)
+    check_result(out, tuple(result.shape), result)
+    check_memory(out)
     tensors = {k: t for k, t in (inputs or {}).items() if isinstance(t, torch.Tensor)}
     refuse_any_overlap(out, **tensors)
     return out.copy_(result)
@@ -173,9 +177,9 @@ RUNS = {Formula: run}
 
 def call_of(formula: Formula, tensors: tuple, values: dict) -> Callable:
     """The call that is meant, which a ``reduction`` among the arguments names."""
-    from kernlib.families.pairwise.operation import reductions
-
-    values, functions = dict(values), reductions()
+    # By its name, as that module loads this one.
+    functions = import_module("kernlib.families.pairwise.operation").reductions()
+    values = dict(values)
     if "reduction" not in values:
         return partial(run, formula, *tensors, **values)
     name = values.pop("reduction")

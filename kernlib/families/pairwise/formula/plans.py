@@ -96,8 +96,8 @@ def arithmetic(tensors: Sequence[torch.Tensor], inputs: Sequence[Input]) -> torc
 
 
 def execute(tensors: list, numbers: list, text: str, sizes: Sequence[int]):
-    """The result of a request in the arithmetic's dtype: (batch, rows, columns) of a matrix, (batch,
-    rows, features) of sums, (batch, rows) of others; of the smallest also places."""
+    """The result of a request in the arithmetic's dtype: (batch, rows, columns) of a matrix,
+    (batch, rows, features) of sums, (batch, rows) of others; of the smallest also places."""
     plan = spec_of(text, tensors)
     wide, first = arithmetic(tensors, plan.inputs), tensors[0]
     values, ranges = values_of(plan, tensors, numbers), tensors[-2] if plan.ranged else None

@@ -30,6 +30,7 @@ from kernlib.runtime.tensors import (
 if TYPE_CHECKING:
     from kernlib.families.pairwise.formula.descriptor import Formula
 
+FORMULA = "formula"  # the package of formulas, of which not all that follows holds
 _USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32
 _WIDE_RANGE = (torch.float32, torch.float64, torch.bfloat16)  # float16 has no such points
 
@@ -277,7 +278,7 @@ def _run(
         call = partial(_run, *request)
         call.__name__ = f"kernel_{reduction}"  # in the line that is written
         return _heard(debug, call)
-    if _is_formula(descriptor):
+    if getattr(descriptor, "package", "") == FORMULA:  # written out: it is every call's
         options = {"out": out} if reduction == "matmul" else {}
         return _formulas(row_offset, col_offset).reduced(
             reduction, descriptor, a, b, v, _with_map(values, feature_map), **options
@@ -302,7 +303,7 @@ def _run(
 
 def _is_formula(descriptor) -> bool:
     """Whether a descriptor is a :class:`kernlib.Formula`."""
-    return getattr(descriptor, "package", "") == "formula"
+    return getattr(descriptor, "package", "") == FORMULA
 
 
 def _formulas(row_offset: int, col_offset: int) -> ModuleType:
