@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kernlib.descriptors.base import require, shown
-from kernlib.descriptors.expression import RESERVED
+from kernlib.descriptors.expression import RESERVED, Node
+from kernlib.descriptors.score import grammar
+
+if TYPE_CHECKING:
+    from kernlib.descriptors.epilogues import Custom
 
 Axes = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -59,6 +63,12 @@ def of_epilogue(value: object, parameters: tuple[str, ...]) -> Axes:
     reserved = dict.fromkeys(RESERVED, "a word of the language or an argument of calls")
     reserved |= dict.fromkeys(parameters, "a parameter")
     return as_axes(value, ("row", "col"), reserved, {"s": "row", "w": ("row", "col")})
+
+
+def tree_of(epilogue: Custom) -> Node:
+    """The parsed expression of an epilogue that reads tensors, of any kind."""
+    names = (*epilogue.parameters, *(name for name, _ in epilogue.axes))
+    return grammar.parse_epilogue(epilogue.expression, names)
 
 
 def refuse(epilogue: object) -> NoReturn:

@@ -10,6 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import shown
 from kernlib.families.pairwise.checks import check_result
@@ -137,11 +140,20 @@ def _reduced(reduction: str, formula: Formula, call: Call, debug: bool, weighted
     text = headline_of(reduction, formula, call, weighted, ranges is not None)
     tensors = [*call.tensors, *(ranges or ())]
     sizes = [call.batch, call.rows, call.cols, call.features]
-    return operators.OF_REDUCTION[reduction](tensors, call.numbers, text, sizes, debug)
+    name, request = operators.OF_REDUCTION[reduction], (tensors, call.numbers, text, sizes, debug)
+    if _are_functorch_transforms_active() and not is_dynamo_compiling():
+        from kernlib.families.pairwise.formula import transforms
+
+        return transforms.call(name, *request)
+    return operators.BY_NAME[name](*request)
 
 
 def _is_recorded(call: Call) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
+    if not is_dynamo_compiling() and (
+        _are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        return True
+    return torch.is_grad_enabled() and any([t.requires_grad for t in call.tensors])
 
 
 def _chosen(formula: Formula, call: Call, places: torch.Tensor) -> torch.Tensor:

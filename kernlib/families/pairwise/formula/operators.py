@@ -6,7 +6,10 @@ result, and ``formula_least`` the smallest of each row and its place, without a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.families.pairwise.formula import plans
 from kernlib.families.pairwise.formula.slopes import GRAD, RESULT, slopes
@@ -19,6 +22,7 @@ from kernlib.families.pairwise.formula.spec import (
     ROW,
     TOTAL,
 )
+from kernlib.runtime import rehearsal
 from kernlib.runtime.operators import register
 from kernlib.runtime.schema import Schema
 
@@ -30,11 +34,18 @@ def _compute(tensors, numbers, text, sizes, debug):
     return _execute(list(tensors), list(numbers), text, [int(size) for size in sizes])
 
 
+def _is_rehearsed() -> bool:
+    """Whether kernels are looked for, of tensors without memory, for GPUs that need not be here."""
+    return rehearsal.current() is not None and not is_in_torch_dispatch_mode()
+
+
 def _wide(tensors, text) -> torch.dtype:
     return plans.arithmetic(tensors, plans.spec_of(text, tensors).inputs)
 
 
 def _fake(tensors, numbers, text, sizes, debug):
+    if _is_rehearsed():
+        return _compute(tensors, numbers, text, sizes, debug)
     batch, rows, cols, features = sizes
     last = cols if _reduction(text, tensors) == MATRIX else features
     return tensors[0].new_empty((batch, rows, last), dtype=_wide(tensors, text))
@@ -45,18 +56,26 @@ def _reduction(text, tensors) -> str:
 
 
 def _fake_of_rows(tensors, numbers, text, sizes, debug):
+    if _is_rehearsed():
+        return _compute(tensors, numbers, text, sizes, debug)
     return tensors[0].new_empty(tuple(sizes[:2]), dtype=_wide(tensors, text))
 
 
 def _fake_least(tensors, numbers, text, sizes, debug):
+    if _is_rehearsed():
+        return _compute(tensors, numbers, text, sizes, debug)
     shape = tuple(sizes[:2])
     places = tensors[0].new_empty(shape, dtype=torch.int64)
     return tensors[0].new_empty(shape, dtype=_wide(tensors, text)), places
 
 
 def _backward(saved, grad) -> dict:
+    return gradients(saved, grad, lambda name, *request: BY_NAME[name](*request))
+
+
+def gradients(saved, grad, call: Callable) -> dict:
     """The gradient by each tensor, a sum of formulas of the same tensors, of the gradient and of
-    the result."""
+    the result, each by a ``call`` of the operator of a name."""
     plan = plans.spec_of(saved.text, saved.tensors)
     wide = plans.arithmetic(saved.tensors, plan.inputs)
     values = plans.values_of(plan, saved.tensors, saved.numbers)
@@ -71,12 +90,12 @@ def _backward(saved, grad) -> dict:
             continue
         total = torch.zeros(t.shape, dtype=wide, device=t.device)
         for slope in slopes(plan, place, torch.finfo(wide).tiny):
-            total = total + _summand(slope, plan.inputs[place].axes, values, more, saved, t)
+            total = total + _summand(slope, plan.inputs[place].axes, values, more, saved, t, call)
         grads.append(total.to(t.dtype))
     return {"tensors": grads + [None] * (len(saved.tensors) - len(grads))}
 
 
-def _summand(slope, axes, values: list, more: dict, saved, t: torch.Tensor) -> torch.Tensor:
+def _summand(slope, axes, values: list, more: dict, saved, t, call) -> torch.Tensor:
     """A summand of the gradient by ``t``, of its shape."""
     named = [more[i] if i < 0 else values[i] for i in slope.places]
     if slope.turned:
@@ -91,8 +110,8 @@ def _summand(slope, axes, values: list, more: dict, saved, t: torch.Tensor) -> t
     if slope.turned:
         rows, cols, ranges = cols, rows, ranges[::-1]
     sizes = [batch, rows, cols, features]
-    # A spec that reads no tensor besides has the gradient itself.
-    result = formula(tensors + ranges, numbers, slope.spec.canonical(), sizes, saved.debug)
+    text = slope.spec.canonical()
+    result = call("formula", tensors + ranges, numbers, text, sizes, saved.debug)
     if {ROW, COL} <= set(axes):
         return result.sum_to_size(t.shape)
     if ROW not in axes and COL not in axes:
@@ -113,10 +132,15 @@ formula_logsumexp = register(
     backward=_backward,
 )  # fmt: skip
 formula_least = register("formula_least", _SCHEMA, "(Tensor, Tensor)", _compute, _fake_least)
+BY_NAME = {
+    "formula": formula,
+    "formula_logsumexp": formula_logsumexp,
+    "formula_least": formula_least,
+}
 OF_REDUCTION = {
-    MATRIX: formula,
-    TOTAL: formula,
-    LOGSUMEXP: formula_logsumexp,
-    LEAST: formula_least,
-    plans.GREATEST: formula_least,
+    MATRIX: "formula",
+    TOTAL: "formula",
+    LOGSUMEXP: "formula_logsumexp",
+    LEAST: "formula_least",
+    plans.GREATEST: "formula_least",
 }

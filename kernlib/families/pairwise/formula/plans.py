@@ -133,9 +133,10 @@ def _launched(plan: Spec, values: list, ranges, sizes, wide: torch.dtype):
 
     device = next(t.device for t in values if isinstance(t, torch.Tensor))
     values, scalars = _with_scalars(plan, values, device, wide)
+    pairs = zip(values, plan.inputs, strict=True)
     problem = Problem(
         plan,
-        tuple("" if each.on_host else _NAMES[t.dtype] for t, each in zip(values, plan.inputs)),
+        tuple("" if each.on_host else _NAMES[t.dtype] for t, each in pairs),
         _NAMES[wide],
         *sizes,
         tuple(values[plan.features_of(term)[0]].shape[-1] for term in plan.terms),

@@ -53,7 +53,7 @@ def compute(spec: Spec, tensors: Sequence, sizes: Sequence[int], wide: torch.dty
     """The result of a spec: ``sizes`` are batch, rows, columns and features; numbers of the host
     stand among the tensors. ``ranges`` (M, 2) are each row's first and end column. Of the smallest
     of a row also its place."""
-    batch, rows, cols, features = sizes
+    batch, features = sizes[0], sizes[3]
     parts = []
     for at, of in _blocks(spec, sizes, tensors, ranges):
         values = Values(spec, _values(spec, tensors, at, of), wide)
