@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kernlib.descriptors.expression import Name, Node, Operation
 from kernlib.descriptors.score.kinds import INT
 from kernlib.families.pairwise.formula import grammar, operators, plans
-from kernlib.families.pairwise.formula.arguments import Call
 from kernlib.families.pairwise.formula.spec import ROW, Input, Spec
 from kernlib.families.pairwise.reductions import blocks
 
 
-def topk(call: Call, text: str, k: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and places, (batch, rows, k), of the matrix of a spec's ``text``."""
+def topk(
+    tensors: list, numbers: list, text: str, shape: list[int], k: int, largest: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and places, (batch, rows, k), of the matrix of a spec's ``text``. ``shape`` is batch,
+    rows and columns."""
     values, places = [], []
-    for scores in each(call, text):
+    for scores in each(tensors, numbers, text, shape):
         some, at = blocks.first(scores, k, largest)
         values.append(some)
         places.append(at)
     return torch.cat(values, 1), torch.cat(places, 1)
 
 
-def each(call: Call, text: str):
+def each(tensors: list, numbers: list, text: str, shape: list[int]) -> Iterator[torch.Tensor]:
     """Blocks of rows of a matrix, (batch, some rows, columns)."""
-    plan = plans.spec_of(text, call.tensors)
-    wide = plans.arithmetic(call.tensors, plan.inputs)
-    count = max(
-        1, blocks.entries_of(call.tensors[0].device, wide) // max(1, call.batch * call.cols)
-    )
-    if count >= call.rows:
-        sizes = [call.batch, call.rows, call.cols, 1]
-        yield operators.formula(call.tensors, call.numbers, text, sizes, False)
+    plan = plans.spec_of(text, tensors)
+    wide, (batch, total, cols) = plans.arithmetic(tensors, plan.inputs), shape
+    entries = blocks.entries_of(tensors[0].device, wide)
+    count = max(1, entries // max(1, batch * cols))
+    if count >= total:
+        yield operators.formula(tensors, numbers, text, [*shape, 1], False)
         return
-    shifted = _shifted(plan)
+    shifted = _shifted(plan).canonical()
     of = [each for each in plan.inputs if not each.on_host]
-    for start in range(0, call.rows, count):
-        rows = min(count, call.rows - start)
-        tensors = [
+    for start in range(0, total, count):
+        rows = min(count, total - start)
+        parts = [
             t[:, start : start + rows] if ROW in each.axes else t
-            for t, each in zip(call.tensors, of, strict=True)
+            for t, each in zip(tensors, of, strict=True)
         ]
-        first = torch.full((1,), start, dtype=torch.int32, device=tensors[0].device)
-        tensors.append(first)
-        sizes = [call.batch, rows, call.cols, 1]
-        yield operators.formula(tensors, call.numbers, shifted.canonical(), sizes, False)
+        parts.append(torch.full((1,), start, dtype=torch.int32, device=tensors[0].device))
+        yield operators.formula(parts, numbers, shifted, [batch, rows, cols, 1], False)
 
 
 def _shifted(plan: Spec) -> Spec:

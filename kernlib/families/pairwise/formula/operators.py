@@ -27,7 +27,15 @@ from kernlib.runtime.operators import register
 from kernlib.runtime.schema import Schema
 
 _SCHEMA = Schema("Tensor[] tensors", "float[] numbers", "str text", "SymInt[] sizes", "bool debug")
+LARGEST = "largest"
 _execute = torch.compiler.disable(plans.execute)
+
+
+@torch.compiler.disable
+def _topk(*request):
+    from kernlib.families.pairwise.formula import blocks  # other calls need none
+
+    return blocks.topk(*request)
 
 
 def _compute(tensors, numbers, text, sizes, debug):
@@ -123,6 +131,29 @@ def _summand(slope, axes, values: list, more: dict, saved, t, call) -> torch.Ten
     return result.sum_to_size(t.shape)
 
 
+# Of the k smallest: a first line of the text says which, and the last size is k.
+
+
+def nearest_text(text: str, largest: bool) -> str:
+    """The text of the k largest or smallest scores of a matrix's ``text``."""
+    return f"{LARGEST if largest else 'smallest'}\n{text}"
+
+
+def _compute_nearest(tensors, numbers, text, sizes, debug):
+    which, _, text = text.partition("\n")
+    *shape, k = (int(size) for size in sizes)
+    return _topk(list(tensors), list(numbers), text, shape, k, which == LARGEST)
+
+
+def _fake_nearest(tensors, numbers, text, sizes, debug):
+    if _is_rehearsed():
+        return _compute_nearest(tensors, numbers, text, sizes, debug)
+    batch, rows, _, k = sizes
+    wide = _wide(tensors, text.partition("\n")[2])
+    places = tensors[0].new_empty((batch, rows, k), dtype=torch.int64)
+    return tensors[0].new_empty((batch, rows, k), dtype=wide), places
+
+
 _SAVES = ("tensors", "numbers")
 formula = register(
     "formula", _SCHEMA, "Tensor", _compute, _fake, saves=_SAVES, outputs=0, backward=_backward
@@ -132,10 +163,14 @@ formula_logsumexp = register(
     backward=_backward,
 )  # fmt: skip
 formula_least = register("formula_least", _SCHEMA, "(Tensor, Tensor)", _compute, _fake_least)
+formula_nearest = register(
+    "formula_nearest", _SCHEMA, "(Tensor, Tensor)", _compute_nearest, _fake_nearest
+)
 BY_NAME = {
     "formula": formula,
     "formula_logsumexp": formula_logsumexp,
     "formula_least": formula_least,
+    "formula_nearest": formula_nearest,
 }
 OF_REDUCTION = {
     MATRIX: "formula",
