@@ -8,7 +8,6 @@ import torch
 from tests.distributed.test_tensor_parallel import LAYERS, furthest
 
 
-
 def on_gpus(*arguments) -> float:
     torch.set_default_device("cuda")
     try:

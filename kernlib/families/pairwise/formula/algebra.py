@@ -4,11 +4,12 @@ laplace_l1(features=range(8, 12)) + 0.5``."""
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from kernlib.descriptors.base import as_int, real, require, shown, whole
+from kernlib.descriptors.base import as_int, real, require, shown
 from kernlib.descriptors.epilogues import Custom, Epilogue
 from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import stages
@@ -118,11 +119,12 @@ def _part(value: object) -> Formula | float:
             "a part of a formula must be a Pairwise, a Formula or a number, got "
             f"{shown(value)}; a number of the call is kl.Scale() or a parameter of a Formula"
         )
+    require(math.isfinite(number), f"a number of a formula must be finite, got {number}")
     return float(number)
 
 
 def _number(value: float) -> ast.expr:
-    return ast.Constant(whole(value) if value.is_integer() else value)
+    return ast.Constant(int(value) if value.is_integer() and abs(value) < 2**31 else value)
 
 
 def _numbered(formulas: list[Formula], parts: list) -> list:

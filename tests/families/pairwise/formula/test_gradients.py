@@ -23,9 +23,7 @@ REDUCTIONS = {
     "matrix": lambda f, v, values: kl.run_kernel(f, **values),
     "matmul": lambda f, v, values: kl.kernel_matmul(f, v=v, **values),
     "matmul of a vector": lambda f, v, values: kl.kernel_matmul(f, v=v[:, 0], **values),
-    "batched matmul": lambda f, v, values: kl.kernel_matmul(
-        f, v=torch.stack([v, 2 * v]), **values
-    ),
+    "batched matmul": lambda f, v, values: kl.kernel_matmul(f, v=torch.stack([v, 2 * v]), **values),
     "sum": lambda f, v, values: kl.kernel_sum(f, **values),
     "logsumexp": lambda f, v, values: kl.kernel_logsumexp(f, **values),
     "min": lambda f, v, values: kl.kernel_min(f, **values)[0],
