@@ -8,6 +8,7 @@ import torch
 from tests.distributed.test_tensor_parallel import LAYERS, furthest
 
 
+
 def on_gpus(*arguments) -> float:
     torch.set_default_device("cuda")
     try:

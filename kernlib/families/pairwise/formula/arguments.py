@@ -12,7 +12,7 @@ from kernlib.descriptors.score.kinds import KINDS
 from kernlib.families.pairwise.formula.descriptor import Formula, Group
 from kernlib.families.pairwise.formula.spec import AXES, COL, FEATURE, ROW
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, refuse_distributed
 
 _DTYPES = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
@@ -53,6 +53,8 @@ def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axe
             on_host.append(name)
             continue
         check_dense((name,), **{name: value})
+        if type(value) is not torch.Tensor:
+            refuse_distributed(**{name: value})
         if value.dtype not in _DTYPES:
             raise TypeError(f"{name} must be of {', '.join(KINDS)}, got {value.dtype}")
         if value.device != device:
@@ -160,7 +162,7 @@ def _check_features(formula: Formula, group: Group, values: dict) -> None:
 
 def _number(name: str, value: object) -> float:
     number = host_value(name, value, 0)
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:  # Dynamo knows no isfinite of a symbol
         raise ValueError(f"{name} must be finite, got {number}")
     return number
 

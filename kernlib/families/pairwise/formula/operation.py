@@ -94,6 +94,8 @@ def extreme(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest, or largest, score of each row and its column, (M,) both."""
     call = arguments.checked(formula, values)
+    if ranges is None and not call.cols:
+        raise ValueError("the smallest of a row needs at least one column, and there are none")
     name = plans.GREATEST if largest else LEAST
     detached = call._replace(tensors=[t.detach() for t in call.tensors])
     entries, places = _reduced(name, formula, detached, debug, "", ranges)

@@ -67,9 +67,8 @@ def test_transforms_of_torch_func(name):
     several = torch.stack([x, 2 * x, x])
     mapped = torch.func.vmap(lambda x: call(v, x, *rest))(several)
     torch.testing.assert_close(mapped, torch.stack([call(v, z, *rest) for z in several]))
-    mapped = torch.func.vmap(torch.func.grad(total), in_dims=1, out_dims=1)(
-        several.mT.mT.movedim(0, 1)
-    )
+    beside = several.movedim(0, 1)
+    mapped = torch.func.vmap(torch.func.grad(total), in_dims=1, out_dims=1)(beside)
     torch.testing.assert_close(mapped[:, 0], exact)
     batched = torch.func.vmap(lambda c: call(v, several, *rest[:-1], c))(torch.rand(4).double())
     assert batched.shape[:2] == (4, 3)
@@ -79,7 +78,7 @@ def test_transforms_of_torch_func(name):
         tangent = torch.func.jvp(total, (x,), (torch.ones_like(x),))[1]
         torch.testing.assert_close(tangent, exact.sum())
     else:
-        with pytest.raises(RuntimeError, match="forward mode .* use vjp or jacrev"):
+        with pytest.raises(RuntimeError, match=r"forward mode .* use vjp or jacrev"):
             torch.func.jvp(total, (x,), (torch.ones_like(x),))
 
 

@@ -148,7 +148,7 @@ def test_sizes_of_one_and_none(rows, cols, features):
     kl.kernel_sum(formula, **values).sum().backward()
     assert all(t.grad.shape == t.shape for t in values.values())
     if not cols:
-        with pytest.raises(ValueError, match="col|N|k must"):
+        with pytest.raises(ValueError, match="at least one column"):
             kl.kernel_min(formula, **values)
 
 
