@@ -72,6 +72,7 @@ from kernlib.families.pairwise.descriptor import polynomial as polynomial
 from kernlib.families.pairwise.descriptor import power_sum as power_sum
 from kernlib.families.pairwise.descriptor import rational_quadratic as rational_quadratic
 from kernlib.families.pairwise.descriptor import squared_distance as squared_distance
+from kernlib.families.pairwise.formula.descriptor import Formula as Formula
 from kernlib.families.pairwise.functions.agop import agop as agop
 from kernlib.families.pairwise.functions.expadd import cdist_expadd as cdist_expadd
 from kernlib.families.pairwise.functions.expadd import cdist_grad_expadd as cdist_grad_expadd
@@ -102,16 +103,16 @@ __version__: str
 __all__ = [
     "Abs", "Add", "Bias", "BlockSparseAttention", "BlockSparseMatmul", "BlockSparseScaledMatmul",
     "BlockSparseSoftmax", "CaptureError", "Cauchy", "CompileError", "ConvergenceWarning", "Custom",
-    "DistributedError", "ExpPower", "Gate", "Gaussian", "Gelu", "Identity", "KernlibError",
-    "KernlibWarning", "KroneckerProduct", "KroneckerSparse", "KroneckerSparseChain", "Laplace",
-    "LeakyRelu", "Matern", "NotCachedError", "Pairwise", "Polynomial", "Power", "PowerExponential",
-    "PowerLog", "RationalQuadratic", "Relu", "Root", "Scale", "Sigmoid", "Silu", "SparseMatmul",
-    "Sqrt", "Square", "Tanh", "UnsupportedError", "__version__", "agop", "blocksparse", "cauchy",
-    "cdist", "cdist_expadd", "cdist_grad", "cdist_grad_expadd", "checkpoints", "compat",
-    "descriptors", "distributed", "dot_product", "events", "exp_power_sum", "gaussian",
-    "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min", "kernel_sum", "kernel_topk",
-    "kron_matmul", "l1_distance", "l2_distance", "laplace_l1", "laplace_l2", "laplace_pq", "linalg",
-    "matern32", "matern52", "nn", "p_distance", "polynomial", "power_sum", "prepare",
-    "rational_quadratic", "recording", "register_operators", "run_kernel", "settings", "sparse",
-    "squared_distance", "tune",
+    "DistributedError", "ExpPower", "Formula", "Gate", "Gaussian", "Gelu", "Identity",
+    "KernlibError", "KernlibWarning", "KroneckerProduct", "KroneckerSparse", "KroneckerSparseChain",
+    "Laplace", "LeakyRelu", "Matern", "NotCachedError", "Pairwise", "Polynomial", "Power",
+    "PowerExponential", "PowerLog", "RationalQuadratic", "Relu", "Root", "Scale", "Sigmoid", "Silu",
+    "SparseMatmul", "Sqrt", "Square", "Tanh", "UnsupportedError", "__version__", "agop",
+    "blocksparse", "cauchy", "cdist", "cdist_expadd", "cdist_grad", "cdist_grad_expadd",
+    "checkpoints", "compat", "descriptors", "distributed", "dot_product", "events", "exp_power_sum",
+    "gaussian", "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min", "kernel_sum",
+    "kernel_topk", "kron_matmul", "l1_distance", "l2_distance", "laplace_l1", "laplace_l2",
+    "laplace_pq", "linalg", "matern32", "matern52", "nn", "p_distance", "polynomial", "power_sum",
+    "prepare", "rational_quadratic", "recording", "register_operators", "run_kernel", "settings",
+    "sparse", "squared_distance", "tune",
 ]  # fmt: skip

@@ -47,10 +47,11 @@ def compile(
     """Compile kernels of ``descriptors``, one or several, into the cache, for GPUs that need not be
     here: those of ``archs``, targets such as ``"sm_80"``.
 
-    ``specs`` are tensors as for :func:`kernlib.run_kernel`, and ``arguments`` the call's other
-    arguments. The data of the tensors is not read, so ``meta`` tensors will do. With them, what is
-    compiled are the kernels that this call uses on any GPU of each arch, from the smallest to the
-    largest, unless :func:`kernlib.tune` has chosen others there.
+    ``specs`` are tensors as for :func:`kernlib.run_kernel`, () where all have names, as those of a
+    :class:`kernlib.Formula`, and ``arguments`` the call's other arguments. The data of the tensors
+    is not read, so ``meta`` tensors will do. With them, what is compiled are the kernels that this
+    call uses on any GPU of each arch, from the smallest to the largest, unless :func:`kernlib.tune`
+    has chosen others there.
 
     Without ``specs``, every variant of each descriptor is compiled, for inputs of ``dtypes``. For
     kernel matrices this leaves out gradients and reductions. It makes some 36 kernels for a
@@ -338,7 +339,8 @@ def _listed(descriptor: Descriptor, arch: str, operands, dtypes: tuple, argument
     tensors = _several(operands)
     # Compressed matrices and layouts hold tensors.
     are_operands = [isinstance(t, torch.Tensor) or hasattr(t, "tensors") for t in tensors]
-    if not tensors or not all(are_operands):
+    by_name = any([isinstance(t, torch.Tensor) for t in arguments.values()])  # as formulas are
+    if not (tensors or by_name) or not all(are_operands):
         kinds = ", ".join(type(t).__name__ for t in tensors) or "none"
         raise TypeError(f"specs must be the tensors of one call, got {kinds}")
     places = dict.fromkeys(str(t.device) for t in tensors)

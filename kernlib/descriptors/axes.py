@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn
 
 from kernlib.descriptors.base import require, shown
+from kernlib.descriptors.expression import RESERVED, Node
+from kernlib.descriptors.score import grammar
+
+if TYPE_CHECKING:
+    from kernlib.descriptors.epilogues import Custom
 
 Axes = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -49,3 +55,25 @@ def _of(name: str, of: tuple, axes: tuple[str, ...]) -> tuple[str, ...]:
             raise ValueError(f"axes of {name} must be of {axes}, got {shown(axis)}")
     require(len(set(of)) == len(of), f"axes of {name} repeat one: {of}")
     return of
+
+
+def of_epilogue(value: object, parameters: tuple[str, ...]) -> Axes:
+    """The axes of tensors that an epilogue reads beside its ``parameters``. Raises as
+    :func:`as_axes` does."""
+    reserved = dict.fromkeys(RESERVED, "a word of the language or an argument of calls")
+    reserved |= dict.fromkeys(parameters, "a parameter")
+    return as_axes(value, ("row", "col"), reserved, {"s": "row", "w": ("row", "col")})
+
+
+def tree_of(epilogue: Custom) -> Node:
+    """The parsed expression of an epilogue that reads tensors, of any kind."""
+    names = (*epilogue.parameters, *(name for name, _ in epilogue.axes))
+    return grammar.parse_epilogue(epilogue.expression, names)
+
+
+def refuse(epilogue: object) -> NoReturn:
+    """Raises ValueError for an epilogue that reads tensors, where no formula is made of it."""
+    raise ValueError(
+        f"{epilogue!r} reads tensors of rows and columns, which pairs of points have: pass it to "
+        "kl.squared_distance(epilogue=...) or another distance by its name, or write a kl.Formula"
+    )

@@ -8,12 +8,11 @@ those listed in ``vectors`` as tensors that hold one value for each output featu
 
 from __future__ import annotations
 
-import keyword
 import math
 from dataclasses import dataclass, field
 
 from kernlib.descriptors.base import Descriptor, Part, Value, as_number, require, shown, whole
-from kernlib.descriptors.expression import LANGUAGE, RESERVED, names, parse
+from kernlib.descriptors.expression import Node, check_parameters, names, parse
 
 
 class Epilogue(Part):
@@ -256,7 +255,7 @@ class Scale(Epilogue):
     parameter: str = "scale"
 
     def __post_init__(self):
-        _check_parameters((self.parameter,))
+        check_parameters((self.parameter,))
 
     @property
     def expression(self) -> str:
@@ -284,7 +283,7 @@ class Bias(Epilogue):
     parameter: str = "bias"
 
     def __post_init__(self):
-        _check_parameters((self.parameter,))
+        check_parameters((self.parameter,))
 
     @property
     def expression(self) -> str:
@@ -457,13 +456,13 @@ class Custom(Epilogue):
     The language is numbers, ``v``, the parameters, ``pi``, ``e``, ``+ - * / **``, parentheses and
     the functions of :data:`kernlib.descriptors.expression.FUNCTIONS`.
 
-    With ``axes``, for distances and dot products of pairs of points, it reads tensors too:
-    ``Custom("exp(-v / (s * t)) * w", axes={"s": "row", "t": "col", "w": ("row", "col")})`` has an
-    s for each point of a, a t for each of b, and a w for each pair. Then the language is that of
-    :class:`kernlib.Formula`, with conditions and the places ``row`` and ``col``.
+    With ``axes``, for distances and dot products of points alone, it reads tensors: an s for each
+    point of a, a t for each of b and a w for each pair by ``Custom("exp(-v / (s * t)) * w",
+    axes={"s": "row", "t": "col", "w": ("row", "col")})``, in the language of
+    :class:`kernlib.Formula`, and makes one.
 
-    Raises ValueError for anything else, for a parameter that is not used, and for names that are
-    not identifiers, TypeError for what is no text, no tuple of parameters and no dict of axes.
+    Raises ValueError for anything else, for what is not used and for names that are no identifiers,
+    TypeError for what is no text, no tuple of parameters and no dict of axes.
 
     Example:
         >>> kernel = kl.dot_product(epilogue=kl.Custom("min(v, top) ** 2", ("top",)))
@@ -484,43 +483,27 @@ class Custom(Epilogue):
                 f"parameters must be a tuple, such as ({example!r},), got {shown(self.parameters)}"
             )
         object.__setattr__(self, "parameters", tuple(self.parameters))
-        _check_parameters(self.parameters)
+        check_parameters(self.parameters)
         if self.axes:
-            object.__setattr__(self, "axes", _checked_axes(self.axes, self.parameters))
-        read = {*self.parameters, *(name for name, _ in self.axes)}
-        unused = read - names(self.tree())
+            from kernlib.descriptors import axes  # most epilogues need none
+
+            object.__setattr__(self, "axes", axes.of_epilogue(self.axes, self.parameters))
+        unused = {*self.parameters, *(name for name, _ in self.axes)} - names(self.tree())
         if unused:
             raise ValueError(f"expression {shown(self.expression)} does not use {sorted(unused)}")
 
-    def tree(self):
+    def __setstate__(self, state: list) -> None:
+        """Pickles of the time before ``axes`` hold none."""
+        for name, value in zip(("expression", "parameters", "axes"), (*state, ()), strict=False):
+            object.__setattr__(self, name, value)
+
+    def tree(self) -> Node:
         """The parsed expression. Tensors are of any kind in it."""
         if not self.axes:
             return parse(self.expression, self.parameters)
-        from kernlib.descriptors.score import grammar  # most epilogues need none
+        from kernlib.descriptors import axes  # most epilogues need none
 
-        names = (*self.parameters, *(name for name, _ in self.axes))
-        return grammar.parse_epilogue(self.expression, names)
-
-
-def _checked_axes(value: object, parameters: tuple[str, ...]) -> tuple:
-    from kernlib.descriptors.axes import as_axes  # most epilogues need none
-
-    reserved = dict.fromkeys(RESERVED, "a word of the language or an argument of calls")
-    reserved |= dict.fromkeys(parameters, "a parameter")
-    return as_axes(value, ("row", "col"), reserved, {"s": "row", "w": ("row", "col")})
-
-
-def _check_parameters(parameters: tuple[str, ...]) -> None:
-    for name in parameters:
-        valid = isinstance(name, str) and name.isidentifier() and name.isascii()
-        if not valid or name in keyword.kwlist:
-            raise ValueError(
-                f"parameter {shown(name)} is not an ASCII identifier; its value is an argument of "
-                "the call"
-            )
-        by = "the language of expressions" if name in LANGUAGE else "arguments of calls"
-        require(name not in RESERVED, f"parameter name {name!r} is taken by {by}; choose another")
-    require(len(set(parameters)) == len(parameters), f"parameters {parameters} repeat a name")
+        return axes.tree_of(self)
 
 
 def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
@@ -537,11 +520,9 @@ def as_epilogues(value, summands: bool = False) -> tuple[Epilogue, ...]:
                 f"{shown(epilogue)}{advice_on(epilogue)}"
             )
         if getattr(epilogue, "axes", ()):
-            raise ValueError(
-                f"{epilogue!r} reads tensors of rows and columns, which pairs of points have: pass "
-                "it to kl.squared_distance(epilogue=...) or another distance by its name, or write "
-                "a kl.Formula"
-            )
+            from kernlib.descriptors import axes  # most epilogues need none
+
+            axes.refuse(epilogue)
         if epilogue.summands and not summands:
             raise ValueError(
                 f"{epilogue!r} takes a tensor of the result's shape, which of all kernels those of "

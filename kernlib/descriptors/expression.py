@@ -8,12 +8,13 @@ reference (``kernlib.runtime.expressions``).
 from __future__ import annotations
 
 import ast
+import keyword
 import math
 from functools import cache
 from typing import NamedTuple
 
 from kernlib.descriptors import nesting
-from kernlib.descriptors.base import shown
+from kernlib.descriptors.base import require, shown
 
 FUNCTIONS = {
     "abs": 1,
@@ -127,6 +128,20 @@ def names(node: Node) -> frozenset[str]:
         elif isinstance(node, Operation):
             stack += node.operands
     return frozenset(seen)
+
+
+def check_parameters(parameters: tuple[str, ...]) -> None:
+    """Raises ValueError for names that no parameter of an expression may have."""
+    for name in parameters:
+        valid = isinstance(name, str) and name.isidentifier() and name.isascii()
+        if not valid or name in keyword.kwlist:
+            raise ValueError(
+                f"parameter {shown(name)} is not an ASCII identifier; its value is an argument of "
+                "the call"
+            )
+        by = "the language of expressions" if name in LANGUAGE else "arguments of calls"
+        require(name not in RESERVED, f"parameter name {name!r} is taken by {by}; choose another")
+    require(len(set(parameters)) == len(parameters), f"parameters {parameters} repeat a name")
 
 
 def tie_share(operation: Operation) -> float:

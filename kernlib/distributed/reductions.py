@@ -289,6 +289,12 @@ def _key(call: Call, ring: bool | None) -> tuple:
 def _texts(call: Call, communicator: Processes, ring: bool | None) -> dict[str, str]:
     """What all processes must agree on. Raises what a call of no rows raises."""
     task, descriptor, a, b, v, names, more = call
+    if getattr(descriptor, "package", ""):
+        raise TypeError(
+            f"descriptor must be a Pairwise kernel such as gaussian(), got {descriptor.describe()}:"
+            f" a formula's tensors have rows of their own; gather those of its columns, as by "
+            f"torch.distributed.all_gather, and call kernlib.{task} in each process"
+        )
     if ring not in (None, True, False):
         raise TypeError(f"ring must be True, False or None, got {shown(ring)}")
     of_b, of_v = (t.tensor if isinstance(t, Replica) else t for t in (b, v))

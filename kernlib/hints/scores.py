@@ -64,6 +64,8 @@ def unknown_argument(name: str, names: Iterable[str]) -> str:
 
 def unknown_name(what: str, name: str, names: tuple[str, ...]) -> str:
     """Why a name is refused."""
+    if what == "formula":
+        return _unknown_in_formula(name, names)
     if name == VALUE:
         return "is the logit, which a mask does not see; its score may be where(condition, v, -inf)"
     if name in (*ARGUMENTS, "q", "k") and name not in _OTHERS:
@@ -77,6 +79,16 @@ def unknown_name(what: str, name: str, names: tuple[str, ...]) -> str:
             "to the call by its name"
         )
     return f"is not known to a {what}; known are {', '.join(names)}, pi, e and inf{hint}"
+
+
+def _unknown_in_formula(name: str, names: tuple[str, ...]) -> str:
+    meant = {"i": "row", "j": "col"}.get(name, "")
+    hint = f"; write {meant} for its place" if meant else spelling.argument(name, names)
+    hint += "" if hint.endswith("?") else "."
+    return (
+        f"is not known to a formula; known are {', '.join(names)}, pi, e and inf{hint} A tensor is "
+        f"named in axes, as in {{{name!r}: 'row'}}, and passed to the call by its name"
+    )
 
 
 def indexed(name: str, index: str) -> str:
@@ -114,8 +126,10 @@ def wrong_call(name: str, node: ast.Call, calls: dict[str, int]) -> str:
     return f"calls none of {', '.join(sorted(calls))}{hint}"
 
 
-def unknown_part(node: ast.expr, calls: Iterable[str]) -> str:
+def unknown_part(node: ast.expr, calls: Iterable[str], what: str = "score") -> str:
     """Why something else is refused."""
+    if what == "formula":
+        return _no_part_of_formula(node, calls)
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         return indexed(node.value.id, ast.unparse(node.slice))
     if isinstance(node, ast.Subscript):
@@ -124,4 +138,18 @@ def unknown_part(node: ast.expr, calls: Iterable[str]) -> str:
         "is not part of the language; use numbers, v, row, col, head, batch, names of captured "
         "tensors, + - * / ** // %, comparisons, and, or, not, & | ~, parentheses and "
         f"{', '.join(sorted(calls))}"
+    )
+
+
+def _no_part_of_formula(node: ast.expr, calls: Iterable[str]) -> str:
+    if isinstance(node, ast.Subscript):
+        return (
+            "has an index; a tensor is read at the pair's row and column, and some of its features "
+            "are those of a sum, as in sum(x * y, 0, 8)"
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return "is a product of matrices; that of two vectors is sum(x * y)"
+    return (
+        "is not part of the language; use numbers, row, col, names of tensors, sum(term), + - * / "
+        f"** // %, comparisons, and, or, not, & | ~, parentheses and {', '.join(sorted(calls))}"
     )

@@ -231,7 +231,7 @@ class Reader:
     def _refuse_unknown(self, node: ast.expr) -> NoReturn:
         from kernlib.hints import scores  # only errors need it
 
-        self.refuse(node, scores.unknown_part(node, CALLS))
+        self.refuse(node, scores.unknown_part(node, CALLS, self.what))
 
 
 def _negative(term: Term) -> Term:

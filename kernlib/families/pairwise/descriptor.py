@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from kernlib.descriptors.base import (
@@ -29,11 +28,10 @@ from kernlib.descriptors.epilogues import (
     refuse_vectors,
 )
 from kernlib.families.pairwise import stages as norms
-from kernlib.families.pairwise.combined import Combined
+from kernlib.families.pairwise.combined import Combined, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import TypeVar
+    from collections.abc import Iterable
 
     from typing_extensions import TypedDict, Unpack
 
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
         """What those without an epilogue of their own pass on as well."""
 
         epilogue: Epilogue | tuple[Epilogue, ...]
-
-    _Function = TypeVar("_Function", bound=Callable[..., "Pairwise"])
 
 
 OPERATORS = ("difference", "dot")
@@ -74,6 +70,10 @@ class Pairwise(Combined, Descriptor):
     for squared differences and dot products of float32. None follows what torch's
     settings permit to its own products at the time of the call. ``direct`` takes differences
     of coordinates even where tensor cores would do, which is exact near duplicates and slower.
+
+    Functions such as :func:`kernlib.gaussian` take ``features=range(8)`` too, or other places of
+    features: of these alone, as a :class:`kernlib.Formula`, whose sums and products with others are
+    formulas again.
 
     ``categories`` is the number of categorical features, each of which adds an entry of a table to
     the sum: ``epilogue(outer(sum_k ... + sum_c tables[c][a_codes[m,c], b_codes[n,c]]))``.
@@ -276,78 +276,7 @@ def _checked_categories(value: object, symmetric: bool) -> int:
     return count
 
 
-def _named(*more: str) -> Callable[[_Function], _Function]:
-    """A decorator of functions that make a descriptor: equal calls get the same one, which takes
-    0.2 us where a new one takes 29. It says what their ``**fields`` are, to ``help`` and to who
-    gives them something else, such as an argument of the call."""
-    names = (*more, "precision", "symmetric", "direct", "categories", "features")
-
-    def decorate(function: _Function) -> _Function:
-        positional = function.__code__.co_varnames[: function.__code__.co_argcount]
-        listed = (*positional, *names)
-        # Other stages may be given where the function leaves them open.
-        accepted = {*listed, "operator", "inner", "outer"}
-
-        def new(*values, **fields):
-            if len(values) > len(positional) or not accepted.issuperset(fields):
-                _refuse(function, values[len(positional) :], fields, listed, accepted)
-            if "features" in fields or _reads_tensors(fields.get("epilogue")):
-                from kernlib.families.pairwise.formula import algebra  # most are no formulas
-
-                return algebra.of_call(function, values, fields)
-            return function(*values, **fields)
-
-        cached = functools.lru_cache(maxsize=64, typed=True)(new)  # 1 is not True
-
-        @functools.wraps(function)
-        def make(*values, **fields):
-            try:
-                return cached(*values, **fields)
-            except TypeError:  # unhashable: the cache's message says less
-                pass
-            return new(*values, **fields)
-
-        # What Dynamo traces instead: of a cache it warns. To ask whether it traces takes torch,
-        # which this module does not load.
-        make._torchdynamo_inline = new
-        defaults = zip(positional, function.__defaults__ or (), strict=True)
-        annotated = ((name, default, function.__annotations__[name]) for name, default in defaults)
-        make.__signature__ = _signature(names, *annotated)
-        return make
-
-    return decorate
-
-
-def _reads_tensors(epilogue: object) -> bool:
-    """Whether one of some epilogues reads tensors of rows and columns."""
-    several = epilogue if isinstance(epilogue, (tuple, list)) else (epilogue,)
-    return True in [bool(getattr(each, "axes", ())) for each in several]
-
-
-@functools.cache  # each takes 30 us of a first call
-def _signature(names: tuple[str, ...], *own: tuple[str, object, str]) -> inspect.Signature:
-    """A signature with some fields by keyword, behind a function's own parameters."""
-    kinds = inspect.Parameter
-    by_name = {field.name: (field.default, field.type) for field in fields(Pairwise)}
-    by_name["features"] = (None, "Iterable[int] | slice | None")
-    parameters = [
-        kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
-        for name, default, annotation in own
-    ]
-    parameters += [
-        kinds(x, kinds.KEYWORD_ONLY, default=by_name[x][0], annotation=by_name[x][1]) for x in names
-    ]
-    return inspect.Signature(parameters, return_annotation="Pairwise")
-
-
-def _refuse(function: Callable, values: tuple, given: dict, listed, taken) -> None:
-    """Raises TypeError for values without a place, or for the first keyword that is not taken."""
-    from kernlib.hints.descriptors import refuse_fields, refuse_positional  # only errors need it
-
-    if values:
-        refuse_positional(function.__name__, shown(values[0]), function)
-    wrong = {name: value for name, value in given.items() if name not in taken}
-    refuse_fields(function.__name__, wrong, listed, function)
+_named = functools.partial(named, Pairwise)
 
 
 # What each computes, of points a (M, K) and b (N, K); how a call looks; what its arguments may be.
@@ -358,8 +287,8 @@ def l1_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sum_k |b[n, k] - a[m, k]|``, the L1 distance.
 
     ``kernlib.run_kernel(kernlib.l1_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
-    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further
-    arguments of the call and what either raises: see :class:`Pairwise`.
+    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``, ``features``),
+    further arguments of the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.l1_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
@@ -373,8 +302,8 @@ def l2_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sqrt(sum_k (b[n, k] - a[m, k])^2)``, the Euclidean distance.
 
     ``kernlib.run_kernel(kernlib.l2_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
-    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further
-    arguments of the call and what either raises: see :class:`Pairwise`.
+    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``, ``features``),
+    further arguments of the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.l2_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
@@ -388,8 +317,8 @@ def squared_distance(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sum_k (b[n, k] - a[m, k])^2``, the squared Euclidean distance.
 
     ``kernlib.run_kernel(kernlib.squared_distance(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give
-    (M, N). Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further
-    arguments of the call and what either raises: see :class:`Pairwise`.
+    (M, N). Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``,
+    ``features``), further arguments of the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.squared_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
@@ -404,8 +333,8 @@ def p_distance(**fields: Unpack[_Stages]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.p_distance(), a, b, p=1.5)``: ``a`` (M, K) and ``b`` (N, K) give
     (M, N). ``p``, 0 or greater, counts differing features for 0 and takes the largest difference
-    for inf. Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``),
-    further arguments of the call and what either raises: see :class:`Pairwise`.
+    for inf. Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``,
+    ``features``), further arguments of the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.p_distance(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), p=3.0)
@@ -420,7 +349,8 @@ def power_sum(**fields: Unpack[_Stages]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.power_sum(), a, b, p=1.5)``: ``a`` (M, K) and ``b`` (N, K) give
     (M, N). ``p`` is 0 or greater. Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``,
-    ``categories``), further arguments of the call and what either raises: see :class:`Pairwise`.
+    ``categories``, ``features``), further arguments of the call and what either raises: see
+    :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.power_sum(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), p=3.0)
@@ -435,8 +365,8 @@ def exp_power_sum(**fields: Unpack[_Stages]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.exp_power_sum(), a, b, p=2.0, inner_scale=-0.5)``: ``a`` (M, K) and
     ``b`` (N, K) give (M, N). ``p`` is 0 or greater and finite, ``inner_scale`` any number. Fields
-    (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further arguments of
-    the call and what either raises: see :class:`Pairwise`.
+    (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``, ``features``), further
+    arguments of the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> a, b = torch.zeros(1, 2), torch.ones(1, 2)
@@ -451,8 +381,8 @@ def dot_product(**fields: Unpack[_Stages]) -> Pairwise:
     """``out[m, n] = sum_k b[n, k] * a[m, k]``, the dot product.
 
     ``kernlib.run_kernel(kernlib.dot_product(), a, b)``: ``a`` (M, K) and ``b`` (N, K) give (M, N).
-    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``), further
-    arguments of the call and what either raises: see :class:`Pairwise`.
+    Fields (``epilogue``, ``precision``, ``symmetric``, ``direct``, ``categories``, ``features``),
+    further arguments of the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.dot_product(), torch.ones(1, 2), torch.tensor([[3.0, 4.0]]))
@@ -467,8 +397,8 @@ def laplace_l1(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.laplace_l1(), a, b, bandwidth=10.0)``: ``a`` (M, K) and ``b``
     (N, K) give (M, N). ``bandwidth`` is greater than 0, in the units of the distance. Fields
-    (``precision``, ``symmetric``, ``direct``, ``categories``), further arguments of the call and
-    what either raises: see :class:`Pairwise`.
+    (``precision``, ``symmetric``, ``direct``, ``categories``, ``features``), further arguments of
+    the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.laplace_l1(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=2.0)
@@ -483,8 +413,8 @@ def laplace_l2(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.laplace_l2(), a, b, bandwidth=10.0)``: ``a`` (M, K) and ``b``
     (N, K) give (M, N). ``bandwidth`` is greater than 0, in the units of the distance. Fields
-    (``precision``, ``symmetric``, ``direct``, ``categories``), further arguments of the call and
-    what either raises: see :class:`Pairwise`.
+    (``precision``, ``symmetric``, ``direct``, ``categories``, ``features``), further arguments of
+    the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.laplace_l2(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=1.0)
@@ -500,7 +430,8 @@ def laplace_pq(**fields: Unpack[_Options]) -> Pairwise:
     ``kernlib.run_kernel(kernlib.laplace_pq(), a, b, p=1.5, bandwidth=10.0, q=1.0)``: ``a`` (M, K)
     and ``b`` (N, K) give (M, N). ``p`` is 0 or greater; ``bandwidth``, in the units of the
     distance, and ``q`` are greater than 0. Fields (``precision``, ``symmetric``, ``direct``,
-    ``categories``), further arguments of the call and what either raises: see :class:`Pairwise`.
+    ``categories``, ``features``), further arguments of the call and what either raises: see
+    :class:`Pairwise`.
 
     Example:
         >>> a, b = torch.zeros(1, 2), torch.ones(1, 2)
@@ -516,8 +447,8 @@ def gaussian(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.gaussian(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
     give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields (``precision``,
-    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
-    raises: see :class:`Pairwise`.
+    ``symmetric``, ``direct``, ``categories``, ``features``), further arguments of the call and what
+    either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.gaussian(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=1.0)
@@ -533,8 +464,8 @@ def matern32(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.matern32(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
     give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields (``precision``,
-    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
-    raises: see :class:`Pairwise`.
+    ``symmetric``, ``direct``, ``categories``, ``features``), further arguments of the call and what
+    either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.matern32(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=1.0)
@@ -550,8 +481,8 @@ def matern52(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.matern52(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
     give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields (``precision``,
-    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
-    raises: see :class:`Pairwise`.
+    ``symmetric``, ``direct``, ``categories``, ``features``), further arguments of the call and what
+    either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.matern52(), torch.zeros(1, 2), torch.ones(1, 2), bandwidth=1.0)
@@ -566,8 +497,8 @@ def rational_quadratic(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.rational_quadratic(), a, b, bandwidth=8.0, alpha=1.0)``: ``a``
     (M, K) and ``b`` (N, K) give (M, N). ``bandwidth``, in the units of the points, and ``alpha``
-    are greater than 0. Fields (``precision``, ``symmetric``, ``direct``, ``categories``), further
-    arguments of the call and what either raises: see :class:`Pairwise`.
+    are greater than 0. Fields (``precision``, ``symmetric``, ``direct``, ``categories``,
+    ``features``), further arguments of the call and what either raises: see :class:`Pairwise`.
 
     Example:
         >>> a, b = torch.zeros(1, 2), torch.ones(1, 2)
@@ -583,8 +514,8 @@ def cauchy(**fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.cauchy(), a, b, bandwidth=8.0)``: ``a`` (M, K) and ``b`` (N, K)
     give (M, N). ``bandwidth`` is greater than 0, in the units of the points. Fields (``precision``,
-    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
-    raises: see :class:`Pairwise`.
+    ``symmetric``, ``direct``, ``categories``, ``features``), further arguments of the call and what
+    either raises: see :class:`Pairwise`.
 
     Example:
         >>> kl.run_kernel(kl.cauchy(), torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), bandwidth=5.0)
@@ -599,8 +530,8 @@ def polynomial(degree: int = 3, **fields: Unpack[_Options]) -> Pairwise:
 
     ``kernlib.run_kernel(kernlib.polynomial(), a, b, gamma=0.1, offset=1.0)``: ``a`` (M, K) and
     ``b`` (N, K) give (M, N). ``gamma`` and ``offset`` are any numbers. Fields (``precision``,
-    ``symmetric``, ``direct``, ``categories``), further arguments of the call and what either
-    raises: see :class:`Pairwise`.
+    ``symmetric``, ``direct``, ``categories``, ``features``), further arguments of the call and what
+    either raises: see :class:`Pairwise`.
 
     Example:
         >>> a, b = torch.ones(1, 2), torch.ones(1, 2)

@@ -4,11 +4,12 @@ laplace_l1(features=range(8, 12)) + 0.5``."""
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from kernlib.descriptors.base import as_int, real, require, shown, whole
+from kernlib.descriptors.base import as_int, real, require, shown
 from kernlib.descriptors.epilogues import Custom, Epilogue
 from kernlib.descriptors.expression import VALUE
 from kernlib.families.pairwise import stages
@@ -128,24 +129,25 @@ def _part(value: object) -> Formula | float:
             "a part of a formula must be a Pairwise, a Formula or a number, got "
             f"{shown(value)}; a number of the call is kl.Scale() or a parameter of a Formula"
         )
+    require(math.isfinite(number), f"a number of a formula must be finite, got {number}")
     return float(number)
 
 
 def _number(value: float) -> ast.expr:
-    return ast.Constant(whole(value) if value.is_integer() else value)
+    return ast.Constant(int(value) if value.is_integer() and abs(value) < 2**31 else value)
 
 
 def _numbered(formulas: list[Formula], parts: list) -> list:
     """The parts, numbers of the same name numbered."""
     numbers = [[name for name, axes in part.axes if not axes] for part in formulas]
-    bases = [{_base(name) for name in names} for names in numbers]
+    bases = [{_unnumbered(name) for name in names} for names in numbers]
     shared = set.intersection(*bases) if len(bases) == 2 else set()
     counts = dict.fromkeys(shared, 0)
     renamed = iter([_renamed(p, n, counts) for p, n in zip(formulas, numbers, strict=True)])
     return [next(renamed) if isinstance(part, Formula) else part for part in parts]
 
 
-def _base(name: str) -> str:
+def _unnumbered(name: str) -> str:
     match = _NUMBERED.fullmatch(name)
     return match[1] if match else name
 
@@ -153,7 +155,7 @@ def _base(name: str) -> str:
 def _renamed(formula: Formula, numbers: list[str], counts: dict[str, int]) -> Formula:
     table = {}
     for name in numbers:
-        base = _base(name)
+        base = _unnumbered(name)
         if base in counts:
             counts[base] += 1
             table[name] = f"{base}_{counts[base]}"

@@ -14,7 +14,7 @@ from kernlib.families.pairwise.formula.descriptor import Bounds, Formula, Group
 from kernlib.families.pairwise.formula.spec import AXES, COL, FEATURE, ROW
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.schema import placed
-from kernlib.runtime.tensors import check_dense
+from kernlib.runtime.tensors import check_dense, refuse_distributed
 
 _DTYPES = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
@@ -110,24 +110,30 @@ def _new_recipe(formula: Formula, values: dict, v: torch.Tensor | None, v_axes) 
         named.append(("v", v_axes, None, v))
     device = _device(named)
     sizes: dict[str, tuple[int, str]] = {}
-    views, floats, is_batched = [], [], False
+    views, floats, is_batched, alone = [], [], False, ""
     for name, axes, bounds, value in named:
         if not axes and not isinstance(value, torch.Tensor):
             _number(name, value)
             views.append(_View(name))
             continue
         check_dense((name,), **{name: value})
+        if type(value) is not torch.Tensor:
+            refuse_distributed(**{name: value})
         if value.dtype not in _DTYPES:
             raise TypeError(f"{name} must be of {', '.join(KINDS)}, got {value.dtype}")
         if value.device != device and (axes or value.device.type != "cpu"):
             raise ValueError(f"{name} is on {value.device}, others on {device}: move it there")
         view = _view(name, axes, bounds, value)
-        is_batched = is_batched or view.rank < 0
+        is_batched = is_batched or (view.rank < 0 and bool(axes))
+        alone = name if view.rank < 0 and not axes else alone
         if axes and value.is_floating_point():
             floats.append(value.dtype)
         for axis, size in zip(("batch", *AXES), _sizes(view.of(value), axes), strict=True):
             _meet(sizes, axis, size, name)
         views.append(view)
+    if alone and not is_batched:
+        _check_alone(alone, sizes["batch"][0], sizes[ROW][0], sizes[COL][0])
+        is_batched = True
     features = v.shape[-1] if v is not None and FEATURE in v_axes else 1
     call = Call(
         [], [], [view.name for view in views if view.rank is None],
@@ -159,7 +165,7 @@ def _device(named: list) -> torch.device:
 def _view(name: str, axes: tuple[str, ...], bounds: Bounds, t: torch.Tensor) -> _View:
     """How a tensor gets a batch in front and its axes in the order of AXES."""
     if t.dim() not in (len(axes), len(axes) + 1):
-        shape = f"({', '.join(axes)})" if axes else "()"
+        shape = f"({', '.join(axes)}{',' * (len(axes) == 1)})"
         raise ValueError(f"{name} must have shape {shape}, or a batch of it, got {tuple(t.shape)}")
     order = sorted(axes, key=AXES.index)
     places = (0, *(1 + axes.index(axis) for axis in order)) if order != list(axes) else ()
@@ -181,9 +187,20 @@ def _meet(sizes: dict, axis: str, size: int | None, name: str) -> None:
     if axis == "batch" and 1 in (before, size):
         before, of = (before, of) if size == 1 else (size, name)
     elif before != size:
-        what = {"batch": "a batch of", ROW: "the rows", COL: "the columns"}[axis]
-        raise ValueError(f"{name} has {size} for {what}, and {of} has {before}: they must be equal")
+        what = {"batch": "batch", ROW: "rows", COL: "columns"}[axis]
+        raise ValueError(f"{name} has {what} {size}, and {of} has {before}: they must be equal")
     sizes[axis] = (before, of)
+
+
+def _check_alone(name: str, batch: int, rows: int, cols: int) -> None:
+    """Raises ValueError where nothing but numbers has a batch, of as many as there are rows or
+    columns: then they may be meant for these."""
+    for axis, size in ((ROW, rows), (COL, cols)):
+        if batch == size > 1:
+            raise ValueError(
+                f"{name} must have shape (), got ({batch},), as many as {axis}s: for a number of "
+                f"each its axes are {axis!r}; for a batch of formulas give another tensor a batch"
+            )
 
 
 def _check_features(formula: Formula, group: Group, values: dict) -> None:
@@ -205,7 +222,7 @@ def _check_features(formula: Formula, group: Group, values: dict) -> None:
 
 def _number(name: str, value: object) -> float:
     number = host_value(name, value, 0)
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:  # Dynamo knows no isfinite of a symbol
         raise ValueError(f"{name} must be finite, got {number}")
     return number
 

@@ -4,27 +4,43 @@ of each row, and the pairs below a threshold."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from kernlib.descriptors.expression import Name, Node, Operation
 from kernlib.descriptors.score.kinds import INT
 from kernlib.families.pairwise.formula import grammar, operators, plans
-from kernlib.families.pairwise.formula.arguments import Call
 from kernlib.families.pairwise.formula.spec import COL, ROW, Input, Spec
 from kernlib.families.pairwise.reductions import blocks
 
 NOWHERE = -1  # the column of an entry that is not there
 
 
+class Matrix(NamedTuple):
+    """A matrix of scores that is not there: tensors and numbers of a request, the text of its spec,
+    batch, rows and columns; and the columns of each row (P, rows, 2), None for all."""
+
+    tensors: list[torch.Tensor]
+    numbers: list[float]
+    text: str
+    batch: int
+    rows: int
+    cols: int
+    ranges: torch.Tensor | None = None
+
+
 def topk(
-    call: Call, text: str, k: int, largest: bool, ranges: torch.Tensor | None = None
+    tensors: list, numbers: list, text: str, shape: list[int], k: int, largest: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and places, (batch, rows, k), of the matrix of a spec's ``text``; of the columns in
-    ``ranges`` (P, rows, 2)."""
+    """Values and places, (batch, rows, k), of the matrix of a spec's ``text``. ``shape`` is batch,
+    rows and columns."""
+    is_ranged = plans.spec_of(text, tensors).ranged
+    ranges = tensors[-2] if is_ranged else None
+    tensors = tensors[:-2] if is_ranged else tensors
     values, places = [], []
     beyond = float("-inf" if largest else "inf")
-    for rows, first, scores in each(call, text, ranges):
+    for rows, first, scores in each(Matrix(tensors, numbers, text, *shape, ranges)):
         there = None if ranges is None else contained(ranges[:, rows], first, scores.shape[-1])
         if there is not None:
             scores = torch.where(there, scores, beyond)
@@ -41,12 +57,10 @@ def topk(
     return torch.cat(values, 1), torch.cat(places, 1)
 
 
-def below(
-    call: Call, text: str, limit: torch.Tensor, ranges: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def below(matrix: Matrix, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, columns and scores of the pairs whose score is at most ``limit``, row by row."""
-    parts = []
-    for rows, first, scores in each(call, text, ranges):
+    parts, ranges = [], matrix.ranges
+    for rows, first, scores in each(matrix):
         hit = scores[0] <= limit
         if ranges is not None:
             hit &= contained(ranges[:, rows], first, scores.shape[-1])
@@ -65,37 +79,33 @@ def contained(ranges: torch.Tensor, first: int, count: int) -> torch.Tensor:
     return ((ranges[..., :1] <= cols) & (cols < ranges[..., 1:])).any(0)
 
 
-def each(
-    call: Call, text: str, ranges: torch.Tensor | None = None
-) -> Iterator[tuple[slice, int, torch.Tensor]]:
+def each(matrix: Matrix) -> Iterator[tuple[slice, int, torch.Tensor]]:
     """Blocks of rows of a matrix: which rows, their first column, and the scores (batch, some rows,
     columns). Of ragged batches the columns that some row of a block has."""
-    plan = plans.spec_of(text, call.tensors)
-    wide = plans.arithmetic(call.tensors, plan.inputs)
+    plan = plans.spec_of(matrix.text, matrix.tensors)
+    wide, device = plans.arithmetic(matrix.tensors, plan.inputs), matrix.tensors[0].device
     of = [each for each in plan.inputs if not each.on_host]
     shifted = _shifted(plan).canonical()
-    for rows, cols in _parts(call, wide, ranges):
-        tensors = [_part(t, x.axes, rows, cols) for t, x in zip(call.tensors, of, strict=True)]
+    for rows, cols in _parts(matrix, blocks.entries_of(device, wide)):
+        tensors = [_part(t, x.axes, rows, cols) for t, x in zip(matrix.tensors, of, strict=True)]
         for start in (rows.start, cols.start):
-            device = call.tensors[0].device
             tensors.append(torch.full((1,), start, dtype=torch.int32, device=device))
-        sizes = [call.batch, rows.stop - rows.start, cols.stop - cols.start, 1]
-        yield rows, cols.start, operators.formula(tensors, call.numbers, shifted, sizes, False)
+        sizes = [matrix.batch, rows.stop - rows.start, cols.stop - cols.start, 1]
+        yield rows, cols.start, operators.formula(tensors, matrix.numbers, shifted, sizes, False)
 
 
-def _parts(
-    call: Call, wide: torch.dtype, ranges: torch.Tensor | None
-) -> Iterator[tuple[slice, slice]]:
-    entries = blocks.entries_of(call.tensors[0].device, wide) // max(1, call.batch)
+def _parts(matrix: Matrix, entries: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of blocks of at most so many entries, or of one row."""
+    entries, ranges = entries // max(1, matrix.batch), matrix.ranges
     bounds = None
     if ranges is not None:  # one copy to the host for all blocks
-        first = torch.where(ranges[..., 0] < ranges[..., 1], ranges[..., 0], call.cols).amin(0)
+        first = torch.where(ranges[..., 0] < ranges[..., 1], ranges[..., 0], matrix.cols).amin(0)
         bounds = torch.stack([first, ranges[..., 1].amax(0)], -1).cpu()
     start = 0
-    while start < call.rows:
-        cols = slice(0, call.cols)
+    while start < matrix.rows:
+        cols = slice(0, matrix.cols)
         if bounds is None:
-            stop = min(call.rows, start + max(1, entries // max(1, call.cols)))
+            stop = min(matrix.rows, start + max(1, entries // max(1, matrix.cols)))
         else:
             stop = _end(bounds, start, entries)
             least, most = int(bounds[start:stop, 0].min()), int(bounds[start:stop, 1].max())
@@ -132,5 +142,5 @@ def _shifted(plan: Spec) -> Spec:
 
     inputs = (*plan.inputs, Input((), INT), Input((), INT))
     return plan._replace(
-        score=moved(plan.score), terms=tuple(map(moved, plan.terms)), inputs=inputs
+        score=moved(plan.score), terms=tuple(map(moved, plan.terms)), inputs=inputs, ranged=False
     )

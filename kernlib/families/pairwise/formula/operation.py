@@ -6,12 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from kernlib.descriptors.base import shown
+from kernlib.families.pairwise.checks import check_result
 from kernlib.families.pairwise.formula import arguments, plans
 from kernlib.families.pairwise.formula.arguments import Call
 from kernlib.families.pairwise.formula.descriptor import Formula
@@ -29,7 +33,7 @@ from kernlib.families.pairwise.formula.spec import (
 from kernlib.run import run_kernel
 from kernlib.runtime import rehearsal
 from kernlib.runtime.numbers import host_value
-from kernlib.runtime.tensors import check_out_shape, refuse_any_overlap
+from kernlib.runtime.tensors import check_dense, check_memory, refuse_any_overlap
 
 MOST_COUNTED = 1 << 24  # columns whose number float32 holds
 
@@ -55,8 +59,10 @@ def mapped(formula: Formula, a, b, values: dict) -> dict:
     them changes first. Raises TypeError for points by place that the formula has not."""
     values = dict(values)
     feature_map, lengthscale = (values.pop(x, None) for x in ("feature_map", "lengthscale"))
-    points = [t for t in (a, b) if t is not None]
-    values |= with_points(formula, tuple(points))
+    for name, t in (("a", a), ("b", b)):
+        if t is not None and name not in formula.names:
+            with_points(formula, (a, b))
+        values |= {} if t is None else {name: t}
     if feature_map is None and lengthscale is None:
         return values
     if not formula.operands or not {"a", "b"} <= values.keys():
@@ -71,12 +77,10 @@ def mapped(formula: Formula, a, b, values: dict) -> dict:
     return values
 
 
-def run(formula: Formula, *points, out=None, debug: bool = False, **values) -> torch.Tensor:
+def run(formula: Formula, /, *points, out=None, debug: bool = False, **values) -> torch.Tensor:
     """The scores of all pairs, (M, N), or (L, M, N) where a tensor has a batch of L. ``points`` are
     a and b."""
-    if len(points) > 2:
-        with_points(formula, points)
-    values = mapped(formula, *(*points, None, None)[:2], values)
+    values = mapped(formula, None, None, with_points(formula, points) | values)
     call = arguments.checked(formula, values)
     if (plain := plain_of(formula.text, values)) is not None:
         return run_kernel(plain.descriptor, plain.a, plain.b, out=out, debug=debug, **plain.values)
@@ -139,7 +143,9 @@ def neighbors(
     call = _detached(recorded)
     limit = _threshold(formula, call, threshold)
     ranges = None if pairs is None else _ranges(call, pairs)[0]
-    rows, cols, scores = blocks.below(call, headline_of(MATRIX, formula, call), limit, ranges)
+    text, shape = headline_of(MATRIX, formula, call), (call.batch, call.rows, call.cols)
+    matrix = blocks.Matrix(call.tensors, call.numbers, text, *shape, ranges)
+    rows, cols, scores = blocks.below(matrix, limit)
     counts = torch.zeros(call.rows + 1, dtype=torch.int64, device=rows.device)
     splits = counts.index_add_(0, rows + 1, torch.ones_like(rows)).cumsum(0)
     if _is_recorded(recorded):
@@ -152,6 +158,8 @@ def extreme(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest, or largest, score of each row and its column, (M,) both."""
     call = arguments.checked(formula, values)
+    if pairs is None and not call.cols:
+        raise ValueError("the smallest of a row needs at least one column, and there are none")
     name = plans.GREATEST if largest else LEAST
     detached = _detached(call)
     entries, places = _reduced(name, formula, detached, debug, "", pairs)
@@ -162,19 +170,26 @@ def extreme(
 
 
 def topk(
-    formula: Formula, values: dict, k: int, largest: bool = False, pairs: Pairs | None = None
+    formula: Formula,
+    values: dict,
+    k: int,
+    largest: bool = False,
+    pairs: Pairs | None = None,
+    debug: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k smallest, or largest, scores of each row in order and their columns, (M, k) both. A row
     that has less than k pairs has infinite ones behind them, of column -1."""
-    from kernlib.families.pairwise.formula import blocks  # other calls need none
+    from kernlib.families.pairwise.formula import operators  # 10 ms, as torch.library is
 
     call = arguments.checked(formula, values)
     if not 1 <= k <= call.cols:
         raise ValueError(f"k must be from 1 to the {call.cols} columns, got {k}")
-    detached = _detached(call)
-    text = headline_of(MATRIX, formula, call)
-    ranges = None if pairs is None else _ranges(call, pairs)[0]
-    entries, places = blocks.topk(detached, text, k, largest, ranges)
+    tensors = [t.detach() for t in call.tensors]
+    tensors += () if pairs is None else _ranges(call, pairs)
+    text = headline_of(MATRIX, formula, call, "", pairs is not None)
+    text = operators.nearest_text(text, largest)
+    sizes = [call.batch, call.rows, call.cols, k]
+    entries, places = _called("formula_nearest", tensors, call.numbers, text, sizes, debug)
     if _is_recorded(call):
         entries = _recorded_entries(formula, call, entries, places)
     return _written(entries, call), places if call.is_batched else places[0]
@@ -208,7 +223,18 @@ def _reduced(
         return plans.execute(tensors, call.numbers, text, sizes)
     from kernlib.families.pairwise.formula import operators  # 10 ms, as torch.library is
 
-    return operators.OF_REDUCTION[reduction](tensors, call.numbers, text, sizes, debug)
+    return _called(operators.OF_REDUCTION[reduction], tensors, call.numbers, text, sizes, debug)
+
+
+def _called(name: str, *request):
+    """The result of an operator, inside of transforms of torch.func too."""
+    if _are_functorch_transforms_active() and not is_dynamo_compiling():
+        from kernlib.families.pairwise.formula import transforms
+
+        return transforms.call(name, *request)
+    from kernlib.families.pairwise.formula import operators
+
+    return operators.BY_NAME[name](*request)
 
 
 def _ranges(call: Call, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,7 +271,11 @@ def _threshold(formula: Formula, call: Call, threshold: float) -> torch.Tensor:
 
 
 def _is_recorded(call: Call) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
+    if not is_dynamo_compiling() and (
+        _are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        return True
+    return torch.is_grad_enabled() and any([t.requires_grad for t in call.tensors])
 
 
 def _recorded_entries(formula: Formula, call: Call, entries, places: torch.Tensor):
@@ -281,7 +311,9 @@ def _written(result: torch.Tensor, call: Call, out=None, inputs: dict | None = N
         return result
     if torch.is_grad_enabled() and result.requires_grad:
         raise RuntimeError("out takes no gradient: leave it out, or call under torch.no_grad()")
-    check_out_shape(out, tuple(result.shape))
+    check_dense(("out",), out=out)
+    check_result(out, tuple(result.shape), result)
+    check_memory(out)
     tensors = {k: t for k, t in (inputs or {}).items() if isinstance(t, torch.Tensor)}
     refuse_any_overlap(out, **tensors)
     return out.copy_(result)
@@ -295,9 +327,9 @@ RUNS = {Formula: run}
 
 def call_of(formula: Formula, tensors: tuple, values: dict) -> Callable:
     """The call that is meant, which a ``reduction`` among the arguments names."""
-    from kernlib.families.pairwise.operation import reductions
-
-    values, functions = dict(values), reductions()
+    # By its name, as that module loads this one.
+    functions = import_module("kernlib.families.pairwise.operation").reductions()
+    values = dict(values)
     if "reduction" not in values:
         return partial(run, formula, *tensors, **values)
     name = values.pop("reduction")

@@ -6,7 +6,10 @@ result, and ``formula_least`` the smallest of each row and its place, without a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.families.pairwise.formula import plans
 from kernlib.families.pairwise.formula.slopes import GRAD, RESULT, slopes
@@ -19,15 +22,29 @@ from kernlib.families.pairwise.formula.spec import (
     ROW,
     TOTAL,
 )
+from kernlib.runtime import rehearsal
 from kernlib.runtime.operators import register
 from kernlib.runtime.schema import Schema
 
 _SCHEMA = Schema("Tensor[] tensors", "float[] numbers", "str text", "SymInt[] sizes", "bool debug")
+LARGEST = "largest"
 _execute = torch.compiler.disable(plans.execute)
+
+
+@torch.compiler.disable
+def _topk(*request):
+    from kernlib.families.pairwise.formula import blocks  # other calls need none
+
+    return blocks.topk(*request)
 
 
 def _compute(tensors, numbers, text, sizes, debug):
     return _execute(list(tensors), list(numbers), text, [int(size) for size in sizes])
+
+
+def _is_rehearsed() -> bool:
+    """Whether kernels are looked for, of tensors without memory, for GPUs that need not be here."""
+    return rehearsal.current() is not None and not is_in_torch_dispatch_mode()
 
 
 def _wide(tensors, text) -> torch.dtype:
@@ -35,6 +52,8 @@ def _wide(tensors, text) -> torch.dtype:
 
 
 def _fake(tensors, numbers, text, sizes, debug):
+    if _is_rehearsed():
+        return _compute(tensors, numbers, text, sizes, debug)
     batch, rows, cols, features = sizes
     last = cols if _reduction(text, tensors) == MATRIX else features
     return tensors[0].new_empty((batch, rows, last), dtype=_wide(tensors, text))
@@ -45,18 +64,26 @@ def _reduction(text, tensors) -> str:
 
 
 def _fake_of_rows(tensors, numbers, text, sizes, debug):
+    if _is_rehearsed():
+        return _compute(tensors, numbers, text, sizes, debug)
     return tensors[0].new_empty(tuple(sizes[:2]), dtype=_wide(tensors, text))
 
 
 def _fake_least(tensors, numbers, text, sizes, debug):
+    if _is_rehearsed():
+        return _compute(tensors, numbers, text, sizes, debug)
     shape = tuple(sizes[:2])
     places = tensors[0].new_empty(shape, dtype=torch.int64)
     return tensors[0].new_empty(shape, dtype=_wide(tensors, text)), places
 
 
 def _backward(saved, grad) -> dict:
+    return gradients(saved, grad, lambda name, *request: BY_NAME[name](*request))
+
+
+def gradients(saved, grad, call: Callable) -> dict:
     """The gradient by each tensor, a sum of formulas of the same tensors, of the gradient and of
-    the result."""
+    the result, each by a ``call`` of the operator of a name."""
     plan = plans.spec_of(saved.text, saved.tensors)
     wide = plans.arithmetic(saved.tensors, plan.inputs)
     values = plans.values_of(plan, saved.tensors, saved.numbers)
@@ -71,12 +98,12 @@ def _backward(saved, grad) -> dict:
             continue
         total = torch.zeros(t.shape, dtype=wide, device=t.device)
         for slope in slopes(plan, place, torch.finfo(wide).tiny):
-            total = total + _summand(slope, plan.inputs[place].axes, values, more, saved, t)
+            total = total + _summand(slope, plan.inputs[place].axes, values, more, saved, t, call)
         grads.append(total.to(t.dtype))
     return {"tensors": grads + [None] * (len(saved.tensors) - len(grads))}
 
 
-def _summand(slope, axes, values: list, more: dict, saved, t: torch.Tensor) -> torch.Tensor:
+def _summand(slope, axes, values: list, more: dict, saved, t, call) -> torch.Tensor:
     """A summand of the gradient by ``t``, of its shape."""
     named = [more[i] if i < 0 else values[i] for i in slope.places]
     if slope.turned:
@@ -91,8 +118,8 @@ def _summand(slope, axes, values: list, more: dict, saved, t: torch.Tensor) -> t
     if slope.turned:
         rows, cols, ranges = cols, rows, ranges[::-1]
     sizes = [batch, rows, cols, features]
-    # A spec that reads no tensor besides has the gradient itself.
-    result = formula(tensors + ranges, numbers, slope.spec.canonical(), sizes, saved.debug)
+    text = slope.spec.canonical()
+    result = call("formula", tensors + ranges, numbers, text, sizes, saved.debug)
     if {ROW, COL} <= set(axes):
         return result.sum_to_size(t.shape)
     if ROW not in axes and COL not in axes:
@@ -104,6 +131,29 @@ def _summand(slope, axes, values: list, more: dict, saved, t: torch.Tensor) -> t
     return result.sum_to_size(t.shape)
 
 
+# Of the k smallest: a first line of the text says which, and the last size is k.
+
+
+def nearest_text(text: str, largest: bool) -> str:
+    """The text of the k largest or smallest scores of a matrix's ``text``."""
+    return f"{LARGEST if largest else 'smallest'}\n{text}"
+
+
+def _compute_nearest(tensors, numbers, text, sizes, debug):
+    which, _, text = text.partition("\n")
+    *shape, k = (int(size) for size in sizes)
+    return _topk(list(tensors), list(numbers), text, shape, k, which == LARGEST)
+
+
+def _fake_nearest(tensors, numbers, text, sizes, debug):
+    if _is_rehearsed():
+        return _compute_nearest(tensors, numbers, text, sizes, debug)
+    batch, rows, _, k = sizes
+    wide = _wide(tensors, text.partition("\n")[2])
+    places = tensors[0].new_empty((batch, rows, k), dtype=torch.int64)
+    return tensors[0].new_empty((batch, rows, k), dtype=wide), places
+
+
 _SAVES = ("tensors", "numbers")
 formula = register(
     "formula", _SCHEMA, "Tensor", _compute, _fake, saves=_SAVES, outputs=0, backward=_backward
@@ -113,12 +163,21 @@ formula_logsumexp = register(
     backward=_backward,
 )  # fmt: skip
 formula_least = register("formula_least", _SCHEMA, "(Tensor, Tensor)", _compute, _fake_least)
+formula_nearest = register(
+    "formula_nearest", _SCHEMA, "(Tensor, Tensor)", _compute_nearest, _fake_nearest
+)
+BY_NAME = {
+    "formula": formula,
+    "formula_logsumexp": formula_logsumexp,
+    "formula_least": formula_least,
+    "formula_nearest": formula_nearest,
+}
 OF_REDUCTION = {
-    MATRIX: formula,
-    TOTAL: formula,
-    LOGSUMEXP: formula_logsumexp,
-    LEAST: formula_least,
-    plans.GREATEST: formula_least,
-    plans.SOFTMAX: formula,
-    plans.COUNT: formula,
+    MATRIX: "formula",
+    TOTAL: "formula",
+    LOGSUMEXP: "formula_logsumexp",
+    LEAST: "formula_least",
+    plans.GREATEST: "formula_least",
+    plans.SOFTMAX: "formula",
+    plans.COUNT: "formula",
 }

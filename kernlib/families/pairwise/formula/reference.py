@@ -97,7 +97,7 @@ def _blocks(spec: Spec, sizes, tensors, ranges) -> Iterator[tuple[slice, slice]]
         widths += [tensors[i].shape[-1] for i in spec.features_of(tree)]
     for start, stop, first, end in _segments(rows, cols, ranges):
         step = max(1, BLOCK // max(1, batch * (end - first) * max(widths)))
-        for at in range(start, stop, step):
+        for at in range(start, max(stop, start + 1), step):  # no rows are a block too
             yield slice(at, min(at + step, stop)), slice(first, end)
 
 
@@ -110,7 +110,7 @@ def _segments(rows: int, cols: int, ranges) -> list[tuple[int, int, int, int]]:
     for (first, end), count in zip(same.tolist(), counts.tolist(), strict=True):
         segments.append((start, start + count, first, max(first, end)))
         start += count
-    return segments
+    return segments or [(0, 0, 0, 0)]
 
 
 def _values(spec: Spec, tensors: Sequence, rows: slice, cols: slice) -> dict:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kernlib.families.pairwise.formula.descriptor import Formula
     from kernlib.families.pairwise.formula.pairs import Pairs
 
+FORMULA = "formula"  # the package of formulas, of which not all that follows holds
 _USUAL = 1e-18, 1e18  # bandwidths whose squares have reciprocals in float32
 _WIDE_RANGE = (torch.float32, torch.float64, torch.bfloat16)  # float16 has no such points
 
@@ -319,7 +320,8 @@ def _run(
         call = partial(_run, *request, pairs)
         call.__name__ = f"kernel_{reduction}"  # in the line that is written
         return _heard(debug, call)
-    if pairs is not None or _is_formula(descriptor):
+    # The second written out: it is asked of every call.
+    if pairs is not None or getattr(descriptor, "package", "") == FORMULA:
         formulas, formula, values = _formula(
             descriptor, a, b, row_offset, col_offset, feature_map, values
         )
@@ -349,7 +351,7 @@ def _run(
 
 def _is_formula(descriptor) -> bool:
     """Whether a descriptor is a :class:`kernlib.Formula`."""
-    return getattr(descriptor, "package", "") == "formula"
+    return getattr(descriptor, "package", "") == FORMULA
 
 
 def _formula(
