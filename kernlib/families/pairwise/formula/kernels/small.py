@@ -24,24 +24,36 @@ from kernlib.lowering.steps import Lowered, Step
 
 WIDTH = 16  # features of a unit that a block has
 MOST_FEATURES = 64  # of all loops, which are unrolled
-MOST_ROW, MOST_LINE = 48, 96  # registers of a row, above which some spill; words of a column
-REGISTERS = 96  # of rows, their sums and a line: from there on some spill
+MOST_ROW, MOST_LINE = 48, 96  # registers of a row, and words of a column
+# Registers of rows, their sums and a line, from which on some spill: of several rows, and of one.
+REGISTERS, MOST_REGISTERS = 96, 116
 
 
 class Shape(NamedTuple):
-    """What a formula takes, for one width of its unit: words of a row, a column and a thread, and
-    registers of the first and the last."""
+    """What a formula takes, for one width of its unit: words of a row, a column and a thread, of
+    ``size`` registers each."""
 
     text: Text
     width: int
     row: int
     line: int
     thread: int
-    registers: int
+    size: int
 
     @property
     def fits(self) -> bool:
-        return self.registers <= MOST_ROW and self.line <= MOST_LINE
+        held = (self.row + self.thread) * self.size
+        return held <= MOST_ROW and self.line <= MOST_LINE and self.registers(1) < MOST_REGISTERS
+
+    def registers(self, rows: int) -> int:
+        """Of so many rows with their sums, and of what they share."""
+        words = rows * (self.row + 2 * max(1, self.width) + 2)
+        return (words + self.thread + self.line) * self.size
+
+    @property
+    def rows(self) -> int:
+        """Of a thread: each read of a column serves them all."""
+        return next((rows for rows in (4, 2) if self.registers(rows) < REGISTERS), 1)
 
 
 @lru_cache(maxsize=256)
@@ -51,7 +63,7 @@ def shape_of(problem: Problem) -> Shape:
     groups = by_size(problem, width)
     text = formula(problem, groups, sums_of_pairs=False)
     row, line, thread = (each.total(groups) for each in (text.row, text.col, text.thread))
-    return Shape(text, width, row, line, thread, (row + thread) * problem.bytes // 4)
+    return Shape(text, width, row, line, thread, problem.bytes // 4)
 
 
 class Small(FormulaKernel):
@@ -78,7 +90,7 @@ class Small(FormulaKernel):
         work = division.Work(
             problem.rows, division.sums_of(problem), chunks, slots, line_bytes, gpu.multiprocessors,
         )  # fmt: skip
-        cut = division.cut(work, _rows_of(problem, shape))
+        cut = division.cut(work, shape.rows)
         cut = cut._replace(**{name: value for name, value in choice.items() if name != "kind"})
         splits = ceil_div(max(1, problem.cols), cut.per_split)
         row_blocks = work.row_blocks(cut.rows, cut.partners)
@@ -107,10 +119,3 @@ class Small(FormulaKernel):
 
     def choices(self, problem: Problem, arch: str) -> list[Choice]:
         return [{}]
-
-
-def _rows_of(problem: Problem, shape: Shape) -> int:
-    """Rows of a thread: each read of a column serves them all, but their words are registers."""
-    words = (shape.row + 2 * max(1, shape.width) + 2) * problem.bytes // 4
-    shared_words = (shape.thread + shape.line) * problem.bytes // 4
-    return next((rows for rows in (4, 2) if rows * words + shared_words < REGISTERS), 1)
