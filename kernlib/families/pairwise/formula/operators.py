@@ -7,6 +7,7 @@ result, and ``formula_least`` the smallest of each row and its place, without a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -78,7 +79,22 @@ def _fake_least(tensors, numbers, text, sizes, debug):
 
 
 def _backward(saved, grad) -> dict:
-    return gradients(saved, grad, lambda name, *request: BY_NAME[name](*request))
+    return gradients(saved, grad, _call)
+
+
+def _call(name: str, tensors, numbers, text, sizes, debug):
+    """A formula of a gradient: by its operator where it is recorded or traced in turn."""
+    if debug or torch.is_grad_enabled() or rehearsal.is_traced():
+        return BY_NAME[name](tensors, numbers, text, sizes, debug)
+    return plans.execute(tensors, numbers, text, [int(size) for size in sizes])
+
+
+@lru_cache(maxsize=4096)
+def _slopes(text: str, dtypes: tuple, place: int, wide: torch.dtype) -> tuple[tuple, ...]:
+    """The summands of a gradient and their texts, by texts: trees take long to hash."""
+    plan = plans.spec_of_dtypes(text, dtypes)
+    every = slopes(plan, place, torch.finfo(wide).tiny)
+    return tuple((slope, slope.spec.canonical()) for slope in every)
 
 
 def gradients(saved, grad, call: Callable) -> dict:
@@ -89,6 +105,7 @@ def gradients(saved, grad, call: Callable) -> dict:
     values = plans.values_of(plan, saved.tensors, saved.numbers)
     if plan.reduction == TOTAL and plan.unit is None:
         grad = grad.squeeze(-1)  # one feature
+    dtypes = tuple([t.dtype for t in saved.tensors])
     more = {GRAD: grad, RESULT: saved.outputs[0] if saved.outputs else None}
     places = [i for i, each in enumerate(plan.inputs) if not each.on_host]
     grads = []
@@ -96,14 +113,18 @@ def gradients(saved, grad, call: Callable) -> dict:
         if not needs:
             grads.append(None)
             continue
-        total = torch.zeros(t.shape, dtype=wide, device=t.device)
-        for slope in slopes(plan, place, torch.finfo(wide).tiny):
-            total = total + _summand(slope, plan.inputs[place].axes, values, more, saved, t, call)
+        total = None
+        for slope, text in _slopes(saved.text, dtypes, place, wide):
+            axes = plan.inputs[place].axes
+            part = _summand(slope, text, axes, values, more, saved, t, call)
+            total = part if total is None else total + part
+        if total is None:
+            total = torch.zeros(t.shape, dtype=wide, device=t.device)
         grads.append(total.to(t.dtype))
     return {"tensors": grads + [None] * (len(saved.tensors) - len(grads))}
 
 
-def _summand(slope, axes, values: list, more: dict, saved, t, call) -> torch.Tensor:
+def _summand(slope, text: str, axes, values: list, more: dict, saved, t, call) -> torch.Tensor:
     """A summand of the gradient by ``t``, of its shape."""
     named = [more[i] if i < 0 else values[i] for i in slope.places]
     if slope.turned:
@@ -118,7 +139,6 @@ def _summand(slope, axes, values: list, more: dict, saved, t, call) -> torch.Ten
     if slope.turned:
         rows, cols, ranges = cols, rows, ranges[::-1]
     sizes = [batch, rows, cols, features]
-    text = slope.spec.canonical()
     result = call("formula", tensors + ranges, numbers, text, sizes, saved.debug)
     if {ROW, COL} <= set(axes):
         return result.sum_to_size(t.shape)

@@ -65,17 +65,13 @@ def headline(reduction: str, text: str, on_host: str, weighted: str, ranged: boo
 
 def spec_of(text: str, tensors: Sequence[torch.Tensor]) -> Spec:
     """The spec that a text and the dtypes of tensors make."""
+    return spec_of_dtypes(text, tuple([t.dtype for t in tensors]))
+
+
+def spec_of_dtypes(text: str, dtypes: tuple[torch.dtype, ...]) -> Spec:
     if text.startswith("("):
         return spec.from_text(text)
-    return _constant(text, tuple([_NAMES[t.dtype] for t in tensors]))
-
-
-def _constant(text: str, dtypes: tuple[str, ...]) -> Spec:
-    return _spec_of(text, dtypes)
-
-
-# As torch.compiler.assume_constant_result says, which loads Dynamo: it cannot trace a parser.
-_constant._dynamo_marked_constant = True
+    return _spec_of(text, tuple([_NAMES[dtype] for dtype in dtypes]))
 
 
 @lru_cache(maxsize=1024)

@@ -90,7 +90,8 @@ class Small(FormulaKernel):
         work = division.Work(
             problem.rows, division.sums_of(problem), chunks, slots, line_bytes, gpu.multiprocessors,
         )  # fmt: skip
-        cut = division.cut(work, shape.rows)
+        make = division.cut_ranges if problem.spec.ranged else division.cut
+        cut = make(work, shape.rows)
         cut = cut._replace(**{name: value for name, value in choice.items() if name != "kind"})
         splits = ceil_div(max(1, problem.cols), cut.per_split)
         row_blocks = work.row_blocks(cut.rows, cut.partners)

@@ -93,6 +93,21 @@ def cut(work: Work, rows: int) -> Cut:
     return min(cuts, key=work.duration)
 
 
+def cut_ranges(work: Work, rows: int) -> Cut:
+    """The cut of rows that have columns of their own, how many is not known: few rows together, as
+    a block goes over all columns that one of its rows has; partners until each multiprocessor has
+    two blocks, and parts of the columns only where that does not do."""
+    enough = 2 * work.multiprocessors
+    if work.row_blocks(rows, 1) >= 4 * enough:
+        return Cut(rows, 1, work.sums.n)
+    for partners in (1, 2, 4, 8, 16, 32):
+        blocks = work.row_blocks(1, partners) * work.sums.batch * work.chunks
+        if blocks >= enough:
+            return Cut(1, partners, work.sums.n)
+    parts = min(FEW_SPLITS[-1], ceil_div(enough, blocks), ceil_div(work.sums.n, THREADS))
+    return Cut(1, partners, ceil_div(ceil_div(work.sums.n, parts), partners) * partners)
+
+
 def _per_splits(work: Work, rows: int, partners: int) -> list[int]:
     """The columns of a block that are worth a look: of splits that give each multiprocessor one
     block, two and so on, and of few splits."""
