@@ -31,7 +31,6 @@ from kernlib.families.pairwise.formula.spec import (
     TOTAL,
 )
 from kernlib.run import run_kernel
-from kernlib.runtime import rehearsal
 from kernlib.runtime.numbers import host_value
 from kernlib.runtime.tensors import check_dense, check_memory, refuse_any_overlap
 
@@ -218,23 +217,20 @@ def _reduced(
         tensors.insert(len(tensors) - bool(weighted), more)
     tensors += () if pairs is None else _ranges(call, pairs)
     sizes = [call.batch, call.rows, call.cols, call.features]
-    is_plain = not (debug or rehearsal.is_traced() or _are_functorch_transforms_active())
-    if is_plain and not (torch.is_grad_enabled() and any([t.requires_grad for t in tensors])):
-        return plans.execute(tensors, call.numbers, text, sizes)
     from kernlib.families.pairwise.formula import operators  # 10 ms, as torch.library is
 
     return _called(operators.OF_REDUCTION[reduction], tensors, call.numbers, text, sizes, debug)
 
 
 def _called(name: str, *request):
-    """The result of an operator, inside of transforms of torch.func too."""
-    if _are_functorch_transforms_active() and not is_dynamo_compiling():
-        from kernlib.families.pairwise.formula import transforms
+    """The result of an operator. Dynamo sees that alone."""
+    if is_dynamo_compiling():
+        from kernlib.families.pairwise.formula import operators
 
-        return transforms.call(name, *request)
-    from kernlib.families.pairwise.formula import operators
+        return operators.BY_NAME[name](*request)
+    from kernlib.families.pairwise.formula import transforms  # 10 ms, as torch.library is
 
-    return operators.BY_NAME[name](*request)
+    return transforms.call(name, *request)
 
 
 def _ranges(call: Call, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:

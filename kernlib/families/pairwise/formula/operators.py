@@ -43,6 +43,10 @@ def _compute(tensors, numbers, text, sizes, debug):
     return _execute(list(tensors), list(numbers), text, [int(size) for size in sizes])
 
 
+def _computed(tensors, numbers, text, sizes, debug):
+    return plans.execute(tensors, numbers, text, sizes)
+
+
 def _is_rehearsed() -> bool:
     """Whether kernels are looked for, of tensors without memory, for GPUs that need not be here."""
     return rehearsal.current() is not None and not is_in_torch_dispatch_mode()
@@ -192,6 +196,8 @@ BY_NAME = {
     "formula_least": formula_least,
     "formula_nearest": formula_nearest,
 }
+# What they compute, for eager calls.
+COMPUTED = {**dict.fromkeys(BY_NAME, _computed), "formula_nearest": _compute_nearest}
 OF_REDUCTION = {
     MATRIX: "formula",
     TOTAL: "formula",

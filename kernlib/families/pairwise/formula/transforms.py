@@ -1,5 +1,6 @@
-"""Formulas inside of ``torch.func``: its transforms take no operator of lists whose gradients are
-recorded, so that each call is a function of autograd, which calls the operator where none is left.
+"""Formulas whose gradients are recorded by eager calls, and inside of ``torch.func``, whose
+transforms take no operator of lists: each call is a function of autograd. That takes half the time
+of an operator of torch.library, which traced calls are.
 
 ``vmap`` makes a mapped dimension a part of the batch.
 """
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 
 import torch
 from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from kernlib.families.pairwise.formula import operators
+from kernlib.runtime import rehearsal
 
 
 def are_active() -> bool:
@@ -21,10 +24,19 @@ def are_active() -> bool:
 
 
 def call(name: str, tensors, numbers, text: str, sizes, debug: bool):
-    """A call of the operator ``name``."""
-    if not are_active():
-        return operators.BY_NAME[name](list(tensors), list(numbers), text, list(sizes), debug)
-    return _Call.apply(name, tuple(numbers), text, tuple(sizes), debug, *tensors)
+    """A call of the operator ``name``, recorded where a gradient may be asked for."""
+    request = list(tensors), list(numbers), text, list(sizes), debug
+    if debug or rehearsal.is_traced():
+        return operators.BY_NAME[name](*request)
+    if are_active() or forward_ad._current_level >= 0:
+        return _Call.apply(name, tuple(numbers), text, tuple(sizes), debug, *tensors)
+    if _is_recorded(tensors):
+        return _Eager.apply(name, tuple(numbers), text, tuple(sizes), debug, *tensors)
+    return operators.COMPUTED[name](*request)
+
+
+def _is_recorded(tensors) -> bool:
+    return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
 
 
 class _Call(torch.autograd.Function):
@@ -78,3 +90,15 @@ class _Call(torch.autograd.Function):
         if isinstance(result, tuple):
             return tuple(x.unflatten(0, (count, batch)) for x in result), (0, 0)
         return result.unflatten(0, (count, batch)), 0
+
+
+class _Eager(torch.autograd.Function):
+    """The same outside of transforms, for which torch looks at no signature in each call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _Call.forward(*inputs)
+        _Call.setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_Call.backward)
