@@ -67,6 +67,8 @@ class Formula(Combined, Descriptor):
         tensor([[0.7358, 0.7358]])
         >>> formula.names, formula.reads[0]
         (('x', 'y', 's', 't', 'w'), ('x', ('row', 'feature'), None))
+        >>> formula.parameters
+        ('x', 'y', 's', 't', 'w')
     """
 
     family: ClassVar[str] = "pairwise"
@@ -137,6 +139,7 @@ class Formula(Combined, Descriptor):
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """The tensors that are passed by name alone, in order."""
         return self.required
 
     def tree(self, kinds: tuple[tuple[str, str], ...]) -> Node:
