@@ -150,7 +150,7 @@ REFERENCES = {
         ((2 * p.s_i[:, None] * p.t_j / p.both).sqrt() * (-p.squares / p.both).exp()) @ p.v
     ),
     "product of kernels": lambda p: (
-        ((-p.apart[..., 0].square() / (2 * S**2)).exp() * (-p.apart[..., 1:].abs().sum(-1) / T).exp()) @ p.v
+        (-p.apart[..., 0].square() / (2 * S**2) - p.apart[..., 1:].abs().sum(-1) / T).exp() @ p.v
     ),
     "sum of kernels in one pass": lambda p: (
         (p.gauss + 0.5 * p.dots**2) @ p.v
