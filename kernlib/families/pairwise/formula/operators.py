@@ -37,7 +37,7 @@ _execute = torch.compiler.disable(plans.execute)
 def _topk(*request):
     from kernlib.families.pairwise.formula import blocks  # other calls need none
 
-    return blocks.topk(*request)
+    return blocks.topk(formula, *request)
 
 
 def _compute(tensors, numbers, text, sizes, debug):
