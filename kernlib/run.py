@@ -95,6 +95,9 @@ def run_kernel(
       accumulate=False)``. The exponents and ``inner_scale`` belong to stages, ``epsilon`` and
       ``regularization`` to epilogues, and codes and tables to ``categories``. Points a (M, K) and
       b (N, K) give (M, N).
+    - :class:`kernlib.Formula`: ``run_kernel(descriptor, *, ..., out=None)`` with the tensors that
+      it names, some of (M, K) or (M,) and some of (N, K) or (N,), gives (M, N). Those that are
+      called a and b may be passed by place.
     - :class:`kernlib.KroneckerSparse`: ``run_kernel(descriptor, x, weight, *, ..., out=None)``, and
       :class:`kernlib.KroneckerSparseChain`: ``run_kernel(descriptor, x, *weights, ..., out=None)``.
       x (..., in_features) gives (..., out_features).

@@ -65,7 +65,7 @@ def methods() -> set[str]:
 
 
 # Methods that are torch's own, or that only kernlib calls, and those whose arguments another has.
-OF_TORCH = {"train", "requires_grad_", "cuda", "from_layout", "keep_for", "from_dense"}
+OF_TORCH = {"train", "requires_grad_", "cuda", "from_layout", "keep_for", "from_dense", "tree"}
 
 
 def covered_methods() -> set[str]:

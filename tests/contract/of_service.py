@@ -66,6 +66,11 @@ def custom(c: Context) -> dict:
     return {"expression": expression, "parameters": ("s",) if "s" in expression[4:] else ()}
 
 
+def formula(c: Context) -> dict:
+    expression = c.random.choice(["s * sum(x)", "where(s > row, sum(x * x, 0, 2), 1)"])
+    return {"expression": expression, "axes": {"s": "row", "x": ("col", "feature")}}
+
+
 def ahead(c: Context) -> dict:
     x, y = (torch.empty(n, 3, device="meta") for n in (70, 60))
     return {"descriptors": kl.gaussian(), "archs": ("sm_90a",), "specs": (x, y), "workers": 1,
@@ -224,6 +229,7 @@ ENTRIES = dict(
         entry("kernlib.Matern", kl.Matern, fixed(nu=1.5)),
         entry("kernlib.Polynomial", kl.Polynomial, fixed(degree=2)),
         entry("kernlib.Custom", kl.Custom, custom, 2, None, 3),
+        entry("kernlib.Formula", kl.Formula, formula, 2, None, 3, KINDS | {"axes": "any"}),
         entry("kernlib.KroneckerSparse", kl.KroneckerSparse,
               fixed(a=2, b=3, c=4, d=5, batch_last=False, epilogue=(), precision=None), 4, None, 2,
               NUMERIC),

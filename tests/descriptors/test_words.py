@@ -82,7 +82,7 @@ def test_help_of_a_named_descriptor_has_fields_and_a_call(name):
 def test_help_of_run_kernel_has_each_class_and_its_arguments():
     text = inspect.getdoc(kl.run_kernel)
     kinds = [v for v in NAMES.values() if inspect.isclass(v) and issubclass(v, Descriptor)]
-    assert len(kinds) == 9
+    assert len(kinds) == 10
     for kind in kinds:
         assert f":class:`kernlib.{kind.__name__}`" in text
     for descriptor in SIGNATURES.values():
@@ -143,7 +143,7 @@ FIELDS = {
     ),
     "like nothing": (
         lambda: kl.gaussian(zzz=1),
-        "'zzz'; it takes precision, symmetric, direct, categories$",
+        "'zzz'; it takes precision, symmetric, direct, categories, features$",
     ),
     "wrong in two ways": (lambda: kl.Pairwise("sum", zzz=1), "'zzz'; it takes operator, inner"),
 }

@@ -73,6 +73,8 @@ def named(kind: type, *more: str) -> Callable[[_Function], _Function]:
         def new(*values, **fields):
             if len(values) > len(positional) or not accepted.issuperset(fields):
                 _refuse(function, values[len(positional) :], fields, listed, accepted)
+            if fields.get("features", 0) is None:  # the default
+                del fields["features"]
             if "features" in fields or reads_tensors(fields.get("epilogue")):
                 return algebra().of_call(function, values, fields)
             return function(*values, **fields)

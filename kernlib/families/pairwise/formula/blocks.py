@@ -10,7 +10,7 @@ import torch
 
 from kernlib.descriptors.expression import Name, Node, Operation
 from kernlib.descriptors.score.kinds import INT
-from kernlib.families.pairwise.formula import grammar, operators, plans
+from kernlib.families.pairwise.formula import grammar, plans
 from kernlib.families.pairwise.formula.spec import COL, ROW, Input, Spec
 from kernlib.families.pairwise.reductions import blocks
 
@@ -91,7 +91,7 @@ def each(matrix: Matrix) -> Iterator[tuple[slice, int, torch.Tensor]]:
         for start in (rows.start, cols.start):
             tensors.append(torch.full((1,), start, dtype=torch.int32, device=device))
         sizes = [matrix.batch, rows.stop - rows.start, cols.stop - cols.start, 1]
-        yield rows, cols.start, operators.formula(tensors, matrix.numbers, shifted, sizes, False)
+        yield rows, cols.start, plans.execute(tensors, matrix.numbers, shifted, sizes)
 
 
 def _parts(matrix: Matrix, entries: int) -> Iterator[tuple[slice, slice]]:

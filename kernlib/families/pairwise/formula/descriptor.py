@@ -65,6 +65,10 @@ class Formula(Combined, Descriptor):
         >>> x, y, one = torch.zeros(1, 2), torch.eye(2), torch.ones(2)
         >>> kl.run_kernel(formula, x=x, y=y, s=one[:1], t=one, w=2 * one)
         tensor([[0.7358, 0.7358]])
+        >>> formula.names, formula.reads[0]
+        (('x', 'y', 's', 't', 'w'), ('x', ('row', 'feature'), None))
+        >>> formula.parameters
+        ('x', 'y', 's', 't', 'w')
     """
 
     family: ClassVar[str] = "pairwise"
@@ -135,10 +139,17 @@ class Formula(Combined, Descriptor):
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """The tensors that are passed by name alone, in order."""
         return self.required
 
     def tree(self, kinds: tuple[tuple[str, str], ...]) -> Node:
-        """The parsed expression, where the tensors have these kinds."""
+        """The parsed expression, where the tensors have these ``kinds``, by their names. Raises
+        ValueError for an expression that makes no number of them.
+
+        Example:
+            >>> kl.Formula("s * t", {"s": "row", "t": "col"}).tree((("s", "float"), ("t", "float")))
+            Operation(operator='*', operands=(Name(name='s'), Name(name='t')))
+        """
         features = frozenset(name for name, axes in self.axes if FEATURE in axes)
         return grammar.parse(self.expression, kinds, features)
 

@@ -79,7 +79,10 @@ def mapped(formula: Formula, a, b, values: dict) -> dict:
 def run(formula: Formula, /, *points, out=None, debug: bool = False, **values) -> torch.Tensor:
     """The scores of all pairs, (M, N), or (L, M, N) where a tensor has a batch of L. ``points`` are
     a and b."""
-    values = mapped(formula, None, None, with_points(formula, points) | values)
+    placed = with_points(formula, points)
+    for name in placed.keys() & values.keys():
+        raise TypeError(f"{name} is passed by place and by name: leave one out")
+    values = mapped(formula, None, None, placed | values)
     call = arguments.checked(formula, values)
     if (plain := plain_of(formula.text, values)) is not None:
         return run_kernel(plain.descriptor, plain.a, plain.b, out=out, debug=debug, **plain.values)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernlib.families.pairwise.formula import plans
@@ -104,6 +106,11 @@ def _slopes(text: str, dtypes: tuple, place: int, wide: torch.dtype) -> tuple[tu
 def gradients(saved, grad, call: Callable) -> dict:
     """The gradient by each tensor, a sum of formulas of the same tensors, of the gradient and of
     the result, each by a ``call`` of the operator of a name."""
+    if not is_dynamo_compiling() and is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            "gradients of a formula are taken one at a time: is_grads_batched, which "
+            "jacobian(vectorize=True) sets, is not known of them; use torch.func.jacrev"
+        )
     plan = plans.spec_of(saved.text, saved.tensors)
     wide = plans.arithmetic(saved.tensors, plan.inputs)
     values = plans.values_of(plan, saved.tensors, saved.numbers)

@@ -71,7 +71,15 @@ def spec_of(text: str, tensors: Sequence[torch.Tensor]) -> Spec:
 def spec_of_dtypes(text: str, dtypes: tuple[torch.dtype, ...]) -> Spec:
     if text.startswith("("):
         return spec.from_text(text)
-    return _spec_of(text, tuple([_NAMES[dtype] for dtype in dtypes]))
+    return _constant(text, tuple([_NAMES[dtype] for dtype in dtypes]))
+
+
+def _constant(text: str, dtypes: tuple[str, ...]) -> Spec:
+    return _spec_of(text, dtypes)
+
+
+# As torch.compiler.assume_constant_result says, which loads Dynamo: it cannot trace a parser.
+_constant._dynamo_marked_constant = True
 
 
 @lru_cache(maxsize=1024)

@@ -42,7 +42,9 @@ def _is_recorded(tensors) -> bool:
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(name, numbers, text, sizes, debug, *tensors):
-        return call(name, tensors, numbers, text, sizes, debug)
+        if are_active():  # further ones
+            return call(name, tensors, numbers, text, sizes, debug)
+        return operators.COMPUTED[name](list(tensors), list(numbers), text, list(sizes), debug)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -132,6 +132,9 @@ def test_an_epilogue_that_reads_tensors_makes_a_formula():
 
 
 def test_what_makes_no_formula_says_why():
+    assert kl.gaussian(features=None) == kl.gaussian()
+    with pytest.raises(TypeError, match="a is passed by place and by name"):
+        kl.run_kernel(kl.gaussian(features=[0]), A, B, a=A, bandwidth=1.0)
     with pytest.raises(ValueError, match="symmetric=True is of Pairwise alone"):
         kl.gaussian(features=range(2), symmetric=True)
     with pytest.raises(ValueError, match="places of features from 0 on"):

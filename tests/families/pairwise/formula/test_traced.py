@@ -82,6 +82,13 @@ def test_transforms_of_torch_func(name):
             torch.func.jvp(total, (x,), (torch.ones_like(x),))
 
 
+def test_batched_gradients_are_refused():
+    x = VALUES["x"].clone().requires_grad_()
+    result = kl.kernel_sum(FORMULA, **VALUES | {"x": x})
+    with pytest.raises(RuntimeError, match=r"use torch\.func\.jacrev"):
+        torch.autograd.grad(result, x, torch.eye(plain.M).double(), is_grads_batched=True)
+
+
 def test_an_export_keeps_the_formula():
     class Kernel(torch.nn.Module):
         def forward(self, v, *tensors):

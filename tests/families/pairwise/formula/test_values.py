@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import kernlib as kl
+from kernlib.families.pairwise.formula import operation, reference
+from kernlib.families.pairwise.reductions import blocks
 from tests.families.pairwise.formula import plain
 
 X, Y = ("row", "feature"), ("col", "feature")
@@ -221,3 +223,26 @@ def test_great_whole_numbers_are_exact():
     big = 2**60
     values = {"i": torch.tensor([big, big + 1]), "i2": torch.tensor([big]), "s": torch.zeros(2)}
     assert kl.run_kernel(formula, **values).tolist() == [[0], [1]]
+
+
+def test_blocks_of_rows_know_their_places(monkeypatch):
+    axes = XY | S | P | C
+    formula = kl.Formula("where(row < col, sum(x * y) / s, p * c + row)", axes)
+    monkeypatch.setattr(reference, "BLOCK", 50)
+    monkeypatch.setattr(blocks, "entries_of", lambda *_: 2 * plain.N)
+    check(formula, plain.drawn(axes))
+    check(formula, plain.drawn(axes, batch=("x", "p")))
+
+
+def test_ranges_are_columns_of_each_row():
+    axes = XY | T
+    formula, values = kl.Formula("sum((x - y) ** 2) * t + col", axes), plain.drawn(axes)
+    matrix = plain.matrix(formula, values)[0]
+    ranges = torch.tensor([[0, 3], [0, 3], [2, 7], [4, 4], [6, 7]])
+    of_columns = torch.tensor([[0, 2], [0, 2], [0, 3], [2, 3], [2, 3], [2, 3], [2, 5]])
+    cols = torch.arange(plain.N)
+    inside = (cols >= ranges[:, :1]) & (cols < ranges[:, 1:])
+    result = operation.total(formula, values, ranges=(ranges, of_columns))
+    torch.testing.assert_close(result, (matrix * inside).sum(1))
+    result = operation.logsumexp(formula, values, ranges=(ranges, of_columns))
+    torch.testing.assert_close(result, matrix.masked_fill(~inside, -torch.inf).logsumexp(1))
