@@ -5,5 +5,6 @@ template <int WIDTH>
 struct Matmul;
 struct RowSum;
 struct LogSumExp;
+struct ShiftedLogSumExp;
 struct Minimum;
 struct Nearest;  // topk/nearest.cuh

@@ -2,6 +2,7 @@
 //
 // A reducer has
 //   COLUMNS   values of v that it reads for each n
+//   WIDE      whether these are stored in AccT, whatever points are
 //   OUTPUTS   values that it writes for each row
 //   LINEAR    whether adding x + y is adding x, then y
 //   INDEXED   whether it writes the place of its value too
@@ -24,7 +25,7 @@ using AccT = Config::AccT;  // arithmetic: float or double
 template <int WIDTH>
 struct Matmul {
     static constexpr int COLUMNS = WIDTH, OUTPUTS = WIDTH;
-    static constexpr bool LINEAR = true, INDEXED = false;
+    static constexpr bool LINEAR = true, INDEXED = false, WIDE = false;
     AccT run[WIDTH] = {}, total[WIDTH] = {};
 
     __device__ __forceinline__ Matmul(int = 0) {}
@@ -51,7 +52,7 @@ struct Matmul {
 // sum_n x[n].
 struct RowSum {
     static constexpr int COLUMNS = 0, OUTPUTS = 1;
-    static constexpr bool LINEAR = true, INDEXED = false;
+    static constexpr bool LINEAR = true, INDEXED = false, WIDE = false;
     AccT run = 0, total = 0;
 
     __device__ __forceinline__ RowSum(int = 0) {}
@@ -115,7 +116,7 @@ __device__ __noinline__ double logarithm(double largest, double total) {
 // log sum_n exp(x[n]).
 struct LogSumExp {
     static constexpr int COLUMNS = 0, OUTPUTS = 1;
-    static constexpr bool LINEAR = false, INDEXED = false;
+    static constexpr bool LINEAR = false, INDEXED = false, WIDE = false;
     Exponentials<AccT> sum;
 
     __device__ __forceinline__ LogSumExp(int = 0) {}
@@ -132,6 +133,17 @@ struct LogSumExp {
     __device__ __forceinline__ int index() const { return 0; }
 };
 
+// log sum_n exp(x[n] + v[n]).
+struct ShiftedLogSumExp : LogSumExp {
+    static constexpr int COLUMNS = 1;
+    static constexpr bool WIDE = true;
+
+    __device__ __forceinline__ ShiftedLogSumExp(int = 0) {}
+    __device__ __forceinline__ void add(AccT x, int, const AccT* v) {
+        add_exponential(sum, x + v[0]);
+    }
+};
+
 __device__ __forceinline__ bool is_nan(float x) { return x != x; }
 // Of a NaN that arithmetic has made quiet, without an operation of the FP64 lanes.
 __device__ __forceinline__ bool is_nan(double x) {
@@ -141,7 +153,7 @@ __device__ __forceinline__ bool is_nan(double x) {
 // The smallest x[n] and the first n that has it; the first NaN if there is one.
 struct Minimum {
     static constexpr int COLUMNS = 0, OUTPUTS = 1;
-    static constexpr bool LINEAR = false, INDEXED = true;
+    static constexpr bool LINEAR = false, INDEXED = true, WIDE = false;
     AccT smallest = infinity(AccT(0));
     int place;
 
