@@ -148,8 +148,7 @@ def kernel_logsumexp(
         return run()
     from kernlib.families.pairwise.reductions import potentials  # most calls need none
 
-    named = potentials.Potentials(row_potential, col_potential)
-    return potentials.added(run, descriptor, a, b, named, offsets)
+    return potentials.added(run, descriptor, a, b, (row_potential, col_potential), offsets)
 
 
 def kernel_min(

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
+from kernlib.families.pairwise import per_point
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions import arguments
 from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.tensors import check_dense
 
 
-class Potentials(NamedTuple):
-    """(M,) or (L, M), and (N,) or (L, N); None for zeros."""
-
-    row_potential: torch.Tensor | None
-    col_potential: torch.Tensor | None
-
-
 def added(
-    run: Callable, descriptor: Pairwise, a, b, potentials: Potentials, offsets: tuple[int, int]
+    run: Callable, descriptor: Pairwise, a, b, potentials: tuple, offsets: tuple[int, int]
 ) -> torch.Tensor:
-    """``run(v, wide)``, a log-sum-exp of values plus v, with both potentials. Raises ValueError and
+    """``run(v, wide)``, a log-sum-exp of values plus v, with the potentials of rows, (M,) or (L, M),
+    and of columns, (N,) or (L, N), each of which may be None. Raises ValueError and
     TypeError that name a potential of another shape, dtype or device."""
-    arguments.refuse_own_names("kernel_logsumexp", descriptor, Potentials._fields)
+    rows, columns = potentials
+    arguments.refuse_own_names("kernel_logsumexp", descriptor, per_point.POTENTIALS)
     arguments.check_tensors(descriptor, a, b, None)
     second = arguments.sides(descriptor, a, b, *offsets)[1]
     arguments.result_shape(a, second, None, {})
-    for name, t, points in zip(Potentials._fields, potentials, (a, second), strict=True):
+    sides = ("row_potential", rows, a, "a"), ("col_potential", columns, second, "b")
+    for name, t, points, side in sides:
         if t is not None:
-            _check(name, t, points, "a" if points is a and name != "col_potential" else "b")
-    rows, columns = potentials
+            _check(name, t, points, side)
     wide = accumulator(a.dtype)
     if columns is not None:
         columns = columns.to(wide)
