@@ -14,6 +14,7 @@ from benchmarks.pairwise import (
     keops,
     matmul,
     matmul_gradient,
+    logsumexp,
     nearest,
     problems,
     system,
@@ -232,6 +233,7 @@ def device(monkeypatch):
         (matmul, matmul.PROBLEMS[0]._replace(points=50), BY_HAND),
         (matmul_gradient, matmul_gradient.PROBLEMS[0]._replace(points=50), BY_HAND),
         (nearest, nearest.Problem(50, 3), {"torch", "addmm"}),
+        (logsumexp, logsumexp.Problem(50, 3, True), {"torch", "addmm"}),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
