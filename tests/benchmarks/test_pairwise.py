@@ -12,9 +12,9 @@ from benchmarks.common.harness import Session
 from benchmarks.pairwise import (
     gradient,
     keops,
+    logsumexp,
     matmul,
     matmul_gradient,
-    logsumexp,
     nearest,
     problems,
     system,

@@ -42,8 +42,8 @@ def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respe
             continue
         if name in POTENTIALS:
             raise TypeError(
-                f"{name} is an argument of kernel_logsumexp alone; kernel_matmul with a v of exp(g) "
-                "is the sum of values that are exponentials already"
+                f"{name} is an argument of kernel_logsumexp alone; where values are exponentials "
+                "already, kernel_matmul with a v of exp(col_potential) is their sum"
             )
         if value.dim() == 3 and value.shape[1] == 1 and value.shape[2] == 1:
             entries.append(name)

@@ -273,7 +273,17 @@ def kernel_topk(
 
 
 def _run(
-    reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values, debug=False,
+    reduction,
+    descriptor,
+    a,
+    b,
+    v,
+    out,
+    row_offset,
+    col_offset,
+    feature_map,
+    values,
+    debug=False,
     wide=False,
 ) -> torch.Tensor:
     """A reduction that has one tensor for its result, if ``wide`` of the arithmetic's dtype."""
@@ -321,9 +331,7 @@ def _respelled(a, b, v, offsets: tuple, values: dict):
     return None
 
 
-def _again(
-    made, reduction: str, descriptor, v, out, row_offset: int, col_offset: int, wide: bool
-):
+def _again(made, reduction: str, descriptor, v, out, row_offset: int, col_offset: int, wide: bool):
     """A reduction that is called again as kernels take it."""
     from kernlib.families.pairwise import per_point
 

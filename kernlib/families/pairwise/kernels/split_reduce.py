@@ -209,7 +209,8 @@ def default(descriptor: Pairwise, problem: Problem, precision: str) -> SplitRedu
         # 4.8 ms in place of 5.3 at 100000 x 100000 x 64; four columns of v have no registers left.
         warpgroups, columns = 3, 192
     return SplitReduce.Variant(
-        direct.reducer_of(problem), problem.dtype, copies, warpgroups, columns, depth, resident, promote,
+        direct.reducer_of(problem),
+        problem.dtype, copies, warpgroups, columns, depth, resident, promote,
         resident == 2 and warpgroups == 2,
         problem.inner, problem.outer, problem.root, problem.epsilon, problem.regularized,
     )  # fmt: skip

@@ -78,8 +78,8 @@ class ReductionKernel(PairKernel):
 
 
 class Problem(NamedTuple):
-    """One launch: shapes, layouts, and ``columns`` of v (0 for reductions that read none, 1 for what
-    a log-sum-exp adds to values of a column), of which a row of the result has ``out_columns``."""
+    """One launch: shapes, layouts, and ``columns`` of v, of which a row of the result has
+    ``out_columns``: 0 for reductions that read none, 1 for what a log-sum-exp adds to columns."""
 
     reduction: str
     m: int

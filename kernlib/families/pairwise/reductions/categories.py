@@ -37,7 +37,15 @@ class Reduction(NamedTuple):
 
 @torch.compiler.disable
 def run(
-    reduction: Reduction, descriptor: Pairwise, a, b, v, out, row_offset, col_offset, values: dict,
+    reduction: Reduction,
+    descriptor: Pairwise,
+    a,
+    b,
+    v,
+    out,
+    row_offset,
+    col_offset,
+    values: dict,
     wide: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A reduction as :mod:`kernlib.families.pairwise.functions.reductions` documents it.

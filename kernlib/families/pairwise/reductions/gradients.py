@@ -35,9 +35,7 @@ FEWEST_ROWS = 256  # of a block with all columns: sums by b then outweigh adding
 RECORDED_PARTS = 4  # tensors of a block's size that a recorded gradient takes at once
 
 
-def run(
-    reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values: dict, wide=False
-):
+def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values: dict, wide=False):
     """A call of ``matmul``, ``sum`` or ``logsumexp`` whose gradient is recorded; the result is as
     :func:`operation.run` has it. Raises RuntimeError for an ``out``."""
     refuse_out(out)

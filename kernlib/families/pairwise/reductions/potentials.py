@@ -16,8 +16,8 @@ from kernlib.runtime.tensors import check_dense
 def added(
     run: Callable, descriptor: Pairwise, a, b, potentials: tuple, offsets: tuple[int, int]
 ) -> torch.Tensor:
-    """``run(v, wide)``, a log-sum-exp of values plus v, with the potentials of rows, (M,) or (L, M),
-    and of columns, (N,) or (L, N), each of which may be None. Raises ValueError and
+    """``run(v, wide)``, a log-sum-exp of values plus v, with the potentials of rows, (M,) or
+    (L, M), and of columns, (N,) or (L, N), each of which may be None. Raises ValueError and
     TypeError that name a potential of another shape, dtype or device."""
     rows, columns = potentials
     arguments.refuse_own_names("kernel_logsumexp", descriptor, per_point.POTENTIALS)
