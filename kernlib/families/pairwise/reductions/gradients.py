@@ -289,9 +289,9 @@ def _by_blocks(
     through = [name for name in names if not (name == "v" and is_product)]
     totals = {name: torch.zeros_like(tensors[name]) for name in through}
     entries = blocks.entries_of(request.a.device, request.a.dtype, MOST_BYTES)
-    once = shape._replace(batch=shape.matrices)
+    once, alone = shape._replace(batch=shape.matrices), shape.matrices == shape.batch
     for block in blocks.blocks(once, max(1, entries // PARTS), FEWEST_ROWS):
-        part = _entries(shape, block)
+        part = block if alone else _entries(shape, block)
         rows = gradient[part[:2]], None if out is None else out[part[:2]]
         for name, value in _of_block(reduction, request, shape, block, through, *rows).items():
             _part_of(totals[name], name, part if name == "v" else block).add_(value)

@@ -64,3 +64,26 @@ def test_batches_of_potentials(a, b, g, gpus):
     matrix = kl.run_kernel(LOG, a, b, s=0.3)
     torch.testing.assert_close(host(found), (matrix + g[:, None]).logsumexp(-1))
     assert gpus.specs
+
+
+STEPS = torch.linspace(-80, 120, 137)
+VALUES = {
+    "rising": STEPS,
+    "falling": STEPS.flip(0),
+    "slowly rising": STEPS / 20,
+    "far apart": 1e4 * STEPS.sin(),
+    "the largest": torch.full((137,), -3e38).index_fill(0, torch.tensor([71]), 3e38),
+    "the least": torch.full((137,), -3e38),
+    "beside -inf": STEPS.masked_fill(STEPS < 30, -torch.inf),
+    "inf": STEPS.masked_fill(STEPS > 119, torch.inf),
+    "NaN": STEPS.masked_fill(STEPS > 119, torch.nan),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_come_in_groups(name):
+    """Whose largest is that of groups before."""
+    column = VALUES[name]
+    found = kl.kernel_logsumexp(kl.dot_product(), gpu(torch.ones(5, 1)), gpu(column[:, None]))
+    wanted = column.double().logsumexp(0).float().expand(5)
+    torch.testing.assert_close(host(found), wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
