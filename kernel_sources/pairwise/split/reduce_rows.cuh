@@ -85,8 +85,8 @@ __device__ __forceinline__ void rotate(float (&sums)[SUMS]) {
 // Values of neighbouring columns, of both rows, that a reducer takes at once.
 constexpr int AT_ONCE = 8;
 
-// Takes the sums of a whole tile by groups of AT_ONCE columns of a thread, as add_exponentials() has
-// it. Whether none is doubtful.
+// Takes the sums of a whole tile by groups of AT_ONCE columns of a thread, as add_exponentials()
+// has it. Whether none is doubtful.
 template <class R>
 __device__ __forceinline__ bool reduce_groups(RowsOf<R>& rows, float (&sums)[SUMS],
                                               const Tile& tile, const Finish& finish) {
