@@ -20,7 +20,7 @@ import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import UNITS_PER_MS, Case, Row, Session, headers
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise import gradient, matmul, matmul_gradient, nearest, system
+from benchmarks.pairwise import gradient, logsumexp, matmul, matmul_gradient, nearest, system
 from benchmarks.pairwise.problems import (
     DTYPES,
     TENSOR_RATES,
@@ -306,6 +306,7 @@ def cases(portable: bool = False) -> list[Case]:
         *matmul.cases(),
         *matmul_gradient.cases(),
         *nearest.cases(),
+        *logsumexp.cases(),
         *system.cases(),
     ]
 

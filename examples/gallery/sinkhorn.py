@@ -2,10 +2,10 @@
 
 The plan that moves uniform weights at x to uniform weights at y at the least cost
 `c = |x - y|^2 / 2`, with an entropy of weight eps, is `P_ij = exp((f_i + g_j - c_ij) / eps) / n m`.
-Each round sets `f_i = -eps log mean_j exp((g_j - c_ij) / eps)`, and g likewise. As
-`-c_ij = <x_i, y_j> - |x_i|^2 / 2 - |y_j|^2 / 2`, what depends on j alone is one more coordinate of
-the points, and `kl.kernel_logsumexp` of a dot product needs no matrix. `kl.kernel_matmul` then
-moves each point to the mean of where its weight goes.
+Each round sets `f_i = -eps log mean_j exp((g_j - c_ij) / eps)`, and g likewise:
+`kl.kernel_logsumexp` of `-c_ij / eps` with `g / eps` as its `col_potential`, without a matrix.
+`kl.kernel_matmul` then moves each point to the mean of where its weight goes, where f and g are
+coordinates of the points.
 
 **Your own data.** Put clouds (n, features) and (m, features) in the places of `x` and `y`, scaled
 to a spread of about one. A smaller eps blurs less and takes more rounds. Weights of points are
@@ -20,6 +20,7 @@ from harness import BLUE, GREY, ORANGE, figure, finish, milliseconds, parse, rel
 import kernlib as kl
 
 EPS, ROUNDS = 0.01, 50
+COSTS = kl.squared_distance(epilogue=kl.Custom("-v / (2 * eps)", ("eps",)))
 PLAN = kl.dot_product(epilogue=kl.Custom("exp(v)"))
 
 
@@ -52,11 +53,15 @@ def with_one(points: torch.Tensor) -> torch.Tensor:
 
 def by_kernlib(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The potentials f and g."""
+
+    def other(x, y, g):
+        logs = kl.kernel_logsumexp(COSTS, x, y, eps=EPS, col_potential=g / EPS)
+        return EPS * (math.log(len(y)) - logs)
+
     f, g = torch.zeros_like(x[:, 0]), torch.zeros_like(y[:, 0])
-    rows, columns = with_one(x), with_one(y)
     for _ in range(ROUNDS):
-        f = half(x) - EPS * kl.kernel_logsumexp(kl.dot_product(), rows, with_term(y, g))
-        g = half(y) - EPS * kl.kernel_logsumexp(kl.dot_product(), columns, with_term(x, f))
+        f = other(x, y, g)
+        g = other(y, x, f)
     return f, g
 
 

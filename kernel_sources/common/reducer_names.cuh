@@ -5,4 +5,5 @@ template <int WIDTH>
 struct Matmul;
 struct RowSum;
 struct LogSumExp;
+struct ShiftedLogSumExp;
 struct Minimum;

@@ -2,9 +2,11 @@
 //
 // A reducer has
 //   COLUMNS   values of v that it reads for each n
+//   WIDE      whether these are stored in AccT, whatever points are
 //   OUTPUTS   values that it writes for each row
 //   LINEAR    whether adding x + y is adding x, then y
 //   INDEXED   whether it writes the place of its value too
+//   GROUPED   whether add_exponentials() takes values of several n and rows at once
 //   add(x, n, v)   takes the value of one n; v points to its COLUMNS values of v
 //   settle()       ends a run of adds: runs are summed apart and added up, as a chain of n equal
 //                  terms may be off by 1.5e-8 n
@@ -24,7 +26,7 @@ using AccT = Config::AccT;  // arithmetic: float or double
 template <int WIDTH>
 struct Matmul {
     static constexpr int COLUMNS = WIDTH, OUTPUTS = WIDTH;
-    static constexpr bool LINEAR = true, INDEXED = false;
+    static constexpr bool LINEAR = true, INDEXED = false, WIDE = false, GROUPED = false;
     AccT run[WIDTH] = {}, total[WIDTH] = {};
 
     __device__ __forceinline__ Matmul(int = 0) {}
@@ -51,7 +53,7 @@ struct Matmul {
 // sum_n x[n].
 struct RowSum {
     static constexpr int COLUMNS = 0, OUTPUTS = 1;
-    static constexpr bool LINEAR = true, INDEXED = false;
+    static constexpr bool LINEAR = true, INDEXED = false, WIDE = false, GROUPED = false;
     AccT run = 0, total = 0;
 
     __device__ __forceinline__ RowSum(int = 0) {}
@@ -87,6 +89,51 @@ __device__ __forceinline__ void add_exponential(Exponentials<float>& sum, float 
     if (x > sum.largest) sum.raise(fminf(x, largest_number(x)));
     sum.run += exponential(x - sum.largest);
 }
+// Adds the exponentials of some values of each row, as far as the largest ones that were there are
+// near enough: a row's group is worth NEAR of them at most, so that the logarithm of what is summed
+// adds 4e-7 to the error. Values far above them come a few times in a row of any length; one branch
+// a group, where a comparison and a second exponential a value take as long as the rest. A largest
+// whose product is infinite makes the group a NaN, which is not near.
+constexpr float NEAR = 256.0f;
+
+template <class R, int COUNT, int ROWS>
+__device__ __forceinline__ void add_exponentials(R (&reducers)[ROWS],
+                                                 const float (&values)[COUNT][ROWS]) {
+    float groups[ROWS];
+    bool far = false;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        float shift = reducers[i].sum.largest * LOG2_E;
+        groups[i] = shift * 0.0f;
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e)
+            groups[i] += exp2_approximate(multiply_add(values[e][i], LOG2_E, -shift));
+        far = far || !(groups[i] <= NEAR);
+    }
+    if (far) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            auto& sum = reducers[i].sum;
+            float top = values[0][i];
+#pragma unroll
+            for (int e = 1; e < COUNT; ++e) top = fmaxf(top, values[e][i]);
+            if (top > sum.largest) sum.raise(fminf(top, largest_number(top)));
+            groups[i] = 0.0f;
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e) groups[i] += exponential(values[e][i] - sum.largest);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) reducers[i].sum.run += groups[i];
+}
+
+// What a reducer that is GROUPED takes the exponential of.
+template <class R>
+__device__ __forceinline__ AccT shifted(AccT x, const AccT* v) {
+    if constexpr (R::COLUMNS > 0) return x + v[0];
+    else return x;
+}
+
 __device__ __forceinline__ float logarithm(float largest, float total) {
     return largest + logf(total);
 }
@@ -115,7 +162,8 @@ __device__ __noinline__ double logarithm(double largest, double total) {
 // log sum_n exp(x[n]).
 struct LogSumExp {
     static constexpr int COLUMNS = 0, OUTPUTS = 1;
-    static constexpr bool LINEAR = false, INDEXED = false;
+    static constexpr bool LINEAR = false, INDEXED = false, WIDE = false;
+    static constexpr bool GROUPED = sizeof(AccT) == 4;
     Exponentials<AccT> sum;
 
     __device__ __forceinline__ LogSumExp(int = 0) {}
@@ -132,6 +180,17 @@ struct LogSumExp {
     __device__ __forceinline__ int index() const { return 0; }
 };
 
+// log sum_n exp(x[n] + v[n]).
+struct ShiftedLogSumExp : LogSumExp {
+    static constexpr int COLUMNS = 1;
+    static constexpr bool WIDE = true;
+
+    __device__ __forceinline__ ShiftedLogSumExp(int = 0) {}
+    __device__ __forceinline__ void add(AccT x, int, const AccT* v) {
+        add_exponential(sum, x + v[0]);
+    }
+};
+
 __device__ __forceinline__ bool is_nan(float x) { return x != x; }
 // Of a NaN that arithmetic has made quiet, without an operation of the FP64 lanes.
 __device__ __forceinline__ bool is_nan(double x) {
@@ -141,7 +200,7 @@ __device__ __forceinline__ bool is_nan(double x) {
 // The smallest x[n] and the first n that has it; the first NaN if there is one.
 struct Minimum {
     static constexpr int COLUMNS = 0, OUTPUTS = 1;
-    static constexpr bool LINEAR = false, INDEXED = true;
+    static constexpr bool LINEAR = false, INDEXED = true, WIDE = false, GROUPED = false;
     AccT smallest = infinity(AccT(0));
     int place;
 

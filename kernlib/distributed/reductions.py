@@ -123,6 +123,12 @@ def kernel_logsumexp(
     Example:
         >>> out = kl.distributed.kernel_logsumexp(kl.l2_distance(), x, y)  # doctest: +SKIP
     """
+    for name in ("row_potential", "col_potential"):
+        if name in hyperparameters:
+            raise TypeError(
+                f"kernlib.distributed.kernel_logsumexp takes no {name} yet; "
+                "kernlib.kernel_logsumexp of gathered points does"
+            )
     names = {"row_offset": row_offset, "col_offset": col_offset, **hyperparameters}
     return _reduce("kernel_logsumexp", descriptor, a, b, None, group, ring, names)
 

@@ -12,6 +12,7 @@ from benchmarks.common.harness import Session
 from benchmarks.pairwise import (
     gradient,
     keops,
+    logsumexp,
     matmul,
     matmul_gradient,
     nearest,
@@ -232,6 +233,7 @@ def device(monkeypatch):
         (matmul, matmul.PROBLEMS[0]._replace(points=50), BY_HAND),
         (matmul_gradient, matmul_gradient.PROBLEMS[0]._replace(points=50), BY_HAND),
         (nearest, nearest.Problem(50, 3), {"torch", "addmm"}),
+        (logsumexp, logsumexp.Problem(50, 3, True), {"torch", "addmm"}),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

@@ -5,7 +5,7 @@
 
 #include "pairwise/scalars.cuh"
 
-using InputT = Config::InputT;  // storage of a, b and v
+using InputT = Config::InputT;  // storage of a, b and v, but of what a reducer has WIDE
 
 struct Pointers {
     const InputT* a;

@@ -18,10 +18,24 @@ constexpr bool REGULARIZED = Config::REGULARIZED;  // whether the regularization
 
 constexpr int WEIGHTS = Reducer::COLUMNS > 0 ? Reducer::COLUMNS : 1;
 
+template <bool WIDE>
+struct Stored {
+    using Type = InputT;
+};
+template <>
+struct Stored<true> {
+    using Type = AccT;
+};
+using WeightT = Stored<Reducer::WIDE>::Type;  // storage of v
+
+__device__ __forceinline__ const WeightT* weights_of(const Parameters& parameters) {
+    return reinterpret_cast<const WeightT*>(parameters.v);
+}
+
 // v[l,n,0..COLUMNS) as zeros past the last column.
 __device__ __forceinline__ void read_weights(AccT* to, const Parameters& parameters, i64 l, i64 n) {
     const View& view = parameters.v_view;
-    const InputT* from = parameters.v + l * view.batch_stride + n * view.row_stride;
+    const WeightT* from = weights_of(parameters) + l * view.batch_stride + n * view.row_stride;
 #pragma unroll
     for (int c = 0; c < Reducer::COLUMNS; ++c) {
         bool exists = c < parameters.columns;

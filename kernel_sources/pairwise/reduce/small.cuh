@@ -16,7 +16,8 @@ constexpr int RUN = 64 * PARTNERS;  // of a stage's points, between which reduce
 // Points of a thread whose sums are there before the values of any, where it looks at them: so they
 // do not wait for each other behind the question. Many columns leave no registers for that.
 template <bool LOOKS>
-constexpr int TOGETHER = LOOKS && MENDED && Reducer::COLUMNS <= 4 ? UNROLL : 1;
+constexpr int TOGETHER =
+    Reducer::GROUPED || (LOOKS && MENDED && Reducer::COLUMNS <= 4) ? UNROLL : 1;
 
 __shared__ Stage stage;
 __shared__ u32 word;
@@ -98,6 +99,7 @@ struct Pairs {
         }
         if (LOOKS) mend_sums(sums, parameters, l, m0, n0 + n, PARTNERS, range, numbers.p);
         else absolute_sums(sums);
+        AccT values[COUNT][ROWS];
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) {
             int point = n + e * PARTNERS;
@@ -105,9 +107,11 @@ struct Pairs {
             for (int i = 0; i < ROWS; ++i) {
                 AccT value = finish(rescale(sums[e][i]), rescale.unit);
                 if (IN_PLACE && point == places[i]) value += regularization;
-                reducers[i].add(value, base + point, line[e] + K);
+                if constexpr (Reducer::GROUPED) values[e][i] = shifted<Reducer>(value, line[e] + K);
+                else reducers[i].add(value, base + point, line[e] + K);
             }
         }
+        if constexpr (Reducer::GROUPED) add_exponentials(reducers, values);
     }
 };
 

@@ -66,7 +66,7 @@ struct Stage {
         int count = int(min(last - n0, i64(STAGE)));
         constexpr int COLUMNS = Reducer::COLUMNS;
         Source<InputT> points(given.b, given.b_view, l, n0, K);
-        Source<InputT> weights(given.v, given.v_view, l, n0, given.columns);
+        Source<WeightT> weights(weights_of(given), given.v_view, l, n0, given.columns);
         if (points.is_side_by_side<K>() && weights.is_side_by_side<COLUMNS>()) {
             Carried<K, 0, AccT> numbers;
             Carried<COLUMNS, K, AccT> beside;

@@ -82,6 +82,42 @@ __device__ __forceinline__ void rotate(float (&sums)[SUMS]) {
     for (int i = 0; i < COUNT; ++i) sums[SUMS - COUNT + i] = first[i];
 }
 
+// Values of neighbouring columns, of both rows, that a reducer takes at once.
+constexpr int AT_ONCE = 8;
+
+// Takes the sums of a whole tile by groups of AT_ONCE columns of a thread, as add_exponentials()
+// has it. Whether none is doubtful.
+template <class R>
+__device__ __forceinline__ bool reduce_groups(RowsOf<R>& rows, float (&sums)[SUMS],
+                                              const Tile& tile, const Finish& finish) {
+    constexpr int STEP = ROLLED ? GROUP : TILE_N, PAIRS = AT_ONCE / 2;
+    static_assert(STEP / 8 % PAIRS == 0, "whole groups");
+    bool fine = true;
+#pragma unroll 1
+    for (int first = 0; first < TILE_N; first += STEP) {
+        int place = first + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int c = 0; c < STEP / 8; c += PAIRS) {
+            AccT values[AT_ONCE][2];
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) {
+                Columns right(tile, place + (c + pair) * 8);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    PairSum sum(sums[(c + pair) * 4 + e], rows.info[e / 2],
+                                right.info.element[e % 2]);
+                    fine = fine && !is_doubtful(sum.value, sum.norms);
+                    values[2 * pair + e % 2][e / 2] =
+                        shifted<R>(finish(sum.value), right.weights + e % 2 * R::COLUMNS);
+                }
+            }
+            add_exponentials(rows.reducers, values);
+        }
+        if (ROLLED) rotate(sums);
+    }
+    return fine;
+}
+
 // Takes what passes of two columns, for which lists may have no room.
 template <class R>
 __device__ __forceinline__ void take_values(RowsOf<R>& rows, const AccT (&values)[4], int place) {
@@ -99,6 +135,7 @@ __device__ __forceinline__ void take_values(RowsOf<R>& rows, const AccT (&values
 template <class R>
 __device__ __forceinline__ bool reduce_quickly(RowsOf<R>& rows, float (&sums)[SUMS],
                                                const Tile& tile, const Finish& finish) {
+    if constexpr (R::GROUPED) return reduce_groups(rows, sums, tile, finish);
     constexpr int STEP = ROLLED ? GROUP : TILE_N;
     bool fine = true;
 #pragma unroll 1

@@ -6,7 +6,7 @@
 
 struct Nearest : List {
     static constexpr int COLUMNS = 0, OUTPUTS = 0;
-    static constexpr bool LINEAR = false, INDEXED = false;
+    static constexpr bool LINEAR = false, INDEXED = false, WIDE = false, GROUPED = false;
     bool missed = false;  // a value, for there was no room
 
     __device__ __forceinline__ Nearest(int = 0) {}

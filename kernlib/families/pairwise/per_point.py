@@ -18,6 +18,7 @@ from kernlib.runtime.numbers import check_kind, on_device
 from kernlib.runtime.tensors import check_memory, is_wrapped, refuse_any_overlap
 
 DIAGONAL = "regularization"
+POTENTIALS = ("row_potential", "col_potential")
 
 
 class Respelled(NamedTuple):
@@ -39,6 +40,11 @@ def respelled(a, b, values: dict, beside=None, offsets: tuple = (0, 0)) -> Respe
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or name in CODES:
             continue
+        if name in POTENTIALS:
+            raise TypeError(
+                f"{name} is an argument of kernel_logsumexp alone; where values are exponentials "
+                "already, kernel_matmul with a v of exp(col_potential) is their sum"
+            )
         if value.dim() == 3 and value.shape[1] == 1 and value.shape[2] == 1:
             entries.append(name)
         elif value.dim() == 2 and value.shape[0] == 1 and value.shape[1] == 1:

@@ -77,6 +77,13 @@ def axes_of(epilogue: Epilogue) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return epilogue.axes if isinstance(epilogue, Custom) else ()
 
 
+@lru_cache(maxsize=256)
+def with_column(descriptor: Pairwise | Formula, name: str) -> Formula:
+    """A descriptor as a formula, plus a tensor of columns."""
+    formula = formula_of(descriptor)
+    return Formula(f"({formula.expression}) + {name}", (*formula.axes, (name, (COL,))))
+
+
 def as_features(value: object) -> tuple[int, ...] | None:
     """Places of features, of a range, a slice with an end or a list of ints. Raises TypeError and
     ValueError for others."""

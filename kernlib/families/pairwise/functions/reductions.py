@@ -127,36 +127,47 @@ def kernel_logsumexp(
     col_offset: int = 0,
     feature_map: torch.Tensor | None = None,
     pairs: Pairs | None = None,
+    row_potential: torch.Tensor | None = None,
+    col_potential: torch.Tensor | None = None,
     debug: bool = False,
     **hyperparameters: float | torch.Tensor,
 ) -> torch.Tensor:
-    """``out[l,m] = log sum_n exp(K[l,m,n])``, (M,) or (L, M), with no overflow on the way; -inf for
-    no n. Values of ``gaussian()`` and its like are exponentials already: for the logarithm of a sum
-    of kernel values pass their exponent, ``squared_distance(epilogue=Custom("-s * v", ("s",)))``.
+    """``out[l,m] = f[l,m] + log sum_n exp(K[l,m,n] + g[l,n])``, (M,) or (L, M), with no overflow on
+    the way; -inf for no n. Values of ``gaussian()`` and its like are exponentials already: for the
+    logarithm of a sum of kernel values pass their exponent,
+    ``squared_distance(epilogue=Custom("-s * v", ("s",)))``.
+
+    - ``row_potential``, f, (M,) or (L, M), and ``col_potential``, g, (N,) or (L, N), are 0 where
+      they are None: the potentials of entropic optimal transport, or logarithms of weights; a
+      column whose g is -inf is left out. Of the inputs' dtype or, beside half types, float32, which
+      makes the result float32. g is added in the kernels, in the arithmetic's dtype.
 
     ``descriptor``, ``a``, ``b``, ``row_offset``, ``col_offset``, ``feature_map``, ``pairs``,
-    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients
-    and what it raises. float64 on a GPU goes by blocks of K from 11 features on, and where powers
-    take logarithms. After the LogSumExp reduction of the KeOps project.
+    ``debug`` and ``hyperparameters`` are those of :func:`kernel_matmul`, as are dtypes, gradients,
+    those of both potentials too, and what it raises. ValueError and TypeError name a potential of
+    another shape, dtype or device. float64 on a GPU goes by blocks of K from 11 features on, and
+    where powers take logarithms. After the LogSumExp reduction of the KeOps project.
 
     Example:
         >>> kl.kernel_logsumexp(kl.l1_distance(), torch.zeros(1, 2), torch.eye(2))  # ln(2 e)
         tensor([1.6931])
     """
     offsets = row_offset, col_offset
-    return _run(
-        "logsumexp",
-        descriptor,
-        a,
-        b,
-        None,
-        None,
-        *offsets,
-        feature_map,
-        hyperparameters,
-        pairs,
-        debug,
-    )
+
+    def run(v: torch.Tensor | None = None, wide: bool = False) -> torch.Tensor:
+        maps = feature_map, hyperparameters, pairs, debug
+        return _run("logsumexp", descriptor, a, b, v, None, *offsets, *maps, wide)
+
+    if row_potential is None and col_potential is None:
+        return run()
+    from kernlib.families.pairwise.reductions import potentials  # most calls need none
+
+    if pairs is not None or _is_formula(descriptor):
+        values = hyperparameters | ({"feature_map": feature_map} if feature_map is not None else {})
+        options = {"row_offset": row_offset, "col_offset": col_offset, "pairs": pairs}
+        again = partial(kernel_logsumexp, debug=debug, **options, **values)
+        return potentials.of_formula(again, descriptor, a, b, row_potential, col_potential)
+    return potentials.added(run, descriptor, a, b, (row_potential, col_potential), offsets)
 
 
 def kernel_min(
@@ -313,11 +324,12 @@ def _run(
     values,
     pairs=None,
     debug=False,
+    wide=False,
 ) -> torch.Tensor:
-    """A reduction that has one tensor for its result."""
+    """A reduction that has one tensor for its result, if ``wide`` of the arithmetic's dtype."""
     if debug is not False:
         request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, feature_map, values)
-        call = partial(_run, *request, pairs)
+        call = partial(_run, *request, pairs, wide=wide)
         call.__name__ = f"kernel_{reduction}"  # in the line that is written
         return _heard(debug, call)
     # The second written out: it is asked of every call.
@@ -334,8 +346,8 @@ def _run(
     a, b, values = _placed(descriptor, feature_map, a, b, values, out)
     again = _respelled(a, b, v, (row_offset, col_offset), values)
     if again is not None:
-        return _again(again, reduction, descriptor, v, out, row_offset, col_offset)
-    request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values)
+        return _again(again, reduction, descriptor, v, out, row_offset, col_offset, wide)
+    request = (reduction, descriptor, a, b, v, out, row_offset, col_offset, values, wide)
     if isinstance(descriptor, Pairwise) and descriptor.categories:
         return _with_categories(*request)
     if is_traced():
@@ -393,16 +405,17 @@ def _respelled(a, b, v, offsets: tuple, values: dict):
     return None
 
 
-def _again(made, reduction: str, descriptor, v, out, row_offset: int, col_offset: int):
+def _again(made, reduction: str, descriptor, v, out, row_offset: int, col_offset: int, wide: bool):
     """A reduction that is called again as kernels take it."""
     from kernlib.families.pairwise import per_point
 
-    def call(a, b, v, values):
-        return _run(reduction, descriptor, a, b, v, None, row_offset, col_offset, None, values)
+    def call(a, b, v, values, out=None, wide=False):
+        rest = row_offset, col_offset, None, values, False, wide
+        return _run(reduction, descriptor, a, b, v, out, *rest)
 
     a, b, values, diagonal = made
     if diagonal is None:
-        return _run(reduction, descriptor, a, b, v, out, row_offset, col_offset, None, values)
+        return call(a, b, v, values, out, wide)
     if reduction == "logsumexp":
         _refuse_diagonal("kernel_logsumexp")
     result = per_point.products(call, made, v)

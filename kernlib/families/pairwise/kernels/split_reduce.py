@@ -26,7 +26,7 @@ from kernlib.families.pairwise.lowering.problem import (
     terms,
     types,
 )
-from kernlib.families.pairwise.lowering.reduce import REDUCERS, Problem, ReductionKernel, width_of
+from kernlib.families.pairwise.lowering.reduce import Problem, ReductionKernel
 from kernlib.jit import targets
 from kernlib.jit.spec import KernelSpec
 from kernlib.lowering import division
@@ -91,7 +91,7 @@ class SplitReduce(ReductionKernel):
         @property
         def width(self) -> int:
             """Columns of v."""
-            return int(self.reducer[7:-1]) if self.reducer.startswith("Matmul") else 0
+            return direct.columns_of(self.reducer)
 
         @property
         def stage_bytes(self) -> int:
@@ -208,9 +208,8 @@ def default(descriptor: Pairwise, problem: Problem, precision: str) -> SplitRedu
     if not exact and resident == 2 and columns == 256 and problem.columns <= 1:
         # 4.8 ms in place of 5.3 at 100000 x 100000 x 64; four columns of v have no registers left.
         warpgroups, columns = 3, 192
-    width = width_of(problem.columns)
     return SplitReduce.Variant(
-        REDUCERS.get(problem.reduction, f"Matmul<{width}>"),
+        direct.reducer_of(problem),
         problem.dtype, copies, warpgroups, columns, depth, resident, promote,
         resident == 2 and warpgroups == 2,
         problem.inner, problem.outer, problem.root, problem.epsilon, problem.regularized,

@@ -49,9 +49,10 @@ FILLING, MEETING, JOINING, JOIN = 600, 150, 1500, 40
 JOINS = {"logsumexp": 10, "min": 3}
 # By the name of a reduction, the reducer of common/reducers.cuh, and whether it reads v.
 REDUCERS = {"sum": "RowSum", "logsumexp": "LogSumExp", "min": "Minimum"}
+SHIFTED = "ShiftedLogSumExp"  # of values to which a column of v is added, in the arithmetic's type
 # Numbers of a row beside its features, as many as leave no register of 4 rows to memory, of those
 # that keep more in double than sums.
-LONG_REDUCERS = {"LogSumExp": 6, "Minimum": 5}
+LONG_REDUCERS = {"LogSumExp": 6, SHIFTED: 6, "Minimum": 5}
 # Columns of v that a launch of products with many takes, and what it takes of a million pairs, in
 # microseconds, where values are exponentials of the sum alone, and else.
 MOST_WIDE, FOLDED, UNFOLDED = 128, 0.5, 0.9
@@ -77,8 +78,8 @@ class ReductionKernel(PairKernel):
 
 
 class Problem(NamedTuple):
-    """One launch: shapes, layouts, and ``columns`` of v (0 for reductions that read none), of which
-    a row of the result has ``out_columns``."""
+    """One launch: shapes, layouts, and ``columns`` of v, of which a row of the result has
+    ``out_columns``: 0 for reductions that read none, 1 for what a log-sum-exp adds to columns."""
 
     reduction: str
     m: int
@@ -125,7 +126,7 @@ class Variant(NamedTuple):
     @property
     def columns(self) -> int:
         """Of v, that the reducer reads."""
-        return int(self.reducer[7:-1]) if self.reducer.startswith("Matmul") else 0
+        return columns_of(self.reducer)
 
     @property
     def line_bytes(self) -> int:
@@ -185,6 +186,20 @@ def width_of(columns: int) -> int:
     return next((width for width in (0, *WIDTHS) if width >= columns), WIDTHS[-1])
 
 
+def reducer_of(problem: Problem) -> str:
+    """The name of a reducer of reduce/reducers.cuh."""
+    if problem.reduction == "logsumexp" and problem.columns:
+        return SHIFTED
+    return REDUCERS.get(problem.reduction, f"Matmul<{width_of(problem.columns)}>")
+
+
+def columns_of(reducer: str) -> int:
+    """Columns of v that a reducer reads."""
+    if reducer == SHIFTED:
+        return 1
+    return int(reducer[7:-1]) if reducer.startswith("Matmul") else 0
+
+
 def fits(problem: Problem, arch: str) -> bool:
     """Whether one of the kernels takes a problem on an arch."""
     takes = problem.dtype in FLOAT_SUMS and min(problem.k, problem.m, problem.n) > 0
@@ -208,7 +223,7 @@ def variant(problem: Problem, arch: str, rows: int | None = None) -> Variant:
 
 def _variant(problem: Problem, rows: int | None) -> Variant:
     width = width_of(problem.columns)
-    reducer = REDUCERS.get(problem.reduction, f"Matmul<{width}>")
+    reducer = reducer_of(problem)
     small = problem.k <= SMALL_K
     a, b = ((layout, count) for layout, count in ((problem.a, problem.m), (problem.b, problem.n)))
     return Variant(
@@ -293,7 +308,7 @@ class Work(NamedTuple):
 def work_of(descriptor: Pairwise, problem: Problem, variant: Variant, multiprocessors: int) -> Work:
     """That of a problem. Slots are those of differences, a Gaussian and products, about; those of
     float64 take two, and its exponential 12 more."""
-    slots = 2 * problem.k + 3 + max(1, variant.columns) + 8 * (variant.reducer == "LogSumExp")
+    slots = 2 * problem.k + 3 + max(1, variant.columns) + 8 * (problem.reduction == "logsumexp")
     if type(descriptor.inner) in EXPONENT_STAGES and problem.inner in ("any", "device"):
         slots += 16 * problem.k
     if DTYPES[problem.dtype].sums.bytes == 8:

@@ -9,6 +9,7 @@ import torch
 from kernlib.descriptors.base import Descriptor, as_int, refuse_descriptor, shown
 from kernlib.families.pairwise import checks
 from kernlib.families.pairwise.descriptor import Pairwise
+from kernlib.runtime.dtypes import accumulator
 from kernlib.runtime.numbers import plain
 from kernlib.runtime.tensors import (
     check_dense,
@@ -26,8 +27,8 @@ _ADVICE = (
 
 
 class Request(NamedTuple):
-    """A reduction's arguments. ``v`` is None, or (N, C) or (L, N, C); ``descriptor`` is symmetric
-    no more, and ``b`` given."""
+    """A reduction's arguments. ``v`` is None, or (N, C) or (L, N, C), of a log-sum-exp what it adds
+    to the values of each column; ``descriptor`` is symmetric no more, and ``b`` given."""
 
     descriptor: Pairwise
     a: torch.Tensor
@@ -128,54 +129,65 @@ def sides(descriptor: Pairwise, a, b, row_offset, col_offset) -> tuple[Pairwise,
     return descriptor, b
 
 
-def shape_of(request: Request) -> Shape:
-    """Check a request. Raises ValueError, TypeError."""
+def shape_of(request: Request, reduction: str | Nearest = "matmul") -> Shape:
+    """Check the request of a reduction. Raises ValueError, TypeError."""
     descriptor, a, b, v, rows, columns, values = request
     call = checks.check_call(descriptor, a, b, None, False, rows, columns, values)
-    size = _result(call.out_shape, a, v)
+    size = _result(call.out_shape, a, v, reduction)
     batched = len(size) > (1 if v is None else 2)
     width = 0 if v is None else v.shape[-1]
     batch = size[0] if batched else 1
     return Shape(call.m, call.n, call.k, batch, width, batched, call.batch)
 
 
-def check_meta(descriptor, a, b, v, row_offset, col_offset, hyperparameters) -> Shape:
+def check_meta(
+    descriptor, a, b, v, row_offset, col_offset, hyperparameters, reduction: str = "matmul"
+) -> Shape:
     """Check a call on tensors of the meta device as one on others is. Raises ValueError,
     TypeError."""
-    return shape_of(request_of(descriptor, a, b, v, row_offset, col_offset, hyperparameters))
+    request = request_of(descriptor, a, b, v, row_offset, col_offset, hyperparameters)
+    return shape_of(request, reduction)
 
 
-def result_shape(a, b, v, tensors: dict[str, torch.Tensor]) -> tuple[int, ...]:
+def result_shape(
+    a, b, v, tensors: dict[str, torch.Tensor], reduction: str = "matmul"
+) -> tuple[int, ...]:
     """The shape of a result, (M,) or (M, C) behind a batch if there is one, after the checks that
     need no descriptor and no value: sizes may be symbols. Raises ValueError and TypeError."""
-    return _result(checks.check_shapes(a, b, None, tensors), a, v)
+    return _result(checks.check_shapes(a, b, None, tensors), a, v, reduction)
 
 
-def _result(matrix: tuple[int, ...], a: torch.Tensor, v: torch.Tensor | None) -> tuple[int, ...]:
+def _result(
+    matrix: tuple[int, ...], a: torch.Tensor, v: torch.Tensor | None, reduction: str | Nearest
+) -> tuple[int, ...]:
     """The result's shape from that of the matrix; v is checked."""
     if v is None:
         return tuple(matrix[:-1])
     batch = matrix[0] if len(matrix) == 3 else 1
-    _check_v(v, a, matrix[-1], batch)
+    _check_v(v, a, matrix[-1], batch, reduction)
     columns = tuple(v.shape[-1:]) if v.dim() > 1 else ()
     if v.dim() == 3:
         return (v.shape[0] if batch == 1 else batch, matrix[-2], *columns)
     return (*matrix[:-1], *columns)
 
 
-def _check_v(v: torch.Tensor, a: torch.Tensor, n: int, batch: int) -> None:
+def _check_v(
+    v: torch.Tensor, a: torch.Tensor, n: int, batch: int, reduction: str | Nearest
+) -> None:
+    is_potential = reduction == "logsumexp"
     if v.dim() not in (1, 2, 3):
         raise ValueError(f"v must be (N,), (N, C) or (L, N, C), got shape {tuple(v.shape)}")
     if v.shape[-2 if v.dim() > 1 else 0] != n:
         raise ValueError(
             f"v must have a row for each of the {n} points of b, got shape {tuple(v.shape)}"
         )
-    if v.dtype != a.dtype:
+    if v.dtype != (accumulator(a.dtype) if is_potential else a.dtype):
         raise TypeError(f"v must be {a.dtype} as a and b, got {v.dtype}")
     if v.device != a.device:
         raise ValueError(f"v must be on the inputs' device {a.device}, got {v.device}")
     if v.dim() == 3 and v.shape[0] != 1 and batch != 1 and v.shape[0] != batch:
-        raise ValueError(f"batches must be 1 or equal, got inputs: {batch}, v: {v.shape[0]}")
+        name = "col_potential" if is_potential else "v"
+        raise ValueError(f"batches must be 1 or equal, got inputs: {batch}, {name}: {v.shape[0]}")
 
 
 def check_out(out: torch.Tensor, shape: tuple[int, ...], request: Request) -> None:

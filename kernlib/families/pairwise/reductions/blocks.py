@@ -141,12 +141,28 @@ def total(request: Request, shape: Shape) -> torch.Tensor:
 
 
 def logsumexp(request: Request, shape: Shape) -> torch.Tensor:
-    """``log sum_n exp(K[l,m,n])`` as (L, M), -inf for no n."""
+    """``log sum_n exp(K[l,m,n] + v[l,n])`` as (L, M), -inf for no n; v may be missing."""
     dtype = _dtype_of_sums(request, shape)
     out = _filled(request, shape, float("-inf"), dtype)
-    for block, values in each(request, shape):
-        out[block[:2]] = torch.logaddexp(out[block[:2]], values.logsumexp(-1).to(dtype))
+    for block, values in each(request, shape._replace(batch=shape.matrices)):
+        rows = block[1]
+        for l, shifted in _shifted(values, request.v, block, shape):
+            out[l, rows] = torch.logaddexp(out[l, rows], shifted.logsumexp(-1).to(dtype))
     return out.to(accumulator(request.a.dtype))
+
+
+def _shifted(values: torch.Tensor, v, block: Block, shape: Shape) -> Iterator:
+    """A block's values plus those of v, in place, and the entries of the batch that they belong to:
+    where several share one matrix, one after the other, each in memory of its own."""
+    l, _, columns = block
+    if v is None:
+        yield l, values
+    elif shape.matrices == shape.batch:
+        yield l, values.add_(points_of(v, l, columns).mT)
+    else:
+        for i in range(shape.batch):
+            one = slice(i, i + 1)
+            yield one, values + points_of(v, one, columns).mT
 
 
 def minimum(request: Request, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:

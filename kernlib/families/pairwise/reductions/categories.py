@@ -37,7 +37,16 @@ class Reduction(NamedTuple):
 
 @torch.compiler.disable
 def run(
-    reduction: Reduction, descriptor: Pairwise, a, b, v, out, row_offset, col_offset, values: dict
+    reduction: Reduction,
+    descriptor: Pairwise,
+    a,
+    b,
+    v,
+    out,
+    row_offset,
+    col_offset,
+    values: dict,
+    wide: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A reduction as :mod:`kernlib.families.pairwise.functions.reductions` documents it.
 
@@ -52,7 +61,7 @@ def run(
     arguments.check_exponents(descriptor, values)
     plain, offsets = operation.numerical(descriptor), (row_offset, col_offset)
     request = reduced.request_of(plain, points, b, v, *offsets, values)
-    shape = reduced.shape_of(request)
+    shape = reduced.shape_of(request, reduction.name)
     size = _size(reduction, shape, v)
     if out is not None:
         checks.refuse_out(out, out=out, tables=tables.flat, **request.tensors())
@@ -68,7 +77,7 @@ def run(
     result = result.reshape(size)
     if out is not None:
         return out.copy_(result)
-    result = result.to(a.dtype).contiguous()
+    result = (result if wide else result.to(a.dtype)).contiguous()
     return result if places is None else (result, places.reshape(size))
 
 
@@ -97,7 +106,8 @@ def _size(reduction: Reduction, shape: Shape, v) -> tuple[int, ...]:
 def _computed(reduction: Reduction, request: reduced.Request, shape: Shape):
     """Values in the arithmetic's dtype, and places too where entries are chosen."""
     v = request.v
-    if v is not None and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1:
+    is_product = reduction.name == "matmul"
+    if is_product and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1:
         # The matrix is computed once, for the columns of all entries of the batch.
         folded = v.movedim(0, 1).reshape(shape.n, shape.batch * shape.columns)
         once = shape._replace(batch=1, columns=shape.batch * shape.columns)
@@ -133,7 +143,7 @@ class _Reduced(NamedTuple):
         if self.reduction.name == "matmul":
             return multiplied(request.descriptor.precision, k, v.to(k.dtype))
         if self.reduction.name == "logsumexp":
-            return k.logsumexp(-1, keepdim=True)
+            return (k if v is None else k + v.mT).logsumexp(-1, keepdim=True)
         return k.sum(-1, keepdim=True)
 
 

@@ -35,9 +35,9 @@ FEWEST_ROWS = 256  # of a block with all columns: sums by b then outweigh adding
 RECORDED_PARTS = 4  # tensors of a block's size that a recorded gradient takes at once
 
 
-def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values: dict):
-    """A call of ``matmul``, ``sum`` or ``logsumexp`` whose gradient is recorded. Raises
-    RuntimeError for an ``out``."""
+def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values: dict, wide=False):
+    """A call of ``matmul``, ``sum`` or ``logsumexp`` whose gradient is recorded; the result is as
+    :func:`operation.run` has it. Raises RuntimeError for an ``out``."""
     refuse_out(out)
     watched = stand_ins(a, b, v)
     if _are_functorch_transforms_active():
@@ -45,8 +45,9 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
         watched = True  # where nothing is mapped too: a Function knows no transform
     if watched or (getattr(a, "is_meta", False) and rehearsal.current() is None):
         if not watched:  # for meta tensors operators would say less
-            arguments.check_meta(descriptor, a, b, v, row_offset, col_offset, values)
-        request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, False
+            offsets = row_offset, col_offset
+            arguments.check_meta(descriptor, a, b, v, *offsets, values, reduction)
+        request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, wide
         return by_operator(operation.REDUCTION, request)
     request = reduction, descriptor, a, b, v, None, row_offset, col_offset, values, True
     key = operation.key(*request)
@@ -57,14 +58,15 @@ def run(reduction: str, descriptor, a, b, v, out, row_offset, col_offset, values
     except TypeError:  # an argument cannot be hashed: the checks say which one is wrong
         route = key = None
     if route is None or (descriptor.symmetric and b is not None and b is not a):
-        return _checked(key, reduction, descriptor, a, b, v, row_offset, col_offset, values)
+        y = _checked(key, reduction, descriptor, a, b, v, row_offset, col_offset, values)
+        return y if wide else y.to(a.dtype)
     if not all([type(x) is float or isinstance(x, torch.Tensor) for x in values.values()]):
         values = {name: plain(name, value) for name, value in values.items()}
     v = v[:, None] if v is not None and v.dim() == 1 else v
     b = a if b is None else b
     call = Request(route.descriptor, a, b, v, row_offset, col_offset, values)
     y = _apply(reduction, call, route.shape, route.size, route.plan)
-    return y if y.dtype == a.dtype else y.to(a.dtype)
+    return y if wide or y.dtype == a.dtype else y.to(a.dtype)
 
 
 class Route(NamedTuple):
@@ -82,12 +84,12 @@ _routes = PlanCache()
 def _checked(key, reduction: str, descriptor, a, b, v, row_offset, col_offset, values: dict):
     """:func:`run` of a call without a route, which it keeps if kernels compute the call."""
     request = arguments.request_of(descriptor, a, b, v, row_offset, col_offset, values)
-    shape = arguments.shape_of(request)
+    shape = arguments.shape_of(request, reduction)
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
     again = _rehearsed, reduction, request, shape
-    y = early.first(_apply, reduction, request, shape, size, again=again).to(a.dtype)
+    y = early.first(_apply, reduction, request, shape, size, again=again)
     tensors = (t for t in (a, b, v) if t is not None)
     if key is not None and not any(map(is_lazy, tensors)):  # a plan reads copies of these
         *tensors, rows, columns, values = request
@@ -191,6 +193,9 @@ def gradients(
     """The gradients of the tensors ``names`` from that of the result ``out``, both (L, M, C) or
     (L, M): recorded where gradients are. A product and a sum need no ``out``. Of an a that is b,
     ``shared``, a's may hold both, and b's be left out."""
+    if reduction == "logsumexp" and request.v is not None:  # C is 1
+        rows = gradient.squeeze(-1), out.squeeze(-1)
+        return _gradients(reduction, request, shape, names, *rows, shared)
     if request.v is None or shape.matrices == shape.batch:
         return _gradients(reduction, request, shape, names, gradient, out, shared)
     # One matrix for a whole batch of v: the batch becomes columns.
@@ -206,7 +211,7 @@ def gradients(
 
 def _gradients(reduction, request, shape, names, gradient, out, shared) -> dict:
     with without_autocast(request.a.device):
-        if names == ["v"]:
+        if names == ["v"] and reduction != "logsumexp":
             return {"v": transposed_product(request, shape, gradient)}
         if torch.is_grad_enabled():
             return _recorded(reduction, request, shape, names, gradient, out)
@@ -280,24 +285,39 @@ def _by_blocks(
 ) -> dict[str, torch.Tensor]:
     """The gradients of a widened request, a block of the matrix at a time."""
     tensors = request.tensors()
-    through = [name for name in names if name != "v"]
+    is_product = "v" in names and reduction != "logsumexp"
+    through = [name for name in names if not (name == "v" and is_product)]
     totals = {name: torch.zeros_like(tensors[name]) for name in through}
     entries = blocks.entries_of(request.a.device, request.a.dtype, MOST_BYTES)
-    for block in blocks.blocks(shape, max(1, entries // PARTS), FEWEST_ROWS):
-        rows = gradient[block[:2]], None if out is None else out[block[:2]]
-        for name, value in _of_block(reduction, request, block, through, *rows).items():
-            _part_of(totals[name], name, block).add_(value)
-    if "v" in names:
+    once, alone = shape._replace(batch=shape.matrices), shape.matrices == shape.batch
+    for block in blocks.blocks(once, max(1, entries // PARTS), FEWEST_ROWS):
+        part = block if alone else _entries(shape, block)
+        rows = gradient[part[:2]], None if out is None else out[part[:2]]
+        for name, value in _of_block(reduction, request, shape, block, through, *rows).items():
+            _part_of(totals[name], name, part if name == "v" else block).add_(value)
+    if is_product:
         totals["v"] = transposed_product(request, shape, gradient)
     return totals
 
 
+def _entries(shape: Shape, block):
+    """A block with all entries of a batch whose entries share its matrix."""
+    return block if shape.matrices == shape.batch else (slice(None), *block[1:])
+
+
 def _of_block(
-    reduction: str, request: Request, block, through: list[str], gradient, out
+    reduction: str, request: Request, shape: Shape, block, through: list[str], gradient, out
 ) -> dict[str, torch.Tensor]:
-    """What a block of the matrix contributes to the gradients of tensors other than v."""
-    parts = _parts(request, block)
-    if reduction == "logsumexp":
+    """What a block of the matrix contributes to the gradients of the tensors ``through``; of a
+    product's v they are none."""
+    parts, of_v = _parts(request, block), {}
+    if reduction == "logsumexp" and request.v is not None:
+        v = _part_of(request.v, "v", _entries(shape, block))
+        weights, lines = _shifted_shares(_values(request, block, parts), v, gradient, out)
+        of_v = {"v": _to_shape(lines, v)} if "v" in through else {}
+        if len(of_v) == len(through):
+            return of_v
+    elif reduction == "logsumexp":
         weights = _weighted_shares(_values(request, block, parts), gradient, out)
     else:
         weights = _weights(reduction, request, block, parts, gradient)
@@ -308,7 +328,22 @@ def _of_block(
     sides = ("a", "b", *names)
     needs = tuple(name in through for name in sides)
     grads = backward.gradients(call, needs, tuple(parts[name] for name in sides), weights)
-    return {name: grad for name, grad, need in zip(sides, grads, needs, strict=True) if need}
+    return of_v | {n: grad for n, grad, need in zip(sides, grads, needs, strict=True) if need}
+
+
+def _shifted_shares(values: torch.Tensor, v, gradient, out) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight of each entry in log-sum-exps of values plus v, (N, 1) or (L, N, 1), of which the
+    whole batch is added up where values are of one matrix; and the gradient of v, (L, N, 1)."""
+    if len(values) == len(gradient):
+        weights = _weighted_shares(values.add_(v.mT), gradient, out)
+        return weights, weights.sum(-2)[..., None]
+    total, lines = torch.zeros_like(values), []
+    for i in range(len(gradient)):
+        one = slice(i, i + 1)
+        weights = _weighted_shares(values + v[one].mT, gradient[one], out[one])
+        total += weights
+        lines.append(weights.sum(-2)[..., None])
+    return total, torch.cat(lines)
 
 
 def _weighted_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
@@ -340,31 +375,39 @@ def _recorded(
     totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in names}
     through = [name for name in names if name != "v"]
     entries = max(1, blocks.entries_of(request.a.device, wide) // RECORDED_PARTS)
-    for block in blocks.blocks(shape, entries, blocks.MOST_ROWS):
-        parts = _parts(request, block)
+    for block in blocks.blocks(shape._replace(batch=shape.matrices), entries, blocks.MOST_ROWS):
+        parts, whole = _parts(request, block), _entries(shape, block)
         values = _values(request, block, parts)
-        g = gradient[block[:2]]
+        g = gradient[whole[:2]]
         if reduction == "logsumexp":
-            weights = _recorded_shares(values, g, out[block[:2]])
+            v = None if request.v is None else _part_of(request.v, "v", whole)
+            shifted = values if v is None else values.to(v.dtype) + v.mT
+            weights = _recorded_shares(shifted, g, out[whole[:2]])
         else:
             weights = _weights(reduction, request, block, parts, g)
-        options = {"create_graph": True, "allow_unused": True}
-        leaves = [parts[name] for name in through]
-        grads = torch.autograd.grad(values, leaves, weights.to(values.dtype), **options)
-        for name, grad in zip(through, grads, strict=True):
-            if grad is not None:
-                _part_of(totals[name], name, block).add_(grad)
+        if through:
+            options = {"create_graph": True, "allow_unused": True}
+            leaves = [parts[name] for name in through]
+            once = weights if len(weights) == len(values) else weights.sum(0, keepdim=True)
+            grads = torch.autograd.grad(values, leaves, once.to(values.dtype), **options)
+            for name, grad in zip(through, grads, strict=True):
+                if grad is not None:
+                    _part_of(totals[name], name, block).add_(grad)
         if "v" in totals:
-            product = multiplied(request.descriptor.precision, values.mT.to(g.dtype), g)
-            part = _part_of(totals["v"], "v", block)
+            if reduction == "logsumexp":
+                product = weights.sum(-2)[..., None]
+            else:
+                product = multiplied(request.descriptor.precision, values.mT.to(g.dtype), g)
+            part = _part_of(totals["v"], "v", whole)
             part.add_(_to_shape(product, part))
     return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
 
 
 def _recorded_shares(values: torch.Tensor, gradient, out) -> torch.Tensor:
     """:func:`_weighted_shares` in memory of their own."""
-    shares = (values.to(out.dtype) - out[..., None]).exp()
-    return torch.where(out[..., None].isneginf(), 0.0, shares) * gradient[..., None]
+    top = out[..., None]
+    top = top.masked_fill(top.isneginf(), 0.0)
+    return (values.to(out.dtype) - top).exp() * gradient[..., None]
 
 
 # Parts of tensors that belong to a block.

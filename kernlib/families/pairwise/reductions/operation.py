@@ -116,7 +116,7 @@ def _check(
     if _is_mapped(a, b, v, out, values):
         return None
     request = checks.request_of(descriptor, a, b, v, row_offset, col_offset, values)
-    shape = checks.shape_of(request)
+    shape = checks.shape_of(request, reduction)
     size = (shape.batch, shape.m) if shape.batched else (shape.m,)
     if v is not None and v.dim() > 1:
         size = (*size, shape.columns)
@@ -146,7 +146,8 @@ def _plan(
 ) -> CallPlan:
     """The plan of a checked call, its kernels loaded."""
     request, shape, size = call
-    folded = v is not None and v.dim() == 3 and v.shape[0] > 1 and shape.matrices == 1
+    folded = reduction == "matmul" and v is not None and v.dim() == 3
+    folded = folded and v.shape[0] > 1 and shape.matrices == 1
     launch = None if folded else kernels.plan(reduction, request, shape)
     arithmetic = accumulator(a.dtype)
     dtype = arithmetic if wide else a.dtype

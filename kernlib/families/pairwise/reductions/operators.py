@@ -104,7 +104,7 @@ def _compute_gradient(
     grad, result, a, b, v, wanted, reduction, descriptor, values: dict, rows, columns
 ) -> list[torch.Tensor]:
     request = checks.request_of(descriptor, a, b, v, rows, columns, values)
-    shape, names = checks.shape_of(request), wanted.split()
+    shape, names = checks.shape_of(request, reduction), wanted.split()
     size = (shape.batch, shape.m, *((shape.columns,) if v is not None else ()))
     grads = gradients.gradients(
         reduction, request, shape, names, grad.reshape(size), result.reshape(size)
@@ -136,7 +136,8 @@ def _compute_choice(a, b, k, largest, reduction, descriptor, values: dict, rows,
 def _fake(a, b, v, reduction, descriptor, values: dict, *offsets) -> torch.Tensor:
     tensors = tensors_of(values)
     check_names(descriptor, [*tensors])
-    return a.new_empty(checks.result_shape(a, b, v, tensors), dtype=accumulator(a.dtype))
+    size = checks.result_shape(a, b, v, tensors, reduction)
+    return a.new_empty(size, dtype=accumulator(a.dtype))
 
 
 def _fake_gradient(

@@ -27,6 +27,10 @@ REDUCTIONS = {  # by kernlib, and of the matrix
     "vector": (matmul(V[:, 0]), lambda m: m @ V[:, 0]),
     "sum": (kl.kernel_sum, lambda m: m.sum(-1)),
     "logsumexp": (kl.kernel_logsumexp, lambda m: m.logsumexp(-1)),
+    "potential": (
+        lambda *given, **values: kl.kernel_logsumexp(*given, col_potential=V[:, 0], **values),
+        lambda m: (m + V[:, 0]).logsumexp(-1),
+    ),
     "min": (kl.kernel_min, lambda m: tuple(m.min(-1))),
     "argmin": (kl.kernel_argmin, lambda m: m.argmin(-1)),
     "topk": (topk(4), lambda m: tuple(m.topk(4, largest=False))),

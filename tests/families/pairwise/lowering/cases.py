@@ -6,9 +6,12 @@ from kernlib.families.pairwise.lowering.problem import Layout
 from kernlib.families.pairwise.lowering.reduce import Problem
 
 
-def problem(reduction="matmul", m=5000, n=7000, k=64, columns=1, batch=1, **changes) -> Problem:
-    """A call on contiguous row-major tensors, with some fields changed."""
-    columns = columns if reduction == "matmul" else 0
+def problem(
+    reduction="matmul", m=5000, n=7000, k=64, columns=1, batch=1, shifted=False, **changes
+) -> Problem:
+    """A call on contiguous row-major tensors, with some fields changed; ``shifted`` by a potential
+    of columns."""
+    columns = columns if reduction == "matmul" or shifted else 0
     step = 1 if batch > 1 else 0
     fields = {
         "a": Layout(m * k * step, k, 1),

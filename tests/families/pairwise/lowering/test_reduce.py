@@ -162,6 +162,7 @@ COMPILED = {
     "minimum of partners": (kl.l2_distance(), {"m": 500, "n": 500, "reduction": "min"}),
     "sum": (GAUSSIAN, {"reduction": "sum", "k": 8}),
     "logsumexp": (GAUSSIAN, {"reduction": "logsumexp", "regularized": True}),
+    "shifted logsumexp": (kl.squared_distance(), {"reduction": "logsumexp", "shifted": True}),
     "minimum": (kl.l2_distance(), {"reduction": "min"}),
     "half": (kl.laplace_l2(), {"dtype": "float16", "epsilon": True}),
     "pq": (kl.laplace_pq(), {"root": True}),

@@ -154,6 +154,8 @@ def matrix():
         (kl.rational_quadratic(), "fp32", {"columns": 4}),
         (kl.laplace_l2(), "tf32", {"reduction": "min", "regularized": True}),
         (GAUSSIAN, "fp32", {"reduction": "logsumexp", "regularized": True}),
+        (kl.squared_distance(), "fp32", {"reduction": "logsumexp", "shifted": True}),
+        (kl.squared_distance(), "fp32", {"reduction": "logsumexp", "shifted": True, "k": 256}),
         (DOT, "fp32", {"reduction": "min", "k": 784}),
         (kl.polynomial(16), "fp32", {"dtype": "bfloat16"}),
         (GAUSSIAN, "fp32", {"k": 8}),

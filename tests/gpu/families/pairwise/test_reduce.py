@@ -47,7 +47,7 @@ def poison(*counts: int) -> None:
 def by_kernels(reduction, descriptor, a, b, v=None, **values) -> bool:
     offsets = (values.pop(name, 0) for name in ("row_offset", "col_offset"))
     request = request_of(descriptor, a, b, v, *offsets, values)
-    return kernels.plan(reduction, request, shape_of(request)) is not None
+    return kernels.plan(reduction, request, shape_of(request, reduction)) is not None
 
 
 @pytest.mark.parametrize(
@@ -347,3 +347,58 @@ def test_compiled_calls_and_their_gradients(k, backend, seed):
     slopes = (torch.autograd.grad(out, inputs, along) for out in (found, wanted))
     for x, y in zip(*slopes, strict=True):
         assert relative_error(x, y.double()) <= 1e-5
+
+
+LOG_GAUSSIAN = kl.squared_distance(epilogue=kl.Custom("-s * v", ("s",)))
+
+
+@pytest.mark.parametrize(
+    "m, n, k, dtype",
+    [
+        (301, 777, 3, torch.float32), (20000, 9001, 3, torch.float32),
+        (5000, 4001, 64, torch.float32), (5000, 4001, 64, torch.float16),
+        (5000, 4001, 256, torch.float32), (301, 777, 64, torch.float32),
+        (301, 777, 3, torch.float64), (301, 777, 64, torch.float64),
+    ],
+)  # fmt: skip
+def test_potentials(m, n, k, dtype, seed):
+    a, b = points(m, k).to(dtype), points(n, k).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    f, g = 5 * points(m, 1)[:, 0].to(wide), 5 * points(n, 1)[:, 0].to(wide)
+    g[3], g[11], g[-1] = -1e4, -math.inf, 30.0
+    b[5] = a[3]
+    matrix = reference(LOG_GAUSSIAN, a, b, s=1 / k)
+    poison(m, 2 * m, 4 * m, 8 * m)
+    found = kl.kernel_logsumexp(LOG_GAUSSIAN, a, b, s=1 / k, row_potential=f, col_potential=g)
+    wanted = f.cpu().double() + (matrix + g.cpu().double()).logsumexp(1)
+    assert found.dtype == wide and relative_error(found, wanted) <= ERROR
+    assert torch.equal(
+        found, kl.kernel_logsumexp(LOG_GAUSSIAN, a, b, s=1 / k, row_potential=f, col_potential=g)
+    )
+    by_kernel = dtype != torch.float64 or k == 3
+    assert by_kernels("logsumexp", LOG_GAUSSIAN, a, b, g[:, None], s=1 / k) is by_kernel
+    nothing = torch.full_like(g, -math.inf)
+    left_out = kl.kernel_logsumexp(LOG_GAUSSIAN, a, b, s=1 / k, col_potential=nothing)
+    assert left_out.eq(-math.inf).all()
+
+
+@pytest.mark.parametrize("k", [3, 64, 256])
+def test_gradients_of_potentials(k, seed):
+    made = points(1001, k), points(803, k), points(1001, 1)[:, 0], points(803, 1)[:, 0]
+    grads = []
+    for place in (torch.Tensor.cuda, lambda t: t.cpu().double()):
+        a, b, f, g = (place(t.detach()).requires_grad_() for t in made)
+        if a.is_cuda:
+            y = kl.kernel_logsumexp(LOG_GAUSSIAN, a, b, s=1 / k, row_potential=f, col_potential=g)
+        else:
+            y = f + (g - torch.cdist(a, b).square() / k).logsumexp(1)
+        grads.append(torch.autograd.grad(y.square().sum(), (a, b, f, g)))
+    for ours, theirs in zip(*grads, strict=True):
+        assert relative_error(ours, theirs) <= 1e-5
+
+
+def test_a_batch_of_potentials(seed):
+    a, b, g = points(301, 3), points(777, 3), points(4, 777)
+    found = kl.kernel_logsumexp(LOG_GAUSSIAN, a, b, s=0.5, col_potential=g)
+    matrix = reference(LOG_GAUSSIAN, a, b, s=0.5)
+    assert relative_error(found, (matrix + g.cpu().double()[:, None]).logsumexp(-1)) <= ERROR
