@@ -20,7 +20,15 @@ import kernlib as kl
 from benchmarks.common import harness
 from benchmarks.common.harness import UNITS_PER_MS, Case, Row, Session, headers
 from benchmarks.common.timing import Device, relative_error, sample_rows
-from benchmarks.pairwise import gradient, logsumexp, matmul, matmul_gradient, nearest, system
+from benchmarks.pairwise import (
+    formulas,
+    gradient,
+    logsumexp,
+    matmul,
+    matmul_gradient,
+    nearest,
+    system,
+)
 from benchmarks.pairwise.problems import (
     DTYPES,
     TENSOR_RATES,
@@ -302,6 +310,7 @@ def cases(portable: bool = False) -> list[Case]:
     matrices = [Case(p.name, lambda session, p=p: measure(p, session)) for p in PROBLEMS]
     return [
         *matrices,
+        *formulas.cases(),
         *gradient.cases(),
         *matmul.cases(),
         *matmul_gradient.cases(),

@@ -410,8 +410,8 @@ def _again(made, reduction: str, descriptor, v, out, row_offset: int, col_offset
     from kernlib.families.pairwise import per_point
 
     def call(a, b, v, values, out=None, wide=False):
-        rest = row_offset, col_offset, None, values, False, wide
-        return _run(reduction, descriptor, a, b, v, out, *rest)
+        rest = row_offset, col_offset, None, values
+        return _run(reduction, descriptor, a, b, v, out, *rest, wide=wide)
 
     a, b, values, diagonal = made
     if diagonal is None:
