@@ -73,9 +73,16 @@ from kernlib.families.pairwise.descriptor import power_sum as power_sum
 from kernlib.families.pairwise.descriptor import rational_quadratic as rational_quadratic
 from kernlib.families.pairwise.descriptor import squared_distance as squared_distance
 from kernlib.families.pairwise.formula.descriptor import Formula as Formula
+from kernlib.families.pairwise.formula.pairs import Pairs as Pairs
 from kernlib.families.pairwise.functions.agop import agop as agop
 from kernlib.families.pairwise.functions.expadd import cdist_expadd as cdist_expadd
 from kernlib.families.pairwise.functions.expadd import cdist_grad_expadd as cdist_grad_expadd
+from kernlib.families.pairwise.functions.of_formulas import kernel_count as kernel_count
+from kernlib.families.pairwise.functions.of_formulas import kernel_mean as kernel_mean
+from kernlib.families.pairwise.functions.of_formulas import kernel_neighbors as kernel_neighbors
+from kernlib.families.pairwise.functions.of_formulas import (
+    kernel_softmax_matmul as kernel_softmax_matmul,
+)
 from kernlib.families.pairwise.functions.reductions import kernel_argmin as kernel_argmin
 from kernlib.families.pairwise.functions.reductions import kernel_logsumexp as kernel_logsumexp
 from kernlib.families.pairwise.functions.reductions import kernel_matmul as kernel_matmul
@@ -105,14 +112,15 @@ __all__ = [
     "BlockSparseSoftmax", "CaptureError", "Cauchy", "CompileError", "ConvergenceWarning", "Custom",
     "DistributedError", "ExpPower", "Formula", "Gate", "Gaussian", "Gelu", "Identity",
     "KernlibError", "KernlibWarning", "KroneckerProduct", "KroneckerSparse", "KroneckerSparseChain",
-    "Laplace", "LeakyRelu", "Matern", "NotCachedError", "Pairwise", "Polynomial", "Power",
+    "Laplace", "LeakyRelu", "Matern", "NotCachedError", "Pairs", "Pairwise", "Polynomial", "Power",
     "PowerExponential", "PowerLog", "RationalQuadratic", "Relu", "Root", "Scale", "Sigmoid", "Silu",
     "SparseMatmul", "Sqrt", "Square", "Tanh", "UnsupportedError", "__version__", "agop",
     "blocksparse", "cauchy", "cdist", "cdist_expadd", "cdist_grad", "cdist_grad_expadd",
     "checkpoints", "compat", "descriptors", "distributed", "dot_product", "events", "exp_power_sum",
-    "gaussian", "kernel_argmin", "kernel_logsumexp", "kernel_matmul", "kernel_min", "kernel_sum",
-    "kernel_topk", "kron_matmul", "l1_distance", "l2_distance", "laplace_l1", "laplace_l2",
-    "laplace_pq", "linalg", "matern32", "matern52", "nn", "p_distance", "polynomial", "power_sum",
-    "prepare", "rational_quadratic", "recording", "register_operators", "run_kernel", "settings",
-    "sparse", "squared_distance", "tune",
+    "gaussian", "kernel_argmin", "kernel_count", "kernel_logsumexp", "kernel_matmul", "kernel_mean",
+    "kernel_min", "kernel_neighbors", "kernel_softmax_matmul", "kernel_sum", "kernel_topk",
+    "kron_matmul", "l1_distance", "l2_distance", "laplace_l1", "laplace_l2", "laplace_pq", "linalg",
+    "matern32", "matern52", "nn", "p_distance", "polynomial", "power_sum", "prepare",
+    "rational_quadratic", "recording", "register_operators", "run_kernel", "settings", "sparse",
+    "squared_distance", "tune",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ OPTIONS = {
     "accumulate": "flag", "epsilon": "number", "regularization": "number", "row_offset": "int",
     "col_offset": "int", "root": "flag", "compute_mode": "text", "eps": "number", "q": "number",
     "c0": "number", "scale": "number", "lengthscale": "number", "diagonal": "flag",
-    "centred": "flag", "k": "int", "largest": "flag",
+    "centred": "flag", "k": "int", "largest": "flag", "threshold": "number",
 }  # fmt: skip
 # Of what another descriptor takes, too.
 NAMES = ("operator", "inner_p", "symmetric", "w", "weight", "weights", "x", "bandwidth", "epsilon",
@@ -264,6 +264,48 @@ def _whole(descriptor, a, b, values):
     return plain.matrix(descriptor, a, None if symmetric and b is a else b, **values)
 
 
+def _as_formula(c: Context, *more: str) -> dict:
+    """A call of a descriptor that goes as a formula, of points without a batch."""
+    dtype = c.float_type()
+    descriptor, width = c.random.choice(
+        [(kl.gaussian(), 2.0), (kl.laplace_l1(), 3.0), (kl.l1_distance(), None)]
+    )
+    given = {"descriptor": descriptor, "a": c.randn(M, K, dtype=dtype)}
+    given["b"] = c.randn(N, K, dtype=dtype)
+    if "v" in more:
+        given["v"] = c.randn(*c.random.choice([(N,), (N, 2)]), dtype=dtype)
+    given |= {"threshold": 0.5} if "threshold" in more else {}
+    return given | ({} if width is None else {"bandwidth": width})
+
+
+def weighted(c: Context) -> dict:
+    return _as_formula(c, "v")
+
+
+def below(c: Context) -> dict:
+    return _as_formula(c, "threshold")
+
+
+def wanted_softmax(descriptor, a, b, v, **values):
+    weights = _whole(descriptor, a, b, values).softmax(-1)
+    plain.same_kind(a, v)
+    v = plain.wide(v)
+    return (weights @ v[:, None])[..., 0] if v.dim() == 1 else weights @ v
+
+
+def wanted_mean(descriptor, a, b, v, **values):
+    matrix = _whole(descriptor, a, b, values)
+    plain.same_kind(a, v)
+    v = plain.wide(v)
+    return ((matrix @ v[:, None])[..., 0] if v.dim() == 1 else matrix @ v) / matrix.shape[-1]
+
+
+def wanted_below(descriptor, a, b, threshold, **values):
+    plain.number(threshold)
+    _whole(descriptor, a, b, values)
+    return None  # a value beside the threshold may be either
+
+
 def wanted_sum(descriptor, a, b=None, **values):
     return _whole(descriptor, a, b, values).sum(-1)
 
@@ -322,5 +364,16 @@ ENTRIES = dict(
         entry("kernlib.kernel_min", kl.kernel_min, reduction, 3, wanted_min, 2),
         entry("kernlib.kernel_argmin", kl.kernel_argmin, reduction, 3, wanted_argmin, 1),
         entry("kernlib.kernel_topk", kl.kernel_topk, kernel_topk, 5, wanted_topk, 2),
+        entry(
+            "kernlib.kernel_softmax_matmul",
+            kl.kernel_softmax_matmul,
+            weighted,
+            4,
+            wanted_softmax,
+            1,
+        ),
+        entry("kernlib.kernel_mean", kl.kernel_mean, weighted, 4, wanted_mean, 1),
+        entry("kernlib.kernel_count", kl.kernel_count, below, 3, wanted_below, 1),
+        entry("kernlib.kernel_neighbors", kl.kernel_neighbors, below, 3, wanted_below, 1),
     )
 )

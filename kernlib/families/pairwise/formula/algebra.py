@@ -49,6 +49,8 @@ def formula_of(
         axes |= dict(axes_of(epilogue))
     numbers = [*descriptor.required, *(name for each in epilogues for name in each.parameters)]
     formula = Formula(text, tuple((POINTS | dict.fromkeys(numbers, ()) | axes).items()))
+    extra = (name for each in epilogues for name in each.positive)
+    plain.note_positive(formula.text, descriptor.positive.union(extra))
     if not axes.keys() - POINTS.keys() and not epilogues:
         names = tuple((name, name) for name in descriptor.required)
         places = None if features is None else tuple(sorted(features))
@@ -121,7 +123,10 @@ def combined(operator: str, left: object, right: object) -> Formula:
     sides = [_parsed(p.expression) if isinstance(p, Formula) else _number(p) for p in parts]
     tree = ast.BinOp(sides[0], _OPERATORS[operator], sides[1])
     formula = Formula(ast.unparse(tree), tuple(axes.items()))
-    factors = [plain.factors_of(part.text) for part in parts if isinstance(part, Formula)]
+    formulas = [part for part in parts if isinstance(part, Formula)]
+    positive = frozenset().union(*(plain.positive_of(part.text) for part in formulas))
+    plain.note_positive(formula.text, positive)
+    factors = [plain.factors_of(part.text) for part in formulas]
     if operator == "*" and len(factors) == 2 and all(factors):
         plain.note(formula.text, (*factors[0], *factors[1]))
     return formula
@@ -172,6 +177,8 @@ def _renamed(formula: Formula, numbers: list[str], counts: dict[str, int]) -> Fo
             node.id = table[node.id]
     axes = tuple((table.get(name, name), of) for name, of in formula.axes)
     renamed = Formula(ast.unparse(tree), axes)
+    positive = (table.get(name, name) for name in plain.positive_of(formula.text))
+    plain.note_positive(renamed.text, frozenset(positive))
     factors = [
         factor._replace(names=tuple((own, table.get(name, name)) for own, name in factor.names))
         for factor in plain.factors_of(formula.text)

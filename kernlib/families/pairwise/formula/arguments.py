@@ -11,8 +11,9 @@ from torch.compiler import is_dynamo_compiling
 from kernlib.descriptors.base import refuse_argument
 from kernlib.descriptors.score.kinds import KINDS
 from kernlib.families.pairwise.formula.descriptor import Bounds, Formula, Group
+from kernlib.families.pairwise.formula.plain import positive_of
 from kernlib.families.pairwise.formula.spec import AXES, COL, FEATURE, ROW
-from kernlib.runtime.numbers import host_value
+from kernlib.runtime.numbers import check_host, host_value
 from kernlib.runtime.schema import placed
 from kernlib.runtime.tensors import check_dense, refuse_distributed
 
@@ -58,6 +59,7 @@ class _Recipe(NamedTuple):
     views: tuple[_View, ...]
     call: Call
     device: torch.device
+    positive: frozenset[str]
 
 
 _recipes: dict[tuple, _Recipe] = {}
@@ -77,7 +79,7 @@ def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axe
     for view in recipe.views:
         value = v if view.name == "v" else values[view.name]
         if view.rank is None:
-            numbers.append(_number(view.name, value))
+            numbers.append(_number(view.name, value, recipe.positive))
             continue
         tensors.append(view.of(placed(value, recipe.device)))
     return recipe.call._replace(tensors=tensors, numbers=numbers)
@@ -108,12 +110,12 @@ def _new_recipe(formula: Formula, values: dict, v: torch.Tensor | None, v_axes) 
     if v is not None:
         check_dense(("v",), v=v)
         named.append(("v", v_axes, None, v))
-    device = _device(named)
+    device, positive = _device(named), positive_of(formula.text)
     sizes: dict[str, tuple[int, str]] = {}
     views, floats, is_batched, alone = [], [], False, ""
     for name, axes, bounds, value in named:
         if not axes and not isinstance(value, torch.Tensor):
-            _number(name, value)
+            _number(name, value, positive)
             views.append(_View(name))
             continue
         check_dense((name,), **{name: value})
@@ -140,7 +142,7 @@ def _new_recipe(formula: Formula, values: dict, v: torch.Tensor | None, v_axes) 
         sizes.get("batch", (1, ""))[0], sizes[ROW][0], sizes[COL][0], features, is_batched,
         _widest(floats),
     )  # fmt: skip
-    return _Recipe(tuple(views), call, device)
+    return _Recipe(tuple(views), call, device, positive)
 
 
 def _check_names(formula: Formula, values: dict) -> None:
@@ -220,8 +222,9 @@ def _check_features(formula: Formula, group: Group, values: dict) -> None:
         raise ValueError(f"a sum reads the features {bounds[0]} to {bounds[1] - 1}, got {listed}")
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: str, value: object, positive: frozenset[str]) -> float:
     number = host_value(name, value, 0)
+    check_host(name, number, positive)
     if not -math.inf < number < math.inf:  # Dynamo knows no isfinite of a symbol
         raise ValueError(f"{name} must be finite, got {number}")
     return number

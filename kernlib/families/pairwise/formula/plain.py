@@ -32,6 +32,20 @@ class Plain(NamedTuple):
 _factors: dict[str, tuple[Factor, ...]] = {}  # by texts of formulas, whose product they are
 
 
+_positive: dict[str, frozenset[str]] = {}  # numbers of formulas that are greater than 0, by texts
+
+
+def note_positive(text: str, names: frozenset[str]) -> None:
+    """Remember which numbers of the formula of a text must be greater than 0."""
+    if names and len(_positive) < MOST:
+        _positive[text] = names
+
+
+def positive_of(text: str) -> frozenset[str]:
+    """The numbers of a formula that must be greater than 0: of descriptors that it was made of."""
+    return _positive.get(text, frozenset())
+
+
 def note(text: str, factors: tuple[Factor, ...]) -> None:
     """Remember what the formula of a text is a product of."""
     if len(_factors) < MOST:
