@@ -286,6 +286,30 @@ def below(c: Context) -> dict:
     return _as_formula(c, "threshold")
 
 
+def _splits(c: Context, count: int) -> torch.Tensor:
+    """Splits of so many points, of three batches."""
+    places = sorted(c.random.randrange(count + 1) for _ in range(2))
+    return torch.tensor([0, *places, count], device=c.device)
+
+
+def ranges(c: Context) -> dict:
+    pairs = kl.Pairs.from_splits(_splits(c, M), _splits(c, N))
+    return {"rows": pairs.rows, "cols": pairs.cols}
+
+
+def from_splits(c: Context) -> dict:
+    return {"row_splits": _splits(c, M), "col_splits": _splits(c, N)}
+
+
+def from_batch(c: Context) -> dict:
+    sizes = {"row_batch": M, "col_batch": N}
+    return {name: (c.randn(n).abs() * 2).long().sort().values for name, n in sizes.items()}
+
+
+def from_blocks(c: Context) -> dict:
+    return {"mask": c.randn(3, 3) > 0, **from_splits(c)}
+
+
 def wanted_softmax(descriptor, a, b, v, **values):
     weights = _whole(descriptor, a, b, values).softmax(-1)
     plain.same_kind(a, v)
@@ -293,8 +317,10 @@ def wanted_softmax(descriptor, a, b, v, **values):
     return (weights @ v[:, None])[..., 0] if v.dim() == 1 else weights @ v
 
 
-def wanted_mean(descriptor, a, b, v, **values):
+def wanted_mean(descriptor, a, b, v=None, **values):
     matrix = _whole(descriptor, a, b, values)
+    if v is None:
+        return matrix.mean(-1)
     plain.same_kind(a, v)
     v = plain.wide(v)
     return ((matrix @ v[:, None])[..., 0] if v.dim() == 1 else matrix @ v) / matrix.shape[-1]
@@ -374,6 +400,10 @@ ENTRIES = dict(
         ),
         entry("kernlib.kernel_mean", kl.kernel_mean, weighted, 4, wanted_mean, 1),
         entry("kernlib.kernel_count", kl.kernel_count, below, 3, wanted_below, 1),
+        entry("kernlib.Pairs", kl.Pairs, ranges, 2, None, 1),
+        entry("kernlib.Pairs.from_splits", kl.Pairs.from_splits, from_splits, 2, None, 1),
+        entry("kernlib.Pairs.from_batch", kl.Pairs.from_batch, from_batch, 2, None, 1),
+        entry("kernlib.Pairs.from_blocks", kl.Pairs.from_blocks, from_blocks, 3, None, 1),
         entry("kernlib.kernel_neighbors", kl.kernel_neighbors, below, 3, wanted_below, 1),
     )
 )

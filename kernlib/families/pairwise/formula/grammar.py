@@ -28,7 +28,7 @@ def parse(text: str, tensors: tuple[tuple[str, str], ...], features: frozenset[s
     Raises ValueError that quotes what is wrong and says what would do.
     """
     reader = _Reader(text, dict(tensors), features)
-    return kinds.as_float(reader.number(syntax(text, "formula", DEEPEST))).node
+    return kinds.as_float(reader.number(syntax(text, "expression", DEEPEST))).node
 
 
 def sums(node: Node) -> tuple[Node, ...]:

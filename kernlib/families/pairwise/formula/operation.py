@@ -4,6 +4,7 @@ which pairs there are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -31,7 +32,7 @@ from kernlib.families.pairwise.formula.spec import (
     TOTAL,
 )
 from kernlib.run import run_kernel
-from kernlib.runtime.numbers import host_value
+from kernlib.runtime.numbers import check_host, check_tensor, host_value, on_device
 from kernlib.runtime.tensors import check_dense, check_memory, refuse_any_overlap
 
 MOST_COUNTED = 1 << 24  # columns whose number float32 holds
@@ -91,7 +92,8 @@ def run(formula: Formula, /, *points, out=None, debug: bool = False, **values) -
 
 def matmul(formula: Formula, v, values: dict, out=None, debug=False, pairs: Pairs | None = None):
     """``sum_n score(m, n) v[n,c]``: (M, C), or (M,) of v (N,)."""
-    axes = (COL, FEATURE) if isinstance(v, torch.Tensor) and v.dim() > 1 else (COL,)
+    check_dense(("v",), v=v)
+    axes = (COL, FEATURE) if v.dim() > 1 else (COL,)
     call = arguments.checked(formula, values, v, axes)
     result = _reduced(TOTAL, formula, call, debug, axes[-1], pairs)
     result = result if FEATURE in axes else result.squeeze(-1)
@@ -114,7 +116,8 @@ def softmax_matmul(formula: Formula, v, values: dict, debug=False, pairs: Pairs 
     """``sum_n p(m, n) v[n,c]`` with ``p(m, n) = exp(score(m, n)) / sum_n exp(score(m, n))``."""
     plain = arguments.checked(formula, values)
     normalizer = _reduced(LOGSUMEXP, formula, plain, debug, "", pairs)
-    axes = (COL, FEATURE) if isinstance(v, torch.Tensor) and v.dim() > 1 else (COL,)
+    check_dense(("v",), v=v)
+    axes = (COL, FEATURE) if v.dim() > 1 else (COL,)
     call = arguments.checked(formula, values, v, axes)
     result = _reduced(plans.SOFTMAX, formula, call, debug, axes[-1], pairs, normalizer)
     return _written(result if FEATURE in axes else result.squeeze(-1), call)
@@ -141,7 +144,9 @@ def neighbors(
 
     recorded = arguments.checked(formula, values)
     if recorded.is_batched:
-        raise ValueError("neighbours are of tensors without a batch: pass pairs=kl.Pairs(...)")
+        raise ValueError(
+            "a, b and their like must have no batch, for neighbours are a list; pass batches as pairs"
+        )
     call = _detached(recorded)
     limit = _threshold(formula, call, threshold)
     ranges = None if pairs is None else _ranges(call, pairs)[0]
@@ -260,13 +265,17 @@ def _detached(call: Call) -> Call:
 
 
 def _threshold(formula: Formula, call: Call, threshold: float) -> torch.Tensor:
-    """A number as the kernels' input."""
+    """A number as the kernels' input. Raises TypeError and ValueError for what is none."""
+    plan = plans.spec_of(headline_of(MATRIX, formula, call), call.tensors)
+    wide, device = plans.arithmetic(call.tensors, plan.inputs), call.tensors[0].device
     value = host_value("threshold", threshold, 0)
     if value is None:
-        return threshold.detach().reshape(1).to(call.tensors[0].device)
-    plan = plans.spec_of(headline_of(MATRIX, formula, call), call.tensors)
-    wide = plans.arithmetic(call.tensors, plan.inputs)
-    return torch.full((1,), value, dtype=wide, device=call.tensors[0].device)
+        check_tensor("threshold", threshold, frozenset(), dimensions=0)
+        return on_device("threshold", threshold.detach().reshape(1), device, wide)
+    check_host("threshold", value, frozenset())
+    most = torch.finfo(wide).max
+    value = value if -most <= value <= most else math.copysign(math.inf, value)
+    return torch.full((1,), value, dtype=wide, device=device)
 
 
 def _is_recorded(call: Call) -> bool:

@@ -7,6 +7,7 @@ from typing import NoReturn
 import torch
 
 from kernlib.descriptors.base import as_int, shown
+from kernlib.runtime.tensors import check_dense
 
 MOST = 1 << 31
 
@@ -30,6 +31,7 @@ class Pairs:
     """
 
     def __init__(self, rows: torch.Tensor, cols: torch.Tensor):
+        check_dense(("rows", "cols"), rows=rows, cols=cols)
         for name, t in (("rows", rows), ("cols", cols)):
             if not isinstance(t, torch.Tensor) or t.dtype != torch.int64 or t.shape[2:] != (2,):
                 raise TypeError(
@@ -64,7 +66,7 @@ class Pairs:
         if len(rows) != len(cols):
             raise ValueError(
                 f"row_splits are of {len(rows) - 1} batches and col_splits of {len(cols) - 1}: "
-                "each batch has rows and columns, which may be none"
+                "give both as many, as each batch has rows and columns, which may be none"
             )
         of_rows, of_cols = _repeated(cols, rows), _repeated(rows, cols)
         return Pairs(of_rows[None].to(device), of_cols[None].to(device))
@@ -106,7 +108,8 @@ class Pairs:
         device = _device(device, mask)
         rows, cols = _splits("row_splits", row_splits), _splits("col_splits", col_splits)
         shape = (len(rows) - 1, len(cols) - 1)
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        _check_values("mask", mask)
+        if mask.dtype != torch.bool:
             raise TypeError(f"mask must be a tensor of bools, got {shown(mask)}")
         if tuple(mask.shape) != shape:
             raise ValueError(
@@ -137,8 +140,7 @@ def _splits(name: str, value: object) -> torch.Tensor:
 
 
 def _batch(name: str, value: torch.Tensor) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor of whole numbers, got {shown(value)}")
+    _check_values(name, value)
     t = _whole(name, value)
     if t.dim() != 1:
         raise ValueError(f"{name} must be one number for each point, got {tuple(t.shape)}")
@@ -161,12 +163,20 @@ def _check_order(name: str, t: torch.Tensor) -> None:
 def _whole(name: str, value: object) -> torch.Tensor:
     """Whole numbers in host memory, int64."""
     if isinstance(value, torch.Tensor):
+        _check_values(name, value)
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             _refuse(name, value)
         return value.detach().to("cpu", torch.int64)
     if not isinstance(value, (list, tuple)):
         _refuse(name, value)
     return torch.tensor([as_int(name, x) for x in value], dtype=torch.int64, device="cpu")
+
+
+def _check_values(name: str, value: object) -> None:
+    """Raises TypeError for what is no tensor, ValueError for one without values."""
+    check_dense((name,), **{name: value})
+    if value.is_meta:
+        raise ValueError(f"{name} must have values, got a meta tensor; pass one of a device")
 
 
 def _refuse(name: str, value: object) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernlib.families.pairwise.formula import operation
-from kernlib.families.pairwise.formula.algebra import formula_of
+from kernlib.families.pairwise.functions.reductions import formula_call
 
 if TYPE_CHECKING:
     from kernlib.families.pairwise.descriptor import Pairwise
@@ -44,10 +44,9 @@ def kernel_softmax_matmul(
         >>> kl.kernel_softmax_matmul(kl.squared_distance(), a, b, v)
         tensor([2.])
     """
-    formula = formula_of(descriptor)
     if v is None:
         raise TypeError("v must be a tensor, got NoneType")
-    values = operation.mapped(formula, a, _second(descriptor, a, b), hyperparameters)
+    formula, values = formula_call(descriptor, a, b, v, 0, 0, None, hyperparameters)
     return operation.softmax_matmul(formula, v, values, debug, pairs)
 
 
@@ -72,8 +71,7 @@ def kernel_mean(
         >>> kl.kernel_mean(kl.l1_distance(), torch.zeros(1, 2), torch.tensor([[1.0, 1], [0, 4]]))
         tensor([3.])
     """
-    formula = formula_of(descriptor)
-    values = operation.mapped(formula, a, _second(descriptor, a, b), hyperparameters)
+    formula, values = formula_call(descriptor, a, b, v, 0, 0, None, hyperparameters)
     if v is None:
         result = operation.total(formula, values, debug, pairs)
     else:
@@ -107,8 +105,7 @@ def kernel_count(
         >>> kl.kernel_count(kl.l2_distance(), a, b, threshold=2.0)
         tensor([1])
     """
-    formula = formula_of(descriptor)
-    values = operation.mapped(formula, a, _second(descriptor, a, b), hyperparameters)
+    formula, values = formula_call(descriptor, a, b, None, 0, 0, None, hyperparameters)
     return operation.count(formula, values, threshold, debug, pairs)
 
 
@@ -142,11 +139,5 @@ def kernel_neighbors(
 
         named = {"threshold": threshold, "pairs": pairs, **hyperparameters}
         return heard(debug, kernel_neighbors, descriptor, a, b, **named)
-    formula = formula_of(descriptor)
-    values = operation.mapped(formula, a, _second(descriptor, a, b), hyperparameters)
+    formula, values = formula_call(descriptor, a, b, None, 0, 0, None, hyperparameters)
     return operation.neighbors(formula, values, threshold, pairs)
-
-
-def _second(descriptor: Pairwise | Formula, a, b):
-    """The points of the columns: those of the rows where a symmetric descriptor has no others."""
-    return a if b is None and getattr(descriptor, "symmetric", False) else b

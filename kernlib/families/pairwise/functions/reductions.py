@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from kernlib.descriptors.base import as_int, check_flag, real
+from kernlib.descriptors.base import as_int, check_flag, real, refuse_descriptor
 from kernlib.families.pairwise.descriptor import Pairwise
 from kernlib.families.pairwise.reductions import arguments, operation
 from kernlib.runtime.dtypes import accumulator
@@ -200,8 +200,9 @@ def kernel_min(
         maps |= {"pairs": pairs}
         return _heard(debug, kernel_min, descriptor, a, b, **maps, **hyperparameters)
     if pairs is not None or _is_formula(descriptor):
-        request = descriptor, a, b, row_offset, col_offset, feature_map, hyperparameters
-        formulas, formula, values = _formula(*request)
+        formulas, offsets = _formulas(), (row_offset, col_offset)
+        request = descriptor, a, b, None, *offsets, feature_map, hyperparameters
+        formula, values = formula_call(*request)
         if pairs is None and (plain := formulas.plain_of(formula.text, values)) is not None:
             formulas.arguments.checked(formula, values)
             return kernel_min(plain.descriptor, plain.a, plain.b, **plain.values)
@@ -292,8 +293,9 @@ def kernel_topk(
     check_flag("largest", largest)
     k = k if type(k) is int else as_int("k", k)
     if pairs is not None or _is_formula(descriptor):
-        request = descriptor, a, b, row_offset, col_offset, feature_map, hyperparameters
-        formulas, formula, values = _formula(*request)
+        formulas, offsets = _formulas(), (row_offset, col_offset)
+        request = descriptor, a, b, None, *offsets, feature_map, hyperparameters
+        formula, values = formula_call(*request)
         if pairs is None and (plain := formulas.plain_of(formula.text, values)) is not None:
             formulas.arguments.checked(formula, values)
             return kernel_topk(plain.descriptor, plain.a, plain.b, k, largest, **plain.values)
@@ -334,9 +336,9 @@ def _run(
         return _heard(debug, call)
     # The second written out: it is asked of every call.
     if pairs is not None or getattr(descriptor, "package", "") == FORMULA:
-        formulas, formula, values = _formula(
-            descriptor, a, b, row_offset, col_offset, feature_map, values
-        )
+        formulas = _formulas()
+        offsets = row_offset, col_offset
+        formula, values = formula_call(descriptor, a, b, v, *offsets, feature_map, values)
         if pairs is None and (plain := formulas.plain_of(formula.text, values)) is not None:
             formulas.arguments.checked(formula, values)
             points = plain.descriptor, plain.a, plain.b
@@ -366,22 +368,49 @@ def _is_formula(descriptor) -> bool:
     return getattr(descriptor, "package", "") == FORMULA
 
 
-def _formula(
-    descriptor, a, b, row_offset: int, col_offset: int, feature_map, values: dict
-) -> tuple[ModuleType, Formula, dict]:
-    """The module that runs formulas, a descriptor as one, and its tensors. Raises ValueError for
-    offsets, which formulas do not have."""
+def _formulas() -> ModuleType:
+    """The module that runs formulas."""
+    from kernlib.families.pairwise.formula import operation  # most calls need none
+
+    return operation
+
+
+def formula_call(
+    descriptor, a, b, v, row_offset: int, col_offset: int, feature_map, values: dict
+) -> tuple[Formula, dict]:
+    """A descriptor as a formula, and its tensors. Raises what a call of a ``Pairwise`` raises, and
+    ValueError for offsets, which formulas do not have."""
     from kernlib.families.pairwise.formula import algebra, operation  # most calls need none
 
+    if isinstance(descriptor, Pairwise) and not descriptor.categories:
+        _check_pairwise(descriptor, a, b, v, feature_map, values)
+        b = a if b is None else b
+        values = {
+            name: x.reshape(()) if isinstance(x, torch.Tensor) and x.numel() == 1 else x
+            for name, x in values.items()
+        }
+    elif not isinstance(descriptor, Pairwise) and not _is_formula(descriptor):
+        refuse_descriptor("Pairwise or Formula", descriptor)
     if row_offset != 0 or col_offset != 0:
         raise ValueError(
             "row_offset and col_offset shift a diagonal that is regularized, and a formula says "
             "itself where it is: where(row + 5 == col, 0.1, 0)"
         )
     formula = algebra.formula_of(descriptor)
-    b = a if b is None and getattr(descriptor, "symmetric", False) else b
     values = values if feature_map is None else {**values, "feature_map": feature_map}
-    return operation, formula, operation.mapped(formula, a, b, values)
+    return formula, operation.mapped(formula, a, b, values)
+
+
+def _check_pairwise(descriptor: Pairwise, a, b, v, feature_map, values: dict) -> None:
+    """Raises what a product of no points raises, and for a v of another length than b."""
+    arguments.check_tensors(descriptor, a, b, v)
+    none = [t[..., :0, :] if t is not None and t.dim() > 1 else t for t in (a, b)]
+    with torch.no_grad():
+        if v is None:
+            _run("sum", descriptor, *none, None, None, 0, 0, feature_map, values)
+            return
+        no_v = v[..., :0, :] if v.dim() > 1 else v[:0] if v.dim() else v
+        _run("matmul", descriptor, *none, no_v, None, 0, 0, feature_map, values)
 
 
 def _heard(debug: bool, *call, **named):
