@@ -26,7 +26,7 @@ def test_packages_are_small():
 def test_device_code_and_its_lowering_share_a_stem():
     """A folder of kernel_sources/<family> has its entry, and a module of the family's lowering or,
     in whatever package, of its kernels; or that is a package, and the folder has those of its
-    kernels."""
+    kernels. Or a package of the family has kernels, and the folder of its name a file of each."""
     left = [
         (path, [PACKAGE / "families" / path.parent.name / part for part in ("kernels", "lowering")])
         for path in (ROOT / "kernel_sources").glob("*/*")
@@ -35,6 +35,11 @@ def test_device_code_and_its_lowering_share_a_stem():
     assert left
     while left:
         folder, parts = left.pop()
+        kernels = PACKAGE / "families" / folder.parent.name / folder.name / "kernels"
+        if kernels.is_dir():  # a package of the family has kernels: each is a file here
+            stems = {module.stem for module in kernels.glob("*.py")} - {"__init__"}
+            assert stems <= {file.stem for file in folder.glob("*.cuh")}, folder
+            continue
         packages = [part / folder.name for part in parts if (part / folder.name).is_dir()]
         inner = [path for path in folder.iterdir() if path.is_dir()]
         if packages:

@@ -145,7 +145,7 @@ def neighbors(
     recorded = arguments.checked(formula, values)
     if recorded.is_batched:
         raise ValueError(
-            "a, b and their like must have no batch, for neighbours are a list; pass batches as pairs"
+            "a, b and their like must have no batch, as neighbours are a list: pass it as pairs"
         )
     call = _detached(recorded)
     limit = _threshold(formula, call, threshold)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, TypeAlias
 
 import torch
 
 from kernlib.descriptors.base import as_int, shown
 from kernlib.runtime.tensors import check_dense
 
+Splits: TypeAlias = "torch.Tensor | Sequence[int]"
+Device: TypeAlias = "torch.device | str | None"
 MOST = 1 << 31
 
 
@@ -20,8 +23,9 @@ class Pairs:
     column. They are int64, on the device of the points. ``shape`` is (M, N).
 
     Made by :meth:`from_splits`, :meth:`from_batch` and :meth:`from_blocks`, which look at their
-    numbers once; calls that share a Pairs do not look again. Results need no padding: a row without
-    columns has a sum of 0, a log-sum-exp of -inf, and as its smallest entry inf in column 0.
+    numbers once; calls that share a Pairs do not look again. ``rows`` and ``cols`` passed here are
+    not looked at. Results need no padding: a row without columns has a sum of 0, a log-sum-exp of
+    -inf, and as its smallest entry inf in column 0. Raises TypeError for other tensors.
 
     Example:
         >>> pairs = kl.Pairs.from_splits([0, 2, 3], [0, 1, 4])
@@ -45,11 +49,16 @@ class Pairs:
         return f"Pairs(of {self.shape[0]} rows and {self.shape[1]} columns, {ranges})"
 
     def to(self, device: torch.device | str) -> Pairs:
-        """The same on another device."""
+        """The same on another ``device``. Raises what ``torch.Tensor.to`` raises.
+
+        Example:
+            >>> kl.Pairs.from_splits([0, 2], [0, 3]).to("cpu")
+            Pairs(of 2 rows and 3 columns, 1 and 1 ranges)
+        """
         return Pairs(self.rows.to(device), self.cols.to(device))
 
     @staticmethod
-    def from_splits(row_splits, col_splits, *, device=None) -> Pairs:
+    def from_splits(row_splits: Splits, col_splits: Splits, *, device: Device = None) -> Pairs:
         """Of batches that lie one behind the other: batch i has the rows from ``row_splits[i]`` up
         to ``row_splits[i + 1]``, and the columns of ``col_splits`` likewise.
 
@@ -90,10 +99,12 @@ class Pairs:
         return Pairs(of_rows[None].to(row_batch.device), of_cols[None].to(row_batch.device))
 
     @staticmethod
-    def from_blocks(mask: torch.Tensor, row_splits, col_splits, *, device=None) -> Pairs:
+    def from_blocks(
+        mask: torch.Tensor, row_splits: Splits, col_splits: Splits, *, device: Device = None
+    ) -> Pairs:
         """Of blocks of pairs: those of row block i, from ``row_splits[i]`` up to ``row_splits[i +
-        1]``, and column block j where ``mask[i, j]`` is True. Splits are those of
-        :meth:`from_splits`. Neighbouring blocks of a row are one range, and a reduction goes over
+        1]``, and column block j, of ``col_splits``, where ``mask[i, j]`` is True. Splits and
+        ``device`` are those of :meth:`from_splits`. Neighbouring blocks of a row are one range, and a reduction goes over
         the pairs once for each of the most ranges that a row has: sort points so that blocks lie
         together.
 

@@ -198,7 +198,7 @@ def _computed(call: Call, tensors: list, numbers: list, ranges: torch.Tensor | N
         return (none, none.long()) if plan.reduction == LEAST else none
     from kernlib.families.pairwise.formula import reference  # GPUs need none
 
-    if events.listening():
+    if device.type != "meta" and events.listening():
         events.emit("torch", "", "", f"formula on {device}: no kernel, computed by torch")
     values = values_of(plan, tensors, numbers)
     with torch.no_grad(), without_autocast(device):

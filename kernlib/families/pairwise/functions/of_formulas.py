@@ -29,7 +29,7 @@ def kernel_softmax_matmul(
     """``out[m,c] = sum_n p[m,n] v[n,c]`` with ``p[m,n] = exp(K[m,n]) / sum_n exp(K[m,n])``: a mean
     of v by weights that add up to 1, with no overflow on the way, and without storing K.
 
-    - ``a`` (M, K), ``b`` (N, K), ``hyperparameters`` and ``debug`` are those of
+    - ``descriptor``, ``a`` (M, K), ``b`` (N, K), ``hyperparameters`` and ``debug`` are those of
       :func:`kernlib.kernel_matmul`, for a :class:`kernlib.Formula` too.
     - ``v`` (N,), (N, C) or (L, N, C). The result is (M,), (M, C) or (L, M, C).
     - ``pairs``: a :class:`kernlib.Pairs`, by default all. A row without pairs, or all of whose
@@ -44,10 +44,14 @@ def kernel_softmax_matmul(
         >>> kl.kernel_softmax_matmul(kl.squared_distance(), a, b, v)
         tensor([2.])
     """
+    if debug is not False:
+        return _heard(
+            debug, kernel_softmax_matmul, descriptor, a, b, v, pairs=pairs, **hyperparameters
+        )
     if v is None:
         raise TypeError("v must be a tensor, got NoneType")
     formula, values = formula_call(descriptor, a, b, v, 0, 0, None, hyperparameters)
-    return operation.softmax_matmul(formula, v, values, debug, pairs)
+    return operation.softmax_matmul(formula, v, values, pairs=pairs)
 
 
 def kernel_mean(
@@ -63,19 +67,22 @@ def kernel_mean(
     """``out[m] = sum_n K[m,n] / N``, or with v ``sum_n K[m,n] v[n,c] / N``; of a row's ``pairs``
     where they are given, and NaN for a row that has none.
 
-    Arguments, dtypes and errors are those of :func:`kernlib.kernel_matmul`, of a
-    :class:`kernlib.Formula` too; ``pairs`` is a :class:`kernlib.Pairs`. Gradients of every order go
-    to all tensors.
+    ``descriptor``, ``a``, ``b``, ``v``, ``debug`` and ``hyperparameters`` are those of
+    :func:`kernlib.kernel_matmul`, of a :class:`kernlib.Formula` too, as are dtypes and what it
+    raises; ``pairs`` is a :class:`kernlib.Pairs`. Gradients of every order go to all tensors.
+    Raises ValueError and TypeError that name the argument.
 
     Example:
         >>> kl.kernel_mean(kl.l1_distance(), torch.zeros(1, 2), torch.tensor([[1.0, 1], [0, 4]]))
         tensor([3.])
     """
+    if debug is not False:
+        return _heard(debug, kernel_mean, descriptor, a, b, v, pairs=pairs, **hyperparameters)
     formula, values = formula_call(descriptor, a, b, v, 0, 0, None, hyperparameters)
     if v is None:
-        result = operation.total(formula, values, debug, pairs)
+        result = operation.total(formula, values, pairs=pairs)
     else:
-        result = operation.matmul(formula, v, values, None, debug, pairs)
+        result = operation.matmul(formula, v, values, pairs=pairs)
     if pairs is None:
         return result / operation.columns_of(formula, values)
     counts = (pairs.rows[..., 1] - pairs.rows[..., 0]).clamp(min=0).sum(0).to(result.dtype)
@@ -95,9 +102,9 @@ def kernel_count(
     """``out[m]``, int64: how many n have ``K[m,n] <= threshold``; of a distance, how many points
     lie within a radius.
 
-    ``a``, ``b``, ``debug`` and ``hyperparameters`` are those of :func:`kernlib.kernel_matmul`, of a
-    :class:`kernlib.Formula` too; ``threshold`` is a number or a tensor of shape (); ``pairs`` is a
-    :class:`kernlib.Pairs`. A NaN is not counted. Raises ValueError and TypeError that name the
+    ``descriptor``, ``a``, ``b``, ``debug`` and ``hyperparameters`` are those of
+    :func:`kernlib.kernel_matmul`, of a :class:`kernlib.Formula` too; ``threshold`` is a number or
+    a tensor of shape (); ``pairs`` is a :class:`kernlib.Pairs`. A NaN is not counted. Raises ValueError and TypeError that name the
     argument, and for more than 16,777,216 columns.
 
     Example:
@@ -105,8 +112,19 @@ def kernel_count(
         >>> kl.kernel_count(kl.l2_distance(), a, b, threshold=2.0)
         tensor([1])
     """
+    if debug is not False:
+        return _heard(
+            debug,
+            kernel_count,
+            descriptor,
+            a,
+            b,
+            threshold=threshold,
+            pairs=pairs,
+            **hyperparameters,
+        )
     formula, values = formula_call(descriptor, a, b, None, 0, 0, None, hyperparameters)
-    return operation.count(formula, values, threshold, debug, pairs)
+    return operation.count(formula, values, threshold, pairs=pairs)
 
 
 def kernel_neighbors(
@@ -123,9 +141,9 @@ def kernel_neighbors(
     row m are ``columns[splits[m]:splits[m + 1]]``, in order. Splits (M + 1,) and columns are int64,
     values of the inputs' dtype. They are the parts of a ``torch.sparse_csr_tensor``.
 
-    ``a``, ``b``, ``debug`` and ``hyperparameters`` are those of :func:`kernlib.kernel_matmul`, of a
-    :class:`kernlib.Formula` too; ``threshold`` is a number or a tensor of shape (); ``pairs`` is a
-    :class:`kernlib.Pairs`. Memory is that of the result and of a block of 64 MB. On a GPU it waits
+    ``descriptor``, ``a``, ``b``, ``debug`` and ``hyperparameters`` are those of
+    :func:`kernlib.kernel_matmul`, of a :class:`kernlib.Formula` too; ``threshold`` is a number or
+    a tensor of shape (); ``pairs`` is a :class:`kernlib.Pairs`. Memory is that of the result and of a block of 64 MB. On a GPU it waits
     for the number of neighbours of each block. Values are differentiable, each by its own pair.
     Raises ValueError and TypeError that name the argument.
 
@@ -135,9 +153,13 @@ def kernel_neighbors(
         (tensor([0, 1, 2]), tensor([1, 1]), tensor([2., 2.]))
     """
     if debug is not False:
-        from kernlib.debug import heard  # most calls need none
-
         named = {"threshold": threshold, "pairs": pairs, **hyperparameters}
-        return heard(debug, kernel_neighbors, descriptor, a, b, **named)
+        return _heard(debug, kernel_neighbors, descriptor, a, b, **named)
     formula, values = formula_call(descriptor, a, b, None, 0, 0, None, hyperparameters)
     return operation.neighbors(formula, values, threshold, pairs)
+
+
+def _heard(debug, *call, **named):
+    from kernlib.debug import heard  # most calls need none
+
+    return heard(debug, *call, **named)
