@@ -104,9 +104,9 @@ class Pairs:
     ) -> Pairs:
         """Of blocks of pairs: those of row block i, from ``row_splits[i]`` up to ``row_splits[i +
         1]``, and column block j, of ``col_splits``, where ``mask[i, j]`` is True. Splits and
-        ``device`` are those of :meth:`from_splits`. Neighbouring blocks of a row are one range, and a reduction goes over
-        the pairs once for each of the most ranges that a row has: sort points so that blocks lie
-        together.
+        ``device`` are those of :meth:`from_splits`. Neighbouring blocks of a row are one range, and
+        a reduction goes over the pairs once for each of the most ranges that a row has: sort points
+        so that blocks lie together.
 
         Raises ValueError and TypeError that name the argument. After the block-sparse reductions of
         the KeOps project.

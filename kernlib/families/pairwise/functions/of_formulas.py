@@ -104,8 +104,8 @@ def kernel_count(
 
     ``descriptor``, ``a``, ``b``, ``debug`` and ``hyperparameters`` are those of
     :func:`kernlib.kernel_matmul`, of a :class:`kernlib.Formula` too; ``threshold`` is a number or
-    a tensor of shape (); ``pairs`` is a :class:`kernlib.Pairs`. A NaN is not counted. Raises ValueError and TypeError that name the
-    argument, and for more than 16,777,216 columns.
+    a tensor of shape (); ``pairs`` is a :class:`kernlib.Pairs`. A NaN is not counted. Raises
+    ValueError and TypeError that name the argument, and for more than 16,777,216 columns.
 
     Example:
         >>> a, b = torch.zeros(1, 2), torch.tensor([[3.0, 4.0], [0.0, 2.0]])
@@ -143,9 +143,9 @@ def kernel_neighbors(
 
     ``descriptor``, ``a``, ``b``, ``debug`` and ``hyperparameters`` are those of
     :func:`kernlib.kernel_matmul`, of a :class:`kernlib.Formula` too; ``threshold`` is a number or
-    a tensor of shape (); ``pairs`` is a :class:`kernlib.Pairs`. Memory is that of the result and of a block of 64 MB. On a GPU it waits
-    for the number of neighbours of each block. Values are differentiable, each by its own pair.
-    Raises ValueError and TypeError that name the argument.
+    a tensor of shape (); ``pairs`` is a :class:`kernlib.Pairs`. Memory is that of the result and
+    of a block of 64 MB. On a GPU it waits for the number of neighbours of each block. Values are
+    differentiable, each by its own pair. Raises ValueError and TypeError that name the argument.
 
     Example:
         >>> a, b = torch.zeros(2, 2), torch.tensor([[3.0, 4.0], [0.0, 2.0]])
