@@ -130,12 +130,12 @@ def by_flash(problem: Problem, tf32: bool) -> Callable:
 
 
 def rivals(problem: Problem) -> dict[str, Callable]:
-    found = {"torch": plain(problem), "addmm": by_addmm(problem)}
+    ways = {"torch": plain(problem), "addmm": by_addmm(problem)}
     if keops.is_there():
-        found[keops.NAME] = by_keops(problem)
+        ways[keops.NAME] = by_keops(problem)
     if importlib.util.find_spec("flash_sinkhorn") is not None:
-        found |= {FLASH: by_flash(problem, False), f"{FLASH} tf32": by_flash(problem, True)}
-    return found
+        ways |= {FLASH: by_flash(problem, False), f"{FLASH} tf32": by_flash(problem, True)}
+    return ways
 
 
 def exact(problem: Problem, a, b, f, g, rows: torch.Tensor) -> torch.Tensor:
@@ -147,10 +147,10 @@ def exact(problem: Problem, a, b, f, g, rows: torch.Tensor) -> torch.Tensor:
 def measure(problem: Problem, session: Session, device: str = "cuda") -> Row:
     buffers = tensors(problem, device)
     rows = sample_rows(problem.points, device)
-    wanted = exact(problem, *buffers[:4], rows)
+    expected = exact(problem, *buffers[:4], rows)
 
     def error(out) -> float:
-        return relative_error(out[rows], wanted)
+        return relative_error(out[rows], expected)
 
     return against(problem, session, buffers, error, kernel(problem), rivals(problem))
 

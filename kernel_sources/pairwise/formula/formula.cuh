@@ -4,11 +4,11 @@
 // this file (lowering/source.py, lowering/problem.py). A formula has words that are computed once a
 // thread (t), a row (r) and a column (c); of a loop over features each group of terms has further
 // ones (tf, rf, cf) for each feature:
-//   of_thread(t, given, l), of_row(r, t, given, l, row), of_col(c, t, given, l, col)
-//   thread_feature(Nth<G>, tf, t, given, l, 0, k), row_feature(...), col_feature(...)
-//   term(Nth<I>, t, r, c, tf, rf, cf, given, l, row, col, k)   a summand of sums[I]
-//   score(t, r, c, sums, given, l, row, col)
-//   unit(t, r, c, tf, rf, cf, given, l, row, col, k)
+//   of_thread(t, call, l), of_row(r, t, call, l, row), of_col(c, t, call, l, col)
+//   thread_feature(Nth<G>, tf, t, call, l, 0, k), row_feature(...), col_feature(...)
+//   term(Nth<I>, t, r, c, tf, rf, cf, call, l, row, col, k)   a summand of sums[I]
+//   score(t, r, c, sums, call, l, row, col)
+//   unit(t, r, c, tf, rf, cf, call, l, row, col, k)
 // T, R and C are the numbers of words without features, T_WIDTH[G] and so on those of a feature. If
 // SIZE[G], the features of a group, are known, its words lie behind the others from T_AT[G] on, one
 // feature's side by side, and there are T_WORDS in all. OF_PAIR[I] is false of sums that depend on
@@ -39,11 +39,11 @@ struct Columns {
     int first, last;
 };
 
-__device__ __forceinline__ Columns columns_of(const Parameters& given, int row, i64 first,
+__device__ __forceinline__ Columns columns_of(const Parameters& call, int row, i64 first,
                                               i64 last) {
     if (RANGED) {
-        first = min(max(first, given.ranges[2 * i64(row)]), last);
-        last = max(min(last, given.ranges[2 * i64(row) + 1]), first);
+        first = min(max(first, call.ranges[2 * i64(row)]), last);
+        last = max(min(last, call.ranges[2 * i64(row) + 1]), first);
     }
     return {int(first), int(last)};
 }

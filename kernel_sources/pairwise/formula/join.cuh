@@ -21,53 +21,53 @@ struct Parameters {
 };
 
 struct JoinSums {
-    static __device__ __forceinline__ void store(const Parameters& given, i64 at) {
+    static __device__ __forceinline__ void store(const Parameters& call, i64 at) {
         AccT total = AccT(0), rest = AccT(0);
 #pragma unroll 4
-        for (i64 part = 0; part < given.fixed.splits; ++part) {
-            rest += given.parts[part * given.fixed.count + at];
+        for (i64 part = 0; part < call.fixed.splits; ++part) {
+            rest += call.parts[part * call.fixed.count + at];
             total = add_chain(total, rest);
         }
-        given.out[at] = total;
+        call.out[at] = total;
     }
 };
 
 struct JoinLogSumExps {
-    static __device__ __forceinline__ void store(const Parameters& given, i64 at) {
+    static __device__ __forceinline__ void store(const Parameters& call, i64 at) {
         AccT largest = -infinity(AccT(0)), total = AccT(0);
-        for (i64 part = 0; part < given.fixed.splits; ++part)
-            largest = maximum(largest, given.parts[part * given.fixed.count + at]);
+        for (i64 part = 0; part < call.fixed.splits; ++part)
+            largest = maximum(largest, call.parts[part * call.fixed.count + at]);
         if (absolute(largest) < infinity(largest)) {
-            for (i64 part = 0; part < given.fixed.splits; ++part)
-                total += exp(given.parts[part * given.fixed.count + at] - largest);
+            for (i64 part = 0; part < call.fixed.splits; ++part)
+                total += exp(call.parts[part * call.fixed.count + at] - largest);
             largest += log(total);
         }
-        given.out[at] = largest;
+        call.out[at] = largest;
     }
 };
 
 // The first NaN if there is one.
 struct JoinMinima {
-    static __device__ __forceinline__ void store(const Parameters& given, i64 at) {
+    static __device__ __forceinline__ void store(const Parameters& call, i64 at) {
         AccT least = infinity(AccT(0));
         i64 place = NO_COLUMN;
-        for (i64 part = 0; part < given.fixed.splits; ++part) {
-            AccT x = given.parts[part * given.fixed.count + at];
-            i64 column = given.places[part * given.fixed.count + at];
+        for (i64 part = 0; part < call.fixed.splits; ++part) {
+            AccT x = call.parts[part * call.fixed.count + at];
+            i64 column = call.places[part * call.fixed.count + at];
             bool better = least == least && (x != x || x < least);
             if (better || (x == least && column < place)) {
                 least = x;
                 place = column;
             }
         }
-        given.out[at] = least;
-        given.indices[at] = place == NO_COLUMN ? 0 : place;
+        call.out[at] = least;
+        call.indices[at] = place == NO_COLUMN ? 0 : place;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-formula_join(const __grid_constant__ Parameters given) {
+formula_join(const __grid_constant__ Parameters call) {
     i64 step = i64(gridDim.x) * THREADS;
-    for (i64 at = i64(blockIdx.x) * THREADS + threadIdx.x; at < given.fixed.count; at += step)
-        Config::Join::store(given, at);
+    for (i64 at = i64(blockIdx.x) * THREADS + threadIdx.x; at < call.fixed.count; at += step)
+        Config::Join::store(call, at);
 }

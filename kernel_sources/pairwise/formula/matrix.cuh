@@ -10,14 +10,14 @@
 #include "pairwise/formula/sums.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, Config::RESIDENT)
-formula_matrix(const __grid_constant__ Parameters given) {
+formula_matrix(const __grid_constant__ Parameters call) {
     extern __shared__ __align__(128) unsigned char shared[];
-    u32 across = given.splits;  // tiles of a row
+    u32 across = call.splits;  // tiles of a row
     int m0 = int(blockIdx.x / across) * TILE, n0 = int(blockIdx.x % across) * TILE;
 #pragma unroll 1
-    for (i64 l = blockIdx.y; l < given.batch; l += gridDim.y) {
-        Tile tile{given, reinterpret_cast<AccT*>(shared), l, m0, n0};
-        Formula::of_thread(tile.t, given, l);
+    for (i64 l = blockIdx.y; l < call.batch; l += gridDim.y) {
+        Tile tile{call, reinterpret_cast<AccT*>(shared), l, m0, n0};
+        Formula::of_thread(tile.t, call, l);
         __syncthreads();
         tile.fill_rows();
         AccT scores[SIDE][SIDE];
@@ -26,9 +26,9 @@ formula_matrix(const __grid_constant__ Parameters given) {
 #pragma unroll
         for (int i = 0; i < SIDE; ++i) {
             i64 m = i64(m0) + in_tile(band(), i);
-            if (m >= given.rows) continue;
-            AccT* to = given.out + (l * given.rows + m) * given.cols + n;
-            bool is_whole = n + SIDE <= given.cols &&
+            if (m >= call.rows) continue;
+            AccT* to = call.out + (l * call.rows + m) * call.cols + n;
+            bool is_whole = n + SIDE <= call.cols &&
                             reinterpret_cast<u64>(to) % (VECTOR * sizeof(AccT)) == 0;
             if (is_whole) {
 #pragma unroll
@@ -41,7 +41,7 @@ formula_matrix(const __grid_constant__ Parameters given) {
             } else {
 #pragma unroll
                 for (int j = 0; j < SIDE; ++j) {
-                    if (n + j < given.cols) to[j] = scores[i][j];
+                    if (n + j < call.cols) to[j] = scores[i][j];
                 }
             }
         }

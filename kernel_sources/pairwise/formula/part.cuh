@@ -19,13 +19,13 @@ struct Part {
     i64 m0, first, last;  // its first row, its columns
     int split, chunk;
 
-    __device__ __forceinline__ Part(const Parameters& given, int rows) {
-        u32 index = blockIdx.x, blocks = given.row_blocks, splits = given.splits;
+    __device__ __forceinline__ Part(const Parameters& call, int rows) {
+        u32 index = blockIdx.x, blocks = call.row_blocks, splits = call.splits;
         m0 = i64(index % blocks) * rows;
         split = int(index / blocks % splits);
         chunk = int(index / blocks / splits);
-        first = split * given.per_split;
-        last = min(first + given.per_split, i64(given.cols));
+        first = split * call.per_split;
+        last = min(first + call.per_split, i64(call.cols));
     }
 };
 
@@ -35,19 +35,19 @@ __device__ __forceinline__ Reducer reducer_of(const Columns& columns, i64 from) 
 }
 
 // Stores COUNT results of a row, from feature f0 on.
-__device__ __forceinline__ void store_row(const Reducer& reducer, const Parameters& given,
+__device__ __forceinline__ void store_row(const Reducer& reducer, const Parameters& call,
                                           const Part& part, i64 l, i64 m, int f0) {
-    if (m >= given.rows) return;
-    i64 row = (part.split * given.batch + l) * given.rows + m;
-    AccT* out = given.out + row * given.features;
+    if (m >= call.rows) return;
+    i64 row = (part.split * call.batch + l) * call.rows + m;
+    AccT* out = call.out + row * call.features;
 #pragma unroll
     for (int c = 0; c < Reducer::OUTPUTS; ++c) {
-        if (f0 + c < given.features) out[f0 + c] = reducer.output(c);
+        if (f0 + c < call.features) out[f0 + c] = reducer.output(c);
     }
     if (Reducer::INDEXED) {
         bool exists = reducer.index() != NOWHERE;
-        i64 none = given.splits > 1 ? NO_COLUMN : 0;
-        given.indices[row] = exists ? part.first + reducer.index() : none;
+        i64 none = call.splits > 1 ? NO_COLUMN : 0;
+        call.indices[row] = exists ? part.first + reducer.index() : none;
     }
 }
 

@@ -75,7 +75,7 @@ __device__ __forceinline__ void read_line(AccT (&to)[LINE], const AccT* line) {
 
 // What does not change in a thread's walk.
 struct Walk {
-    const Parameters& given;
+    const Parameters& call;
     i64 l;
     int f0;  // first feature of the unit
     AccT t[T_SIZE];
@@ -83,17 +83,17 @@ struct Walk {
     // Feature k of a group.
     template <int G>
     __device__ __forceinline__ int feature(int k) const {
-        return CHUNKED && G == Formula::UNIT ? min(f0 + k, given.features - 1) : k;
+        return CHUNKED && G == Formula::UNIT ? min(f0 + k, call.features - 1) : k;
     }
 
     template <int G = 0>
     __device__ __forceinline__ void fill_thread() {
-        if constexpr (G == 0) Formula::of_thread(t, given, l);
+        if constexpr (G == 0) Formula::of_thread(t, call, l);
         if constexpr (G < Formula::GROUPS) {
             if constexpr (Formula::T_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::thread_feature(Nth<G>(), of_thread<G>(t, k), t, given, l, 0,
+                    Formula::thread_feature(Nth<G>(), of_thread<G>(t, k), t, call, l, 0,
                                             feature<G>(k));
             }
             fill_thread<G + 1>();
@@ -102,12 +102,12 @@ struct Walk {
 
     template <int G = 0>
     __device__ __forceinline__ void fill_row(AccT* r, int row) const {
-        if constexpr (G == 0) Formula::of_row(r, t, given, l, row);
+        if constexpr (G == 0) Formula::of_row(r, t, call, l, row);
         if constexpr (G < Formula::GROUPS) {
             if constexpr (Formula::R_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::row_feature(Nth<G>(), of_row<G>(r, k), t, given, l, row,
+                    Formula::row_feature(Nth<G>(), of_row<G>(r, k), t, call, l, row,
                                          feature<G>(k));
             }
             fill_row<G + 1>(r, row);
@@ -116,12 +116,12 @@ struct Walk {
 
     template <int G = 0>
     __device__ __forceinline__ void fill_col(AccT* c, int col) const {
-        if constexpr (G == 0) Formula::of_col(c, t, given, l, col);
+        if constexpr (G == 0) Formula::of_col(c, t, call, l, col);
         if constexpr (G < Formula::GROUPS) {
             if constexpr (Formula::C_WIDTH[G] > 0) {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
-                    Formula::col_feature(Nth<G>(), of_col<G>(c, k), t, given, l, col,
+                    Formula::col_feature(Nth<G>(), of_col<G>(c, k), t, call, l, col,
                                          feature<G>(k));
             }
             fill_col<G + 1>(c, col);
@@ -138,7 +138,7 @@ struct Walk {
 #pragma unroll
                 for (int k = 0; k < Formula::SIZE[G]; ++k)
                     sum += Formula::term(Nth<I>(), t, r, c, of_thread<G>(t, k), of_row<G>(r, k),
-                                         of_col<G>(c, k), given, l, row, col, k);
+                                         of_col<G>(c, k), call, l, row, col, k);
                 sums[I] = sum;
             }
             add_terms<I + 1>(sums, r, c, row, col);
@@ -148,7 +148,7 @@ struct Walk {
     __device__ __forceinline__ AccT score(const AccT* r, const AccT* c, int row, int col) const {
         AccT sums[SUMS];
         add_terms(sums, r, c, row, col);
-        return Formula::score(t, r, c, sums, given, l, row, col);
+        return Formula::score(t, r, c, sums, call, l, row, col);
     }
 
     __device__ __forceinline__ void add(Reducer& reducer, const AccT* r, const AccT* c, int row,
@@ -160,7 +160,7 @@ struct Walk {
 #pragma unroll
             for (int k = 0; k < Reducer::COLUMNS; ++k)
                 unit[k] = Formula::unit(t, r, c, of_thread<G>(t, k), of_row<G>(r, k),
-                                        of_col<G>(c, k), given, l, row, col, feature<G>(k));
+                                        of_col<G>(c, k), call, l, row, col, feature<G>(k));
             reducer.add(value, place, unit);
         } else {
             reducer.add(value, place, nullptr);
@@ -239,13 +239,13 @@ __device__ __forceinline__ void meet(Reducer& reducer) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-formula_small(const __grid_constant__ Parameters given) {
+formula_small(const __grid_constant__ Parameters call) {
     AccT* stage = reinterpret_cast<AccT*>(room);
-    Part part(given, ROWS * SLOTS);
+    Part part(call, ROWS * SLOTS);
     i64 m0 = part.m0 + slot();
 #pragma unroll 1
-    for (i64 l = blockIdx.y; l < given.batch; l += gridDim.y) {
-        Walk walk{given, l, part.chunk * Reducer::OUTPUTS};
+    for (i64 l = blockIdx.y; l < call.batch; l += gridDim.y) {
+        Walk walk{call, l, part.chunk * Reducer::OUTPUTS};
         walk.fill_thread();
         AccT r[ROWS][R_SIZE];
         int rows[ROWS];
@@ -256,9 +256,9 @@ formula_small(const __grid_constant__ Parameters given) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             // Rows past the last one are read as that one and never written.
-            rows[i] = int(min(m0 + i * SLOTS, i64(given.rows - 1)));
+            rows[i] = int(min(m0 + i * SLOTS, i64(call.rows - 1)));
             walk.fill_row(r[i], rows[i]);
-            columns[i] = columns_of(given, rows[i], first, last);
+            columns[i] = columns_of(call, rows[i], first, last);
             reducers[i] = reducer_of(columns[i], first);
             if (columns[i].first < columns[i].last) {
                 least = min(least, columns[i].first);
@@ -282,7 +282,7 @@ formula_small(const __grid_constant__ Parameters given) {
             }
             __syncthreads();
             // Warps without rows rest, where rows may be few.
-            if (ROWS == 1 && m0 - slot() % 32 >= given.rows) count = 0;
+            if (ROWS == 1 && m0 - slot() % 32 >= call.rows) count = 0;
             int base = int(n0 - part.first);
 #pragma unroll 1
             for (int run = 0; run < count; run += RUN) {
@@ -304,6 +304,6 @@ formula_small(const __grid_constant__ Parameters given) {
         if (partner() > 0) continue;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-            store_row(reducers[i], given, part, l, m0 + i * SLOTS, walk.f0);
+            store_row(reducers[i], call, part, l, m0 + i * SLOTS, walk.f0);
     }
 }

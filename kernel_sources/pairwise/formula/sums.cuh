@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_words(AccT (&to)[SIDE][SIZE], const AccT* f
 
 // A tile, by the thread's share of it.
 struct Tile {
-    const Parameters& given;
+    const Parameters& call;
     AccT* shared;
     i64 l;
     int m0, n0;  // its first row and column
@@ -70,10 +70,10 @@ struct Tile {
 
     // Rows and columns past the last one are read as that one.
     __device__ __forceinline__ int row(int at) const {
-        return int(min(i64(m0) + at, i64(given.rows - 1)));
+        return int(min(i64(m0) + at, i64(call.rows - 1)));
     }
     __device__ __forceinline__ int col(int at) const {
-        return int(min(i64(n0) + at, i64(given.cols - 1)));
+        return int(min(i64(n0) + at, i64(call.cols - 1)));
     }
 
     __device__ __forceinline__ AccT* col_words() const { return shared + Formula::R * TILE; }
@@ -83,7 +83,7 @@ struct Tile {
     __device__ __forceinline__ void fill_rows() {
         if (Formula::R == 0 || threadIdx.x >= TILE) return;
         AccT r[AT_LEAST_ONE<Formula::R>];
-        Formula::of_row(r, t, given, l, row(threadIdx.x));
+        Formula::of_row(r, t, call, l, row(threadIdx.x));
 #pragma unroll
         for (int word = 0; word < Formula::R; ++word) shared[word * TILE + threadIdx.x] = r[word];
     }
@@ -91,7 +91,7 @@ struct Tile {
         int place = THREADS - 1 - threadIdx.x;  // threads that have no rows, where there are such
         if (Formula::C == 0 || place >= TILE) return;
         AccT c[AT_LEAST_ONE<Formula::C>];
-        Formula::of_col(c, t, given, l, col(place));
+        Formula::of_col(c, t, call, l, col(place));
 #pragma unroll
         for (int word = 0; word < Formula::C; ++word) col_words()[word * TILE + place] = c[word];
     }
@@ -114,8 +114,8 @@ struct Tile {
 #pragma unroll
         for (int at = threadIdx.x / KC; at < TILE; at += THREADS / KC) {
             AccT rf[AT_LEAST_ONE<R>], cf[AT_LEAST_ONE<C>];
-            if (R > 0) Formula::row_feature(Nth<I>(), rf, t, given, l, row(at), k0 + k);
-            if (C > 0) Formula::col_feature(Nth<I>(), cf, t, given, l, col(at), k0 + k);
+            if (R > 0) Formula::row_feature(Nth<I>(), rf, t, call, l, row(at), k0 + k);
+            if (C > 0) Formula::col_feature(Nth<I>(), cf, t, call, l, col(at), k0 + k);
 #pragma unroll
             for (int word = 0; word < R; ++word) chunk()[(word * KC + k) * LINE + at] = rf[word];
 #pragma unroll
@@ -123,7 +123,7 @@ struct Tile {
         }
         if (T > 0 && threadIdx.x < KC) {
             AccT tf[AT_LEAST_ONE<T>];
-            Formula::thread_feature(Nth<I>(), tf, t, given, l, 0, k0 + k);
+            Formula::thread_feature(Nth<I>(), tf, t, call, l, 0, k0 + k);
 #pragma unroll
             for (int word = 0; word < T; ++word) thread[word * KC + k] = tf[word];
         }
@@ -152,7 +152,7 @@ struct Tile {
             for (int i = 0; i < SIDE; ++i) {
 #pragma unroll
                 for (int j = 0; j < SIDE; ++j)
-                    run[i][j] += Formula::term(Nth<I>(), t, r[i], c[j], tf, rf[i], cf[j], given, l,
+                    run[i][j] += Formula::term(Nth<I>(), t, r[i], c[j], tf, rf[i], cf[j], call, l,
                                                row(in_tile(band(), i)), col(in_tile(lane(), j)),
                                                k0 + k);
             }
@@ -168,8 +168,8 @@ struct Tile {
     __device__ __forceinline__ void add_terms(SumsOfPatch& sums) {
         if constexpr (I < TERMS) {
 #pragma unroll 1
-            for (int k0 = 0; k0 < given.sizes[I]; k0 += KC) {
-                int count = min(given.sizes[I] - k0, KC);
+            for (int k0 = 0; k0 < call.sizes[I]; k0 += KC) {
+                int count = min(call.sizes[I] - k0, KC);
                 __syncthreads();
                 fill_chunk<I>(k0, count);
                 __syncthreads();
@@ -194,7 +194,7 @@ struct Tile {
         for (int i = 0; i < SIDE; ++i) {
 #pragma unroll
             for (int j = 0; j < SIDE; ++j)
-                scores[i][j] = Formula::score(t, r[i], c[j], sums[i][j], given, l,
+                scores[i][j] = Formula::score(t, r[i], c[j], sums[i][j], call, l,
                                               row(in_tile(band(), i)), col(in_tile(lane(), j)));
         }
     }

@@ -44,7 +44,7 @@ struct Products {
     }
     // Features past the last one are computed as that one and never written.
     __device__ __forceinline__ int feature(const Tile& tile, int f) const {
-        return min(f0 + f, tile.given.features - 1);
+        return min(f0 + f, tile.call.features - 1);
     }
 
     // Words of the unit's features of the tile's rows, and of a thread.
@@ -54,7 +54,7 @@ struct Products {
             for (int e = threadIdx.x; e < TILE * FEATURES; e += THREADS) {
                 int f = e % FEATURES, at = e / FEATURES;
                 AccT rf[AT_LEAST_ONE<R>];
-                Formula::row_feature(Nth<U>(), rf, tile.t, tile.given, tile.l, tile.row(at),
+                Formula::row_feature(Nth<U>(), rf, tile.t, tile.call, tile.l, tile.row(at),
                                      feature(tile, f));
 #pragma unroll
                 for (int word = 0; word < R; ++word)
@@ -65,7 +65,7 @@ struct Products {
             if (threadIdx.x < FEATURES) {
                 int f = threadIdx.x;
                 AccT tf[AT_LEAST_ONE<T>];
-                Formula::thread_feature(Nth<U>(), tf, tile.t, tile.given, tile.l, 0,
+                Formula::thread_feature(Nth<U>(), tf, tile.t, tile.call, tile.l, 0,
                                         feature(tile, f));
 #pragma unroll
                 for (int word = 0; word < T; ++word)
@@ -80,7 +80,7 @@ struct Products {
             for (int e = threadIdx.x; e < TILE * FEATURES; e += THREADS) {
                 int f = e % FEATURES, at = e / FEATURES;
                 AccT cf[AT_LEAST_ONE<C>];
-                Formula::col_feature(Nth<U>(), cf, tile.t, tile.given, tile.l, tile.col(at),
+                Formula::col_feature(Nth<U>(), cf, tile.t, tile.call, tile.l, tile.col(at),
                                      feature(tile, f));
 #pragma unroll
                 for (int word = 0; word < C; ++word)
@@ -131,7 +131,7 @@ struct Products {
 #pragma unroll
                     for (int word = 0; word < T; ++word)
                         tf[word] = thread_of(tile)[word * UNIT_LINE + first + f];
-                    AccT unit = Formula::unit(tile.t, r[i], c, tf, rf, cf[f], tile.given, tile.l,
+                    AccT unit = Formula::unit(tile.t, r[i], c, tf, rf, cf[f], tile.call, tile.l,
                                               tile.row(at), col, feature(tile, first + f));
                     if (counts) run[i][f] = multiply_add(weights[i], unit, run[i][f]);
                 }
@@ -145,16 +145,16 @@ struct Products {
     }
 
     __device__ __forceinline__ void store(const Tile& tile, const Part& part) const {
-        const Parameters& given = tile.given;
+        const Parameters& call = tile.call;
 #pragma unroll
         for (int i = 0; i < SIDE; ++i) {
             i64 m = i64(tile.m0) + in_tile(band(), i);
-            if (m >= given.rows) continue;
-            i64 row = (part.split * given.batch + tile.l) * given.rows + m;
+            if (m >= call.rows) continue;
+            i64 row = (part.split * call.batch + tile.l) * call.rows + m;
 #pragma unroll
             for (int f = 0; f < SPANS; ++f) {
                 int k = f0 + lane() * SPAN + f;
-                if (k < given.features) given.out[row * given.features + k] = total[i][f];
+                if (k < call.features) call.out[row * call.features + k] = total[i][f];
             }
         }
     }
@@ -194,20 +194,20 @@ struct Rows {
                 reducers[i].merge(other);
             }
             if (lane() == 0)
-                store_row(reducers[i], tile.given, part, tile.l,
+                store_row(reducers[i], tile.call, part, tile.l,
                           i64(tile.m0) + in_tile(band(), i), 0);
         }
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, Config::RESIDENT)
-formula_tile(const __grid_constant__ Parameters given) {
+formula_tile(const __grid_constant__ Parameters call) {
     extern __shared__ __align__(128) unsigned char shared[];
-    Part part(given, TILE);
+    Part part(call, TILE);
 #pragma unroll 1
-    for (i64 l = blockIdx.y; l < given.batch; l += gridDim.y) {
-        Tile tile{given, reinterpret_cast<AccT*>(shared), l, int(part.m0), 0};
-        Formula::of_thread(tile.t, given, l);
+    for (i64 l = blockIdx.y; l < call.batch; l += gridDim.y) {
+        Tile tile{call, reinterpret_cast<AccT*>(shared), l, int(part.m0), 0};
+        Formula::of_thread(tile.t, call, l);
         Columns columns[SIDE];
         Rows rows;
         Products products;
@@ -216,7 +216,7 @@ formula_tile(const __grid_constant__ Parameters given) {
         int least = NOWHERE, most = 0;
 #pragma unroll
         for (int i = 0; i < SIDE; ++i) {
-            columns[i] = columns_of(given, tile.row(in_tile(band(), i)), first, last);
+            columns[i] = columns_of(call, tile.row(in_tile(band(), i)), first, last);
             rows.reducers[i] = reducer_of(columns[i], part.first);
             if (columns[i].first < columns[i].last) {
                 least = min(least, columns[i].first);

@@ -27,20 +27,20 @@ struct Conversion<bool, unsigned char> {
 };
 
 // Element (l, row, col, k) of a tensor, whose strides are 0 for axes that it lacks.
-template <class To, class From, class Given>
-__device__ __forceinline__ To element(const Given& given, int tensor, i64 l, int row, int col,
+template <class To, class From, class Call>
+__device__ __forceinline__ To element(const Call& call, int tensor, i64 l, int row, int col,
                                       int k) {
-    const i64* strides = given.strides + 4 * tensor;
+    const i64* strides = call.strides + 4 * tensor;
     i64 at = l * strides[0] + row * strides[1] + col * strides[2] + k * strides[3];
-    return Conversion<To, From>::of(static_cast<const From*>(given.tensors[tensor])[at]);
+    return Conversion<To, From>::of(static_cast<const From*>(call.tensors[tensor])[at]);
 }
 
-template <class To, class From, class Given>
-__device__ __forceinline__ To scalar(const Given& given, int index, i64 l) {
-    const Scalar& each = given.scalars[index];
+template <class To, class From, class Call>
+__device__ __forceinline__ To scalar(const Call& call, int index, i64 l) {
+    const Scalar& each = call.scalars[index];
     if (!each.device) return static_cast<To>(each.value);
     const From* from = static_cast<const From*>(each.device);
-    return Conversion<To, From>::of(from[l * given.scalar_strides[index]]);
+    return Conversion<To, From>::of(from[l * call.scalar_strides[index]]);
 }
 
 // Numbers of the arithmetic lie in words as they are, others as bits.

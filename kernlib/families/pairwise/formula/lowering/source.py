@@ -28,7 +28,7 @@ _ARRAYS = {THREAD: "t", ROW: "r", COL: "c"}
 _INLINE = "static __device__ __forceinline__"
 _FREE = "const AccT* t, const AccT* r, const AccT* c"
 _FEATURED = f"{_FREE}, const AccT* tf, const AccT* rf, const AccT* cf"
-_AT = "const Given& given, i64 l, int row, int col"
+_AT = "const Call& call, i64 l, int row, int col"
 
 
 class Groups(NamedTuple):
@@ -153,8 +153,8 @@ class _Source(TypedSource):
         types = f"{self._type_of(self._kinds[name])}, {problem.stored(place)}"
         axes = problem.spec.inputs[place].axes
         if not axes:
-            return f"scalar<{types}>(given, {problem.scalars.index(place)}, l)"
-        return f"element<{types}>(given, {problem.tensors.index(place)}, l, {axes_text(axes)})"
+            return f"scalar<{types}>(call, {problem.scalars.index(place)}, l)"
+        return f"element<{types}>(call, {problem.tensors.index(place)}, l, {axes_text(axes)})"
 
     def _operation(self, node: Operation) -> str:
         if node.operator == "/" and not self._is_exact:
@@ -259,7 +259,7 @@ class _Source(TypedSource):
         return self._function(head, body or "        return AccT(0);\n")
 
     def _function(self, head: str, body: str) -> str:
-        return f"    template <class Given>\n    {_INLINE} {head} {{\n{body}    }}\n"
+        return f"    template <class Call>\n    {_INLINE} {head} {{\n{body}    }}\n"
 
     def _free(self, level: str) -> str:
         """The function that computes a level's words that have no features."""
@@ -269,9 +269,9 @@ class _Source(TypedSource):
         sums = sorted({name for node, _ in held for name in names(node) if name[0] == "#"})
         body = "".join(map(self._sum, sums)) + stores
         arguments = {
-            THREAD: "AccT* t, const Given& given, i64 l",
-            ROW: "AccT* r, const AccT* t, const Given& given, i64 l, int row",
-            COL: "AccT* c, const AccT* t, const Given& given, i64 l, int col",
+            THREAD: "AccT* t, const Call& call, i64 l",
+            ROW: "AccT* r, const AccT* t, const Call& call, i64 l, int row",
+            COL: "AccT* c, const AccT* t, const Call& call, i64 l, int col",
         }[level]
         return self._function(f"void of_{level}({arguments})", body)
 
@@ -308,7 +308,7 @@ class _Source(TypedSource):
             body = self._stores(array, self._held.get((level, group), {}))
             head = (
                 f"void {level}_feature(Nth<{group}>, AccT* {array}, const AccT* t,"
-                f" const Given& given, i64 l, {position}, int k)"
+                f" const Call& call, i64 l, {position}, int k)"
             )
             functions.append(self._function(head, body))
         return "".join(functions)
