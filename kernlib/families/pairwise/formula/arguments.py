@@ -57,7 +57,7 @@ class _Recipe(NamedTuple):
     """What tensors of some shapes, dtypes and devices make: a call without its tensors."""
 
     views: tuple[_View, ...]
-    call: Call
+    rest: tuple  # of a Call; Dynamo of torch 2.8 knows no part of a named tuple
     device: torch.device
     positive: frozenset[str]
 
@@ -82,7 +82,7 @@ def checked(formula: Formula, values: dict, v: torch.Tensor | None = None, v_axe
             numbers.append(_number(view.name, value, recipe.positive))
             continue
         tensors.append(view.of(placed(value, recipe.device)))
-    return recipe.call._replace(tensors=tensors, numbers=numbers)
+    return Call(tensors, numbers, *recipe.rest)
 
 
 def _key(formula: Formula, values: dict, v, v_axes: tuple) -> tuple | None:
@@ -137,12 +137,12 @@ def _new_recipe(formula: Formula, values: dict, v: torch.Tensor | None, v_axes) 
         _check_alone(alone, sizes["batch"][0], sizes[ROW][0], sizes[COL][0])
         is_batched = True
     features = v.shape[-1] if v is not None and FEATURE in v_axes else 1
-    call = Call(
-        [], [], [view.name for view in views if view.rank is None],
+    rest = (
+        [view.name for view in views if view.rank is None],
         sizes.get("batch", (1, ""))[0], sizes[ROW][0], sizes[COL][0], features, is_batched,
         _widest(floats),
     )  # fmt: skip
-    return _Recipe(tuple(views), call, device, positive)
+    return _Recipe(tuple(views), rest, device, positive)
 
 
 def _check_names(formula: Formula, values: dict) -> None:
@@ -224,9 +224,9 @@ def _check_features(formula: Formula, group: Group, values: dict) -> None:
 
 def _number(name: str, value: object, positive: frozenset[str]) -> float:
     number = host_value(name, value, 0)
-    check_host(name, number, positive)
     if not -math.inf < number < math.inf:  # Dynamo knows no isfinite of a symbol
         raise ValueError(f"{name} must be finite, got {number}")
+    check_host(name, number, positive)
     return number
 
 

@@ -261,7 +261,11 @@ def _ranges(call: Call, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _detached(call: Call) -> Call:
-    return call._replace(tensors=[t.detach() for t in call.tensors])
+    # Field by field: Dynamo of torch 2.8 knows no part of a named tuple.
+    return Call(
+        [t.detach() for t in call.tensors], call.numbers, call.on_host, call.batch, call.rows,
+        call.cols, call.features, call.is_batched, call.dtype,
+    )  # fmt: skip
 
 
 def _threshold(formula: Formula, call: Call, threshold: float) -> torch.Tensor:
