@@ -53,9 +53,9 @@ def slopes(spec: Spec, place: int, smallest: float) -> tuple[Slope, ...]:
     of_result, weight = _weight(spec, grad)
     results = []
 
-    def add(score: Node, unit: Node | None = None, whole: bool = False) -> None:
+    def add(score: Node, unit: Node | None = None) -> None:
         if rules.ZERO not in (score, unit):
-            results.append(_slope(spec, of_result, score, unit, axes, whole))
+            results.append(_slope(spec, of_result, score, unit, axes))
 
     direct = rules.derivative(spec.score, by, smallest)
     for index, term in enumerate(spec.terms):
@@ -67,13 +67,13 @@ def slopes(spec: Spec, place: int, smallest: float) -> tuple[Slope, ...]:
             add(rules.product(weight, outer), inner)
         else:
             direct = rules.total(direct, rules.product(outer, _sum(inner)))
-    add(rules.product(weight, direct), whole=set(axes) == {ROW, COL})
+    add(rules.product(weight, direct))
     if spec.unit is not None and by in names(spec.unit):
         inner = rules.product(grad, rules.derivative(spec.unit, by, smallest))
         if FEATURE in axes:
             add(spec.score, inner)
         else:
-            add(rules.product(spec.score, _sum(inner)), whole=set(axes) == {ROW, COL})
+            add(rules.product(spec.score, _sum(inner)))
     return tuple(results)
 
 
@@ -99,12 +99,13 @@ def _weight(spec: Spec, grad: Name) -> tuple[tuple[Input, ...], Node]:
     return (*inputs, *inputs), rules.product(grad, share)
 
 
-def _slope(spec: Spec, more: tuple[Input, ...], score, unit, axes, whole: bool) -> Slope:
+def _slope(spec: Spec, more: tuple[Input, ...], score, unit, axes) -> Slope:
     inputs = (*spec.inputs, *more)
-    kind = MATRIX if whole else TOTAL
+    by_pair = set(axes) == {ROW, COL}
+    kind = MATRIX if by_pair else TOTAL
     plain = new_spec(kind, written_out(spec, score), inputs, unit, spec.ranged)
     plain, places = used_only(plain)
-    turned = COL in axes and not whole
+    turned = COL in axes and not by_pair
     count = len(spec.inputs)
     places = tuple(i if i < count else (GRAD, RESULT)[i - count] for i in places)
     return Slope(transposed(plain) if turned else plain, places, turned)

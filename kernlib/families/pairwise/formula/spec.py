@@ -20,7 +20,6 @@ from kernlib.families.pairwise.formula import grammar
 ROW, COL, FEATURE = "row", "col", "feature"
 AXES = (ROW, COL, FEATURE)
 MATRIX, TOTAL, LOGSUMEXP, LEAST = "matrix", "sum", "logsumexp", "min"
-REDUCTIONS = (MATRIX, TOTAL, LOGSUMEXP, LEAST)
 _TURNED = {ROW: COL, COL: ROW}
 
 

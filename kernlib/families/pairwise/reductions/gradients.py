@@ -376,13 +376,13 @@ def _recorded(
     through = [name for name in names if name != "v"]
     entries = max(1, blocks.entries_of(request.a.device, wide) // RECORDED_PARTS)
     for block in blocks.blocks(shape._replace(batch=shape.matrices), entries, blocks.MOST_ROWS):
-        parts, whole = _parts(request, block), _entries(shape, block)
+        parts, place = _parts(request, block), _entries(shape, block)
         values = _values(request, block, parts)
-        g = gradient[whole[:2]]
+        g = gradient[place[:2]]
         if reduction == "logsumexp":
-            v = None if request.v is None else _part_of(request.v, "v", whole)
+            v = None if request.v is None else _part_of(request.v, "v", place)
             shifted = values if v is None else values.to(v.dtype) + v.mT
-            weights = _recorded_shares(shifted, g, out[whole[:2]])
+            weights = _recorded_shares(shifted, g, out[place[:2]])
         else:
             weights = _weights(reduction, request, block, parts, g)
         if through:
@@ -398,7 +398,7 @@ def _recorded(
                 product = weights.sum(-2)[..., None]
             else:
                 product = multiplied(request.descriptor.precision, values.mT.to(g.dtype), g)
-            part = _part_of(totals["v"], "v", whole)
+            part = _part_of(totals["v"], "v", place)
             part.add_(_to_shape(product, part))
     return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
 

@@ -78,12 +78,12 @@ def cut(work: Work, rows: int) -> Cut:
     """The cut that is done first: of large problems that of ``rows`` and whole stages, else one of
     :data:`SHAPES` too."""
     stage = work.stage(1)
-    whole = Cut(rows, 1, stage)
-    enough = work.blocks(whole) >= 4 * RESIDENT * work.multiprocessors
+    long = Cut(rows, 1, stage)
+    enough = work.blocks(long) >= 4 * RESIDENT * work.multiprocessors
     if work.rows > (rows - 1) * THREADS and enough:
         blocks = work.row_blocks(rows, 1) * work.chunks
         slots = RESIDENT * work.multiprocessors
-        return whole._replace(per_split=split(work.sums, blocks, stage, slots))
+        return long._replace(per_split=split(work.sums, blocks, stage, slots))
     shapes = dict.fromkeys([(rows, 1), *((min(few, rows), many) for few, many in SHAPES)])
     cuts = (
         Cut(few, partners, columns)
@@ -94,7 +94,7 @@ def cut(work: Work, rows: int) -> Cut:
 
 
 def cut_ranges(work: Work, rows: int) -> Cut:
-    """The cut of rows that have columns of their own, how many is not known: few rows together, as
+    """The cut of rows that have columns of their own, how many nobody says: few rows together, as
     a block goes over all columns that one of its rows has; partners until each multiprocessor has
     two blocks, and parts of the columns only where that does not do."""
     enough = 2 * work.multiprocessors
